@@ -213,6 +213,7 @@ class Histogram:
     @property
     def elements(self) -> int:
         """Number of elements read."""
+        # Each element read is in one of the three.
         return self.equal + sum(self.counts) + self.not_finite
 
 
@@ -259,9 +260,12 @@ class Finding:
     @property
     def evidence(self) -> str:
         """The text of the facts."""
+        # Surfaces with their own spelling of names render the facts themselves.
         return "; ".join(map(str, self.facts))
 
     @property
     def fails(self) -> bool:
         """Whether the finding makes the group out of sync."""
-        return self.counts and self.severity != "info" and not (self.allowed or self.accepted)
+        # A user accepts a finding with `--allow`, or with a baseline that has all of its names.
+        is_tolerated = self.allowed or self.accepted
+        return self.counts and self.severity != "info" and not is_tolerated

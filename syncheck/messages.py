@@ -1,136 +1,13 @@
-"""Messages as data: a sentence and its ranks, names and numbers. Each surface renders the text.
-
-Records contain messages, and code compares `message.code`, never the text. `str(message)` renders the text. Surfaces
-differ only in the spelling of options (`syncheck.errors.Words`).
-"""
+"""The sentences that several packages use: notes, refusals, details, and reasons of an undecided verdict."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
-from string import Formatter
-from typing import TYPE_CHECKING, Any
+from syncheck.sentences import Message, Sentence
 
-from syncheck.errors import current_words
-from syncheck.text import by_rank_text, names_text, number_text, ranks_text, sets_text, values_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-
-class Sentence(Enum):
-    """Base class of the sentences about one topic. Values are templates in the syntax of `str.format`.
-
-    Additional format specifications:
-
-    - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
-    - `{ranks:Ranks}`: the same at the start of a sentence
-    - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
-    - `{names:names}` or `{names:names 5}`: the first 3 or 5 names, and how many more there are
-    - `{parts:list}`: messages, names or numbers, separated by commas
-    - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
-    - `{values:on_ranks}`: the same from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
-    - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
-    - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
-    - `{step:number}` or `{gap:number 3}`: whole numbers with all digits, other numbers with 6 or 3 digits
-    - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option with this name in `Options`,
-      without a parameter
-    """
-
-    def __call__(self, **parameters: object) -> Message:
-        """Return the sentence with these parameters."""
-        return Message(self, parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A sentence with parameters: tuples of ranks or names, numbers, texts, and other messages."""
-
-    code: Sentence
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """Render the sentence in the words of the current surface."""
-        return _render(self.code.value, self.parameters)
-
-    def __hash__(self) -> int:
-        return hash((self.code, *self.parameters))
-
-
-def _render(template: str, parameters: Mapping[str, Any]) -> str:
-    """Fill in a template. Raises KeyError if a parameter is missing."""
-    parts = []
-    for literal, name, spec, conversion in Formatter().parse(template):
-        parts.append(literal)
-        if name is not None and (spec or "").startswith("option"):
-            parts.append(_render_option(name, (spec or "").removeprefix("option")))
-        elif name is not None:
-            value = parameters[name]
-            parts.append(_render_value(repr(value) if conversion == "r" else value, spec or ""))
-    return "".join(parts)
-
-
-def _render_option(field: str, detail: str) -> str:
-    words = current_words()
-    if detail.startswith("="):
-        value = detail[1:]
-        return words.pair(field, int(value) if value.isdecimal() else value)
-    return words.placeholder(field, detail.strip()) if detail else words.name(field)
-
-
-def _render_value(value: Any, spec: str) -> str:
-    kind, _, most = spec.partition(" ")
-    if kind in ("ranks", "Ranks"):
-        text = ranks_text(value)
-        return text[:1].upper() + text[1:] if kind == "Ranks" else text
-    if kind == "sets":
-        return sets_text(value, int(most or 4))
-    if kind == "names":
-        return names_text(value, int(most or 3))
-    if kind == "list":
-        return ", ".join(map(str, value))
-    if kind == "by_rank":
-        return by_rank_text(value)
-    if kind == "on_ranks":
-        return values_text(value)
-    if kind == "count":
-        one, _, many = most.partition("|")
-        return f"{value} {one if value == 1 else many or one + 's'}"
-    if kind == "verb":
-        one, _, many = most.partition("|")
-        return one if (value if isinstance(value, int) else len(value)) == 1 else many
-    if kind == "number":
-        return number_text(value, int(most or 6))
-    return format(str(value) if isinstance(value, (Message, tuple)) else value, spec)
-
-
-def relabel(message: Message, labels: Sequence[str]) -> Message:
-    """Replace ranks in a message by labels: two models are A and B, not ranks 0 and 1.
-
-    A sentence NAME gives way to the sentence DIFF_NAME of its topic, if there is one.
-    """
-    code = type(message.code).__members__.get(f"DIFF_{message.code.name}", message.code)
-    parsed = Formatter().parse(message.code.value)
-    specs = {name: spec or "" for _, name, spec, _ in parsed if name and not (spec or "").startswith("verb")}
-    return Message(code, {k: _relabel_value(v, specs.get(k, ""), labels) for k, v in message.parameters.items()})
-
-
-def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
-    def names(ranks: Iterable[int | str]) -> tuple[str, ...]:
-        return tuple(labels[rank] if isinstance(rank, int) else rank for rank in ranks)  # a message may be relabelled
-
-    kind = spec.partition(" ")[0]
-    if kind in ("ranks", "Ranks"):
-        return names(value)
-    if kind == "sets":
-        return tuple(map(names, value))
-    if kind == "by_rank":
-        return dict(zip(names(value), value.values(), strict=True))
-    if kind == "on_ranks":
-        return tuple((_relabel_value(of, "", labels), names(ranks)) for of, ranks in value)
-    if isinstance(value, tuple):
-        return tuple(_relabel_value(part, "", labels) for part in value)
-    return relabel(value, labels) if isinstance(value, Message) else value
+__all__ = [
+    "SHARD_REFUSALS", "AdapterProblem", "Detail", "Fact", "Grouping", "Hint", "Message", "Note", "Refusal", "Sentence",
+    "Undecided",
+]  # fmt: skip
 
 
 class Grouping(Sentence):
@@ -164,11 +41,13 @@ class Grouping(Sentence):
 class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
+    # The values of the model, and what they mean for training.
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
     NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
     NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
     RANK_0_UNAFFECTED = "training is not affected if the file of rank 0 is the one that is used"
+    # Two models: copies within a side, the map of names, and adapters.
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
@@ -179,8 +58,8 @@ class Note(Sentence):
         "equal data has other names, which are not mapped, because most names of A and B agree; "
         "{write_map:option FILE} saves the map:"
     )
-    RULE = "  {name} = {parts}"
-    COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
+    RULE = "  {name:name} = {parts}"
+    COPY_RULE = "  {name:name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
     GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
@@ -189,10 +68,10 @@ class Note(Sentence):
         "beside the files states {names:verb it|them}"
     )
     PREFIX = (
-        "{count:count name} of {longer} {count:verb is that|are those} of {shorter} with `{prefix}` in front: "
+        "{count:count name} of {longer} {count:verb is that|are those} of {shorter} with {prefix:quoted} in front: "
         "no program that expects the names of {shorter} finds {count:verb it|them}"
     )
-    NO_MAP = "{file} was not written: no map was needed or found"
+    NO_MAP = "{file:name} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
         "{names:names}; pass a map with {map:option FILE}"
@@ -207,6 +86,7 @@ class Note(Sentence):
         "{side}: the map {map} does not fit {names:names}: their shapes are others, or a part has the name of another "
         "tensor"
     )
+    # The metadata of files, which may contradict the files.
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     TOO_MANY_RANKS = (
@@ -217,22 +97,23 @@ class Note(Sentence):
         "copied, or a rank recorded a wrong number. The ranks in this report are positions"
     )
     WORLD_SIZES = (
-        "world_size in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
-        "world_size"
+        "`world_size` in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
+        "`world_size`"
     )
     KINDS_GUESSED = (
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"
     )
     UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes:list}"
+    # Options of the comparison.
     QUICK = (
         "compared by the checksums stored in the files, without tolerances. No tensor was read: damage after saving "
         "goes unnoticed, and only a comparison without {quick:option} finds the elements that differ"
     )
     REFERENCE = "differences are measured against rank {rank}, the reference"
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
-    VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
-    DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
+    # Python values beside the tensors.
+    VALUES_ABSENT = "not compared, because missing {ranks:owner}: {names:names 5}"
     CODE_DIFFERS = (
         "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
         "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
@@ -247,7 +128,7 @@ class Note(Sentence):
         "plain attributes of modules differ between ranks; they do not count, because they are neither parameters nor "
         "buffers: {facts:list}"
     )
-    ATTRIBUTE = "{name} is {values:by_rank}"
+    ATTRIBUTE = "{name:name} is {values:by_rank}"
     ATTRIBUTE_NAMES = (
         "{count:count plain attribute} of modules {count:verb differs|differ} between ranks and "
         "{count:verb does|do} not count: {names:names 5}"
@@ -256,15 +137,17 @@ class Note(Sentence):
     EQUAL_RNG = (
         "the ranks have equal RNG states ({names:names}), so they draw equal random numbers, for example equal dropout "
         "masks. Under data parallelism, each rank should have its own: did all ranks load the state of one rank? Save "
-        "and load the state of each rank, or seed each rank: torch.manual_seed(seed + rank)"
+        "and load the state of each rank, or seed each rank: `torch.manual_seed(seed + rank)`"
     )
     METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
+    # What the readers skip or cannot know.
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
         "a fingerprint shows which tensors differ, but not which elements; tolerances do not apply, and -0.0 and 0.0 "
         "count as different"
     )
     STORED = "{text}"
+    GROUPING = "{reasons:statements}"
     ONE_COPY = (
         "a torch.distributed.checkpoint folder stores each replicated tensor once, so it cannot show whether the ranks "
         "of its own run were in sync"
@@ -273,23 +156,24 @@ class Note(Sentence):
     UNLISTED_FILES = "not compared: {count} chunk files that .metadata does not list: {names:names 5}"
     PARTS_ABSENT = "not compared: {absent} of {total} {what}, which are not in the folder"
     RANKS_IN_FOLDER = (
-        "the ranks in a DeepSpeed tag folder are not compared with each other; pass its *_model_states.pt as files to "
-        "compare them"
+        "the ranks in a DeepSpeed tag folder are not compared with each other; pass its `*_model_states.pt` as files "
+        "to compare them"
     )
     WEIGHT_COPIES = (
         "not compared: {count:count copy|copies} of weights in DeepSpeed's model states; the optimizer's weights "
         "take precedence"
     )
-    OTHER_WEIGHTS = "{file} is compared as a separate model, beside {others}"
-    SECOND_WEIGHTS = "{file} is compared as a separate model: a second copy of the weights, beside {others}"
+    OTHER_WEIGHTS = "{file:name} is compared as a separate model, beside {others}"
+    SECOND_WEIGHTS = "{file:name} is compared as a separate model: a second copy of the weights, beside {others}"
     UNUSED_WEIGHTS = (
-        "not compared: {files:names}, a second copy of the weights in {folder}; pass the file itself to compare it"
+        "not compared: {files:names}, a second copy of the weights in {folder:name}; pass the file itself to compare it"
     )
 
 
 class Refusal(Sentence):
     """Why the bytes of a tensor cannot be compared. Fingerprints store the text."""
 
+    # Kinds of tensors whose bytes are not in the file, or have no known form.
     SHARDED_TENSOR = "a ShardedTensor holds only this rank's shards"
     SHARDED_DTENSOR = "a DTensor without a readable mesh holds only this rank's shard"
     SPARSE = "a sparse tensor"
@@ -300,21 +184,22 @@ class Refusal(Sentence):
     FREED = "a tensor whose storage was freed"
     WRAPPER = "a wrapper tensor that syncheck does not read"
     LAYOUT = "a tensor of layout {layout}"
-    SUBCLASS = "a tensor subclass that syncheck does not read: {name}"
+    SUBCLASS = "a tensor subclass that syncheck does not read: {name:name}"
     AS_NUMPY = "a tensor stored as a numpy array"
     UNKNOWN_CLASS = "a tensor of an unknown class"
-    IN_UNREAD_OBJECT = "in an object of class {name}, which syncheck does not read"
+    IN_UNREAD_OBJECT = "in an object of class {name:name}, which syncheck does not read"
     UNKNOWN_DTYPE = "its dtype is unknown"
-    DTYPE = "dtype {name} is not supported"
+    DTYPE = "dtype {name:name} is not supported"
     STORAGE_WITHOUT_DTYPE = "its storage has no dtype"
     UNKNOWN_STORAGE = "a storage of an unknown class"
     STORAGE_IN_OBJECT = "a storage in an object"
-    NUMPY_DTYPE = "a numpy array of dtype {name}"
+    NUMPY_DTYPE = "a numpy array of dtype {name:name}"
     EMPTY_NUMPY = "a numpy array without content"
     UNKNOWN_RECORD = "an object that torch.save did not write"
     SET_MEMBER = "a member of a set, which has no order"
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
+    # Two models.
     AMBIGUOUS_NAME = "several tensors of the other model have the same data"
     ADAPTER_PART = "a part of an adapter that was not merged: {problem}"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
@@ -334,18 +219,21 @@ SHARD_REFUSALS = (
 class AdapterProblem(Sentence):
     """Why a part of an adapter was not merged."""
 
-    NO_CONFIG = "adapter_config.json beside it is missing or cannot be read"
+    NO_CONFIG = "`adapter_config.json` beside it is missing or cannot be read"
     KIND = "adapters of type {kind} are not merged, only LoRA"
-    SETTING = "the setting {name} in adapter_config.json is not supported: {value}"
-    NOT_LOADED = "PEFT does not load it into the module {module}, because of {name} in adapter_config.json: {value}"
-    PATTERN = "a pattern of modules in adapter_config.json is not supported ({problem})"
-    SCALE = "its scale is unknown (lora_alpha: {alpha}, r: {rank}, rows of lora_A: {shape})"
-    TOKENS = "adapter_config.json does not list the rows that it replaces"
+    SETTING = "the setting {name:name} in `adapter_config.json` is not supported: {value:name}"
+    NOT_LOADED = (
+        "PEFT does not load it into the module {module:name}, because of {name:name} in `adapter_config.json`: "
+        "{value:name}"
+    )
+    PATTERN = "a pattern of modules in `adapter_config.json` is not supported ({problem})"
+    SCALE = "its scale is unknown (`lora_alpha`: {alpha}, r: {rank}, rows of `lora_A`: {shape})"
+    TOKENS = "`adapter_config.json` does not list the rows that it replaces"
     SEVERAL = "the files have several adapters ({names:list}); pass the merged one only"
     NO_MODULE = "the base model has no module of this name"
     INCOMPLETE = "the module has only one of two factors"
     SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
-    ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
+    ORIENTATION = "the shapes of other modules contradict `fan_in_fan_out`, and a square weight does not show it"
     TAKEN = "another part of the adapter changes the same weight"
     UNKNOWN = "its kind is unknown"
 
@@ -353,30 +241,30 @@ class AdapterProblem(Sentence):
 class Detail(Sentence):
     """Why a tensor was not fully compared, or how replicas differ."""
 
-    MISSING = "not on {ranks:ranks}"
-    DIFF_MISSING = "not in {ranks:ranks}"
+    MISSING = "not {ranks:owner}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
     PARTITIONED = "on {ranks:ranks} only: each rank holds its own part"
     SHARDED = "{layout}: no two of these ranks hold the same shard"
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
-    REFUSED_ON_SOME = "{refusal} (on {ranks:ranks} only)"
-    DIFF_REFUSED_ON_SOME = "{refusal} (in {ranks:ranks} only)"
+    REFUSED_ON_SOME = "{refusal} ({ranks:owner} only)"
     UNEQUAL = "{values:on_ranks}"
     RNG_STATE = "RNG states differ by design"
     POWERSGD_ERROR = "PowerSGD errors differ by design"
     AMBIGUOUS_LAYOUT = "{layout}"
     UNCLEAR_PARTITIONING = "the files do not show whether each rank holds its own part of the optimizer state"
     INCOMPLETE_PARTITIONING = "some parts of the optimizer state are missing"
+    # Fingerprints, stored checksums and live digests.
     OTHER_ALGORITHMS = "digests of different algorithms ({algorithms}); recreate the fingerprints with one version"
     DIGESTS_ONLY = "the digests differ; nothing else is known"
     MOMENTS_AGREE = "the digests differ, but min, max, mean and std do not"
     MOMENTS = "{differing}"
-    MOMENTS_APART = "max_abs is at least {least:.3g}; {differing}"
+    MOMENTS_APART = "`max_abs` is at least {least:.3g}; {differing}"
     CHECKSUMS = "the stored checksums differ"
     STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
     VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
     NO_CHECKSUM = "some files store no checksum of the tensor"
+    # Two models.
     ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
     UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
     HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
@@ -385,6 +273,7 @@ class Detail(Sentence):
 class Fact(Sentence):
     """Evidence that every kind of finding may have."""
 
+    # Evidence of an event file, which has only the text.
     TEXT = "{text}"
     NOT_IN_BASELINE = "not in the baseline: {names:names}"
 
@@ -410,11 +299,11 @@ class Undecided(Sentence):
         "them with {group_by:option REGEX} ({group_by:option=} puts all files into one group)"
     )
     SOME_ALONE = (
-        "{count} of the checkpoints given had no replica to compare with: {paths}; remove them, add their replicas, or "
-        "group files with {group_by:option REGEX}"
+        "{count} of the checkpoints given had no replica to compare with: {paths:names}; remove them, add their "
+        "replicas, or group files with {group_by:option REGEX}"
     )
-    AMBIGUOUS = "{name}: {detail}"
-    MORE_AMBIGUOUS = "{name} and {more} more tensors: {detail}"
+    AMBIGUOUS = "{name:name}: {detail}"
+    MORE_AMBIGUOUS = "{name:name} and {more} more tensors: {detail}"
     NO_CHECKSUMS = (
         "{unknown} of {tensors} tensors have no usable stored checksum (torch.save stores one for each storage, other "
         "formats store none); without {quick:option} every byte is read"
@@ -426,9 +315,9 @@ class Undecided(Sentence):
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
     REFUSED = "{count} of the tensors could not be compared: {tensors}; skip them with {exclude:option GLOB}"
-    NOT_COMPARED = "{count:count tensor} could not be compared: {name}: {detail}"
+    NOT_COMPARED = "{count:count tensor} could not be compared: {name:name}: {detail}"
     VALUES = (
-        "{count:count value} of the model could not be compared: {name}; see the notes, or skip with "
+        "{count:count value} of the model could not be compared: {name:name}; see the notes, or skip with "
         "{exclude:option GLOB}"
     )
     ALL_EXCLUDED = "no tensor was compared; the options exclude {count} tensors"

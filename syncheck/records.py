@@ -7,7 +7,7 @@ The JSON document has the same field names: `report.groups[0].findings[0].code` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,6 +173,7 @@ class TensorDiff:
     @property
     def out_of_sync(self) -> bool:
         """Whether it differs, is missing on some replica, or has different shapes or dtypes."""
+        # The other reasons of tensors that were not compared are no differences.
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
         )
@@ -185,6 +186,7 @@ class TensorDiff:
     @property
     def unknown(self) -> bool:
         """Whether it may differ: the reader refuses it, `--quick` finds no checksum, or its replicas are unknown."""
+        # A shard without a replica has nothing to differ from; missing tensors and other shapes do differ.
         reasons = (Reason.REFUSED, Reason.CHECKSUM, Reason.AMBIGUOUS)
         return self.status == "not_compared" and self.reason in reasons
 
@@ -223,10 +225,18 @@ class Counts:
     @property
     def compared(self) -> int:
         """Number of compared tensors."""
+        # Tensors with different shapes count as not compared, although they are out of sync.
         return self.tensors - self.not_compared
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Counts(
+            tensors=self.tensors + other.tensors,
+            identical=self.identical + other.identical,
+            equal=self.equal + other.equal,
+            close=self.close + other.close,
+            different=self.different + other.different,
+            not_compared=self.not_compared + other.not_compared,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +324,11 @@ class Comparison:
         """A and B for two models; empty for replicas."""
         return tuple(replica.label for replica in self.replicas if replica.label)
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether it compares two models. Their ranks are of type `text.Side`, so texts name A and B."""
+        return bool(self.labels)
+
 
 @dataclass(frozen=True, slots=True)
 class Group(Comparison):
@@ -339,6 +354,7 @@ class Alias:
 
     path: str
     """The path as given or found."""
+    # The JSON document has this name.
     of: str
     """The path of the compared replica."""
 
@@ -359,7 +375,13 @@ class Closure:
 
     plain: DriftPoint
     synced: DriftPoint
-    sentence: str
+    message: Message
+    """How much of the difference SyncBatchNorm removed."""
+
+    @property
+    def sentence(self) -> str:
+        """The text of the message."""
+        return str(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,8 +407,25 @@ class Report:
         return sum((group.counts for group in self.groups), Counts())
 
     @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all groups."""
+        findings: list[Finding] = []
+        for group in self.groups:
+            findings += group.findings
+        return tuple(findings)
+
+    @property
+    def tensors(self) -> tuple[TensorDiff, ...]:
+        """The diffs of all groups."""
+        diffs: list[TensorDiff] = []
+        for group in self.groups:
+            diffs += group.tensors
+        return tuple(diffs)
+
+    @property
     def exit_code(self) -> int:
         """0 for in sync, 1 for out of sync, 2 for undecided."""
+        # A checkpoint that is alone makes the report undecided.
         return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)
 
 
@@ -403,6 +442,7 @@ class OutOfSync(SyncheckError, AssertionError):
         self.report = report
 
     def __str__(self) -> str:
+        # Other errors have one line.
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
@@ -412,23 +452,31 @@ class OutOfSync(SyncheckError, AssertionError):
 
 def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
-    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
+    ordered = sorted(sets, key=lambda ranks: (-len(ranks), ranks[0]))
+    return tuple(map(tuple, ordered))
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
+    # Neither of two equally large sets is more likely to be right.
     if len(sets) < 2 or len(sets[0]) == len(sets[1]):
         return ()
-    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
+    minority: list[int] = []
+    for ranks in sets[1:]:
+        minority += ranks
+    return tuple(sorted(minority))
 
 
 def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
     """Return the clusters of each replica group with differences."""
-    if len(diff.replica_groups) < 2:
-        return [list(diff.clusters)] if len(diff.clusters) > 1 else []
-    # A cluster lies in one replica group. The dictionary avoids a search: 1,000 ranks may have hundreds of groups.
-    group_of = {rank: i for i, group in enumerate(diff.replica_groups) for rank in group}
-    clusters: list[list[tuple[int, ...]]] = [[] for _ in diff.replica_groups]
-    for ranks in diff.clusters:
-        clusters[group_of[ranks[0]]].append(ranks)
-    return [sets for sets in clusters if len(sets) > 1]
+    clusters_of_group: dict[int, list[tuple[int, ...]]] = {0: list(diff.clusters)}
+    if len(diff.replica_groups) > 1:
+        # The dictionary avoids a search: 1,000 ranks may have hundreds of groups.
+        number_of_group: dict[int, int] = {}
+        for number, group in enumerate(diff.replica_groups):
+            number_of_group.update(dict.fromkeys(group, number))
+        clusters_of_group = {number: [] for number in range(len(diff.replica_groups))}
+        # A cluster lies in one replica group.
+        for ranks in diff.clusters:
+            clusters_of_group[number_of_group[ranks[0]]].append(ranks)
+    return [clusters for clusters in clusters_of_group.values() if len(clusters) > 1]

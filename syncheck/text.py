@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -12,11 +13,22 @@ if TYPE_CHECKING:
 _Rank = TypeVar("_Rank")
 _Value = TypeVar("_Value")
 
+_MOST_RANKS = 8
 _MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 
 _HASHES = re.compile(r"##(?=\w*\[)")
+
+
+class Side(IntEnum):
+    """One of two models. Records of two models have sides in place of ranks, and texts name the sides."""
+
+    A = 0
+    B = 1
+
+
+SIDES = (Side.A, Side.B)
 
 
 def one_line(text: str) -> str:
@@ -96,16 +108,30 @@ def group_ranks(values: Mapping[_Rank, _Value]) -> dict[_Value, list[_Rank]]:
     return ranks_of
 
 
-def ranks_text(ranks: Sequence[int | str]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks.
 
-    Labels instead of ranks: 'A and B'.
+    For the sides of two models: 'A and B'.
     """
-    if ranks and isinstance(ranks[0], str):
-        return " and ".join(map(str, ranks))
-    if len(ranks) > 8:
+    if ranks and isinstance(ranks[0], Side):
+        return " and ".join(Side(rank).name for rank in ranks)
+    if len(ranks) > _MOST_RANKS:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _digits_to_distinguish(numbers: set[float]) -> int:
+    """Return the fewest digits, of 6, 9 and 17, that show which numbers differ."""
+    for digits in (6, 9):
+        if len({f"{number:.{digits}g}" for number in numbers}) == len(numbers):
+            return digits
+    return 17
+
+
+def owner_text(ranks: Sequence[int]) -> str:
+    """Return where a value is: 'on ranks 0, 2', or 'in B' for a side."""
+    preposition = "in" if ranks and isinstance(ranks[0], Side) else "on"
+    return f"{preposition} {ranks_text(ranks)}"
 
 
 def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
@@ -113,28 +139,41 @@ def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
 
 
-def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
-    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
-    floats = {value for value in values.values() if isinstance(value, float)}
-    # The fewest digits that show which values differ.
-    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
-    ranks_of: dict[str, list[int | str]] = {}
+def ranges_text(ranks: Sequence[int]) -> str:
+    """Return ranks as ranges: (0, 1, 2, 5) gives '0-2,5'."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def ranks_as_ranges(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence: 'rank 1', 'ranks 0-2,5'."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges_text(ranks)}"
+
+
+def by_rank_text(values: Mapping[int, object], most: int = 4, write_value: Callable[[str], str] = str) -> str:
+    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value.
+
+    write_value: formats the text of values that are not numbers.
+    """
+    digits = _digits_to_distinguish({value for value in values.values() if isinstance(value, float)})
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         if value is None:
             text = "missing"
         elif isinstance(value, float):
             text = number_text(value, digits)
         else:
-            text = brief(value)
+            text = write_value(brief(value))
         ranks_of.setdefault(text, []).append(rank)
     sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
+    texts = [f"{text} {owner_text(ranks)}" for text, ranks in sets[:most]]
+    # The number of further values, not of further ranks.
     return names_text(texts, most, len(sets), " and ")
-
-
-def _preposition(ranks: Sequence[int | str]) -> str:
-    """Return 'in' for labels of models, 'on' for ranks."""
-    return "in" if ranks and isinstance(ranks[0], str) else "on"
 
 
 def number_text(number: float, digits: int = 6) -> str:
@@ -150,10 +189,15 @@ def names_text(names: Sequence[str], most: int = 3, count: int | None = None, se
     return separator.join(names[:most]) + more
 
 
-def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
-    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
-    texts = [
-        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
-        for value, ranks in values
-    ]
+def values_text(
+    values: Sequence[tuple[Any, Sequence[int]]], most: int = 6, write_value: Callable[[str], str] = str
+) -> str:
+    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists.
+
+    write_value: formats the text of each value.
+    """
+    texts = []
+    for value, ranks in values:
+        text = str(list(value) if isinstance(value, tuple) else value)
+        texts.append(f"{write_value(text)} {owner_text(ranks)}")
     return names_text(texts, most, separator=" and ")

@@ -27,12 +27,12 @@ RECORDS = {
     "histogram": "Histogram", "history": "History", "points": "HistoryPoint", "free_running": "FreeRunning",
     "not_finite": "NotFinite",
     "unreadable": "Unreadable", "aliases": "Alias", "drift": "DriftPoint", "closures": "Closure",
-    "place": "Place",
+    "place": "Place", "message": "Message",
     "relation": "Relation",
 }  # fmt: skip
 # Meanings of fields that the records leave to their names and types.
 WORDS = {
-    "document.schema": "version of the format; increases when a field is removed or renamed, not when a field is added",
+    "document.schema": "version of the format; 1 in documents of versions before 0.3, which have no `messages`",
     "document.tool": "always `syncheck`",
     "document.version": "version of syncheck",
     "document.command": "`compare`, also for `report` and pytest, or `diff`",
@@ -53,6 +53,13 @@ WORDS = {
     "closures.plain": "the run without SyncBatchNorm",
     "closures.synced": "the run with it",
     "closures.sentence": "how much of the difference SyncBatchNorm removed, as a sentence",
+    "closures.messages": "the message of `sentence`",
+    "tensor.messages": "the message of `detail`, if there is one",
+    "finding.messages": "the messages of `evidence` (a list), `cause` and `fix`",
+    "group.messages": "the messages of `notes`, in the same order",
+    "message.code": "code of the sentence, for example `Note.QUICK` or `SYN201.CAUSE`",
+    "message.text": "the sentence",
+    "message.parameters": "numbers, names, ranks and other messages in the sentence",
     "drift.run": "name of the run", "drift.step": "step of the run, null if unknown",
     "drift.max_abs": "the largest difference of any running statistic",
     "drift.tensor": "the statistic with this difference",
@@ -184,6 +191,8 @@ def _type(wanted: dict[str, Any], key: str) -> str:
         return f"list of {inner}{'s' if inner.isalpha() else ''}"
     if kinds == "object" and "properties" in wanted:
         return f"[{key}](#{key})"
+    if kinds == "object" and wanted["additionalProperties"] is True:
+        return "object"
     if kinds == "object":
         return f"object: {_type(wanted['additionalProperties'], key)} by name"
     return str(kinds)

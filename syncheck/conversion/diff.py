@@ -29,21 +29,21 @@ from syncheck.layout.labels import check_layouts
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
 from syncheck.layout.whole_model import add_tied_names, locate_shards
-from syncheck.messages import Note, relabel
+from syncheck.messages import Note
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
 from syncheck.records import Reason, Report
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.kinds import find_outside_model
 from syncheck.tensors.names import is_adapter_setting, normalize_keys
-from syncheck.text import names_text
+from syncheck.text import SIDES, names_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.conversion.inference import Inferred
     from syncheck.messages import Message
-    from syncheck.records import Comparison, Group
+    from syncheck.records import Comparison, Group, Place
     from syncheck.snapshots import Tensor
 
 # Limit of the tensors with a map of their shards on a page.
@@ -113,9 +113,8 @@ def compare_sides(
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides),
             None,
-            tuple(enumerate(side.model for side in sides)),
+            tuple(zip(SIDES, (side.model for side in sides), strict=True)),
             (),
-            two_models=True,
         )
         found = compare_group(pair, replace(build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)
@@ -263,7 +262,7 @@ def _allowed(options: DiffOptions) -> frozenset[str]:
 
 
 def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:
-    """Name the sides instead of ranks, and add the location of the worst element of each tensor.
+    """Add the labels of the sides, and the location of the worst element of each tensor.
 
     subset: whether B may lack tensors that do not belong to the model. Raises UsageError if the models have no name in
     common.
@@ -279,17 +278,17 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         if diff.reason is Reason.MISSING and diff.clusters == ((0,),) and diff.name in accepted:
             diff = replace(diff, reason=Reason.SUBSET, minority=())
         if diff.index is not None:
-            places = {i: side.locate(models[i][diff.name], diff.index) for i, side in enumerate(sides)}
+            places: dict[int, Place] = {}
+            for label, side in zip(SIDES, sides, strict=True):
+                places[label] = side.locate(models[label][diff.name], diff.index)
             diff = replace(diff, places=places)
-        if diff.detail is not None:
-            diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
     values = []
     for value in comparison.values:
         # Like tensors, values of the model must not be missing.
         may_be_missing = subset and value.by_rank.get(1) is None and value.kind != "model"
         values.append(replace(value, counts=False, unknown=False) if may_be_missing else value)
-    notes = [relabel(note, LABELS) for note in comparison.notes]
+    notes = [*comparison.notes]
     if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
         notes.append(Note.SUBSET(count=len(absent), names=absent))
     replicas = tuple(

@@ -34,7 +34,7 @@ class Statistics(Sentence):
     PARAMETERS_NOT_COMPARED = "no parameter was compared"
     SETTINGS = "{count} of {total:count parameter} {count:verb differs|differ} because of the settings (SYN107)"
     OTHER_CAUSE = "{count} of {total:count parameter} {count:verb differs|differ} for another reason"
-    COUNTS_AGREE = "num_batches_tracked agrees"
+    COUNTS_AGREE = "`num_batches_tracked` agrees"
 
 
 def others_agree(case: Case) -> bool:

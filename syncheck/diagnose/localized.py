@@ -27,7 +27,7 @@ MOST = 4
 class Localized(Sentence):
     """Statements about damaged elements, and about the rest of the model."""
 
-    ONE_ELEMENT = "A single element of {numel} differs: {element}"
+    ONE_ELEMENT = "A single element of {numel} differs: {element:name}"
     FOLLOWERS = "{tensors:list} {tensors:verb differs|differ} in the same elements"
     REST_AGREES = "all other elements of {parameters:count parameter} and {states:count optimizer tensor} agree"
     PARAMETERS_AGREE = "all other elements of {parameters:count parameter} agree"

@@ -49,9 +49,8 @@ from syncheck.diagnose.conversion_rules import CONVERSION_RULES
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.remainder import find_unexplained_tensors, find_unexplained_values
 from syncheck.diagnose.rule import Turn, replica_rule
-from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
+from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper, for_two_models
 from syncheck.diagnose.tied_names import add_copies, fold_ties
-from syncheck.messages import relabel
 from syncheck.records import Finding
 
 if TYPE_CHECKING:
@@ -131,17 +130,12 @@ def diagnose(
 
 def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
     """Return findings for every difference of two models. SYN399 covers all unexplained differences."""
-    found = _apply_rules(DIFF_RULES, pair, (), allow)
-    return tuple(
-        replace(
-            finding,
-            ranks=(),
-            facts=tuple(relabel(fact, pair.labels) for fact in finding.facts),
-            cause=relabel(finding.cause, pair.labels),
-            fix=relabel(finding.fix, pair.labels),
-        )
-        for finding in found
-    )
+    findings = []
+    for finding in _apply_rules(DIFF_RULES, pair, (), allow):
+        facts = tuple(map(for_two_models, finding.facts))
+        cause, fix = for_two_models(finding.cause), for_two_models(finding.fix)
+        findings.append(replace(finding, ranks=(), facts=facts, cause=cause, fix=fix))
+    return tuple(findings)
 
 
 def _apply_rules(
@@ -153,7 +147,7 @@ def _apply_rules(
     findings: list[Finding] = []
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
-        of_runs = bool(group.labels) and rule.code in two_runs.CODES
+        of_runs = group.is_pair and rule.code in two_runs.CODES
         if of_runs and not two_runs.may_explain(rule.code, case):
             continue
         match = rule.apply(case)

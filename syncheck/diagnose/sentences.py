@@ -7,12 +7,14 @@ A rule may have these sentences besides CAUSE and FIX:
 - FIX_SHARDED: the model is sharded, by FSDP or HSDP.
 - IN_A_JOB: the ranks of a running job, without files.
 - FIX_NO_MAJORITY, IN_A_JOB_NO_MAJORITY: no majority shows which ranks are healthy.
+
+A sentence NAME of a rule or of its evidence may have a twin DIFF_NAME for two models.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Message, Sentence
@@ -32,10 +34,10 @@ _SHARDED_ALONG = re.compile(r"divided in \d+(?: along ([^(]+))? \(dimension (\d+
 class Wrapper(Sentence):
     """Statements about the parallel wrapper of a running job."""
 
-    NO_SYNC = "no_sync() of DDP is active, so backward passes do not reduce gradients"
+    NO_SYNC = "`no_sync()` of DDP is active, so backward passes do not reduce gradients"
     LAST_FORWARD = (
-        "the last forward pass of DDP's wrapper was within no_sync() or torch.no_grad(), so its backward pass does not "
-        "reduce gradients"
+        "the last forward pass of DDP's wrapper was within `no_sync()` or `torch.no_grad()`, so its backward pass does "
+        "not reduce gradients"
     )
 
 
@@ -52,7 +54,7 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     if match.fix is not None:
         return match.fix
     sentences = rule.sentences.__members__
-    if case.group.labels:  # two models, which have neither ranks nor a wrapper
+    if case.group.is_pair:  # two models, which have neither ranks nor a wrapper
         return rule.sentences["FIX"]
     if case.group.evidence.metadata.no_sync and "FIX_NO_SYNC" in sentences:
         return rule.sentences["FIX_NO_SYNC"]
@@ -70,6 +72,19 @@ def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
     if not no_sync or "FIX_NO_SYNC" not in rule.sentences.__members__:
         return ()
     return (Wrapper.NO_SYNC() if no_sync == "active" else Wrapper.LAST_FORWARD(),)
+
+
+def for_two_models(message: Message) -> Message:
+    """Replace a sentence, and the sentences inside, by their twins for two models, if they have any."""
+    twin = type(message.code).__members__.get(f"DIFF_{message.code.name}", message.code)
+    parameters = {name: _parameter_for_two_models(value) for name, value in message.parameters.items()}
+    return Message(twin, parameters)
+
+
+def _parameter_for_two_models(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_parameter_for_two_models, value))
+    return for_two_models(value) if isinstance(value, Message) else value
 
 
 def is_sharded(group: Comparison) -> bool:

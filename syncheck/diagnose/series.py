@@ -6,17 +6,41 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from syncheck.messages import Sentence
 from syncheck.records import Closure, Comparison, DriftPoint, NotFinite
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from syncheck.messages import Message
     from syncheck.records import Group, TensorDiff
 
 Compared = TypeVar("Compared", bound=Comparison)
 # Names of trainer options for the length of a run and the saving interval.
 LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
+
+
+class Gap(Sentence):
+    """The effect of SyncBatchNorm on the drift of the running statistics."""
+
+    ABSENT = "There was no gap for SyncBatchNorm to close: {drift}"
+    CLOSED = "SyncBatchNorm closed the gap: {drift}"
+    PARTLY_CLOSED = "SyncBatchNorm closed {share:.1%} of the gap: {drift}"
+    OPEN = "SyncBatchNorm did not close the gap: {drift}"
+    DRIFT = (
+        "the largest drift of any running statistic was {before:.4g} in {plain:name} and is {after:words} in "
+        "{synced:name}."
+    )
+    DRIFT_IN = (
+        "the largest drift of any running statistic was {before:.4g} in {plain:name} ({tensor:name}) and is "
+        "{after:words} in {synced:name}."
+    )
+    LENGTHS = "{plain:name} ends at {plain_step:words}, {synced:name} at {synced_step:words}"
+    NO_COMMON_STEP = (
+        "{lengths}, without a common step: save both runs at the same step to see the effect of SyncBatchNorm."
+    )
+    AT_COMMON_STEP = "{gap} Both were measured at {step:words}, the last common step; {lengths}."
 
 
 def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
@@ -119,18 +143,21 @@ def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closu
     if before is None or after is None:
         return None
     if before.step == after.step:
-        return Closure(before, after, _sentence(before, after))
+        return Closure(before, after, _describe_gap(before, after))
     # Drift changes over a run, so only equal steps are comparable.
     of_step = {group.step: point for group in synced if (point := drift_of(group)) is not None}
     common = [(b, of_step[b.step]) for g in plain if (b := drift_of(g)) is not None and b.step in of_step]
-    lengths = f"{before.run} ends at {_format_step(before)}, {after.run} at {_format_step(after)}"
-    if not common:
-        text = f"{lengths}, without a common step: save both runs at the same step to see the effect of SyncBatchNorm."
-        return Closure(before, after, text)
-    step = _format_step(common[-1][0])
-    return Closure(
-        *common[-1], f"{_sentence(*common[-1])} Both were measured at {step}, the last common step; {lengths}."
+    lengths = Gap.LENGTHS(
+        plain=before.run,
+        plain_step=_format_step(before),
+        synced=after.run,
+        synced_step=_format_step(after),
     )
+    if not common:
+        return Closure(before, after, Gap.NO_COMMON_STEP(lengths=lengths))
+    before, after = common[-1]
+    gap, step = _describe_gap(before, after), _format_step(before)
+    return Closure(before, after, Gap.AT_COMMON_STEP(gap=gap, step=step, lengths=lengths))
 
 
 def _format_step(point: DriftPoint) -> str:
@@ -149,16 +176,25 @@ def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     return a.pop("sync_bn", None) is False and b.pop("sync_bn", None) is True and a == b
 
 
-def _sentence(before: DriftPoint, after: DriftPoint) -> str:
-    """Return the sentence. 0.0 means bitwise equal, so small differences are never rounded to it."""
-    was = f"{before.max_abs:.4g} in {before.run}" + (f" ({before.tensor})" if before.tensor else "")
-    now = f"{after.max_abs!r}" if after.max_abs == 0 else f"{after.max_abs:.4g}"
+def _describe_gap(before: DriftPoint, after: DriftPoint) -> Message:
+    drift = _describe_drift(before, after)
     if before.max_abs == 0:
-        verdict = "There was no gap for SyncBatchNorm to close"
-    elif after.max_abs == 0:
-        verdict = "SyncBatchNorm closed the gap"
-    elif after.max_abs < before.max_abs:
-        verdict = f"SyncBatchNorm closed {1 - after.max_abs / before.max_abs:.1%} of the gap"
-    else:
-        verdict = "SyncBatchNorm did not close the gap"
-    return f"{verdict}: the largest drift of any running statistic was {was} and is {now} in {after.run}."
+        return Gap.ABSENT(drift=drift)
+    if after.max_abs == 0:
+        return Gap.CLOSED(drift=drift)
+    if after.max_abs < before.max_abs:
+        return Gap.PARTLY_CLOSED(share=1 - after.max_abs / before.max_abs, drift=drift)
+    return Gap.OPEN(drift=drift)
+
+
+def _describe_drift(before: DriftPoint, after: DriftPoint) -> Message:
+    # 0.0 means bitwise equal, so small differences are never rounded to it.
+    smaller = "0.0" if after.max_abs == 0 else f"{after.max_abs:.4g}"
+    sentence = Gap.DRIFT_IN if before.tensor else Gap.DRIFT
+    return sentence(
+        before=before.max_abs,
+        plain=before.run,
+        tensor=before.tensor,
+        after=smaller,
+        synced=after.run,
+    )

@@ -18,10 +18,10 @@ class Common(Sentence):
     """Statements of evidence in several rules."""
 
     PARAMETERS = "{count} of {total:count parameter} {count:verb differs|differ}, {size}"
-    LARGEST = "largest difference {difference:number 3} in {element}"
+    LARGEST = "largest difference {difference:number 3} in {element:name}"
     SIZE_UNKNOWN = "by an unknown amount"
     NOT_FINITE = "no finite difference"
-    NOT_FINITE_IN = "{element} is NaN or infinite in some of them only"
+    NOT_FINITE_IN = "{element:name} is NaN or infinite in some of them only"
     AGREE = "{ranks:ranks} agree"
     DIFFERS = "{ranks:ranks} {ranks:verb differs|differ} from all other ranks"
     NO_MAJORITY = "there is no majority"

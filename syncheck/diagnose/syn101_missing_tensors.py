@@ -98,7 +98,7 @@ def apply(case: Case) -> Match | None:
     if tensors and not exclude_kinds(tensors, *OPTIMIZER):
         # The optimizer of a rank has no state of a parameter that it never updated.
         return match.as_consistent("SYN225", "SYN215")
-    if case.group.labels and _may_be_renamed(tensors, all_ranks):
+    if case.group.is_pair and _may_be_renamed(tensors, all_ranks):
         return match.as_consistent("SYN305").with_cause(Text.DIFF_CAUSE_RENAMED, Text.DIFF_FIX_RENAMED)
     return match
 

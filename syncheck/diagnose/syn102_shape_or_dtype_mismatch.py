@@ -63,15 +63,15 @@ class Text(Sentence):
         "values."
     )
     FIX_NO_VALUES = (
-        "Load the weights before saving: model.to_empty(device=device); model.load_state_dict(state). A model that is "
-        "built under torch.device('meta') or init_empty_weights() has no weights until then."
+        "Load the weights before saving: `model.to_empty(device=device)`; `model.load_state_dict(state)`. A model that "
+        "is built under torch.device('meta') or `init_empty_weights()` has no weights until then."
     )
     CAUSE_STORED = (
         "A tensor is stored in another form in one copy only (quantized, sparse or nested), so its bytes cannot be "
         "compared. The values may be equal."
     )
     FIX_STORED = (
-        "Compare the plain values: save tensor.dequantize() or tensor.to_dense(). If the form is not intended, check "
+        "Compare the plain values: save tensor.dequantize() or `tensor.to_dense()`. If the form is not intended, check "
         "the code that converts or saves these tensors."
     )
     FIX = (
@@ -84,7 +84,7 @@ class Text(Sentence):
     FORMS = "The ranks hold {tensors:count tensor} in different forms"
     DIFF_FORMS = "{tensors:count tensor} {tensors:verb has|have} different forms"
     DIFF_FIX_SHAPES = "Check the code that converts or saves these tensors, and the configurations of both models."
-    TENSOR = "{name} is {detail}"
+    TENSOR = "{name:name} is {detail}"
     MORE = "{count:count more tensor}"
 
 
@@ -122,7 +122,7 @@ def _choose_cause(
         return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
     if forms:
         return Text.CAUSE_STORED, Text.FIX_STORED
-    if not case.group.labels:
+    if not case.group.is_pair:
         return None, None
     if "dtype" not in reasons:
         return None, Text.DIFF_FIX_SHAPES

@@ -29,10 +29,10 @@ class Text(Sentence):
     CAUSE = "The state dict of the wrapped module was saved, so its names carry the wrapper's prefix."
     FIX = (
         "No change is needed for a comparison. To load the file into an unwrapped model, save "
-        "model.module.state_dict()."
+        "`model.module.state_dict()`."
     )
     PREFIX = (
-        "{ranks:Ranks} saved {names:count name} with a wrapper's prefix (module., _orig_mod. or similar), which "
+        "{ranks:Ranks} saved {names:count name} with a wrapper's prefix (module., `_orig_mod`. or similar), which "
         "syncheck ignored"
     )
 

@@ -56,7 +56,7 @@ class Text(Sentence):
     CAUSE = "The checkpoints are from different moments of the run: a rank saved, resumed or stopped at another step."
     DIFF_CAUSE = "A and B are from different moments of training: they record different steps."
     DIFF_FIX = "Compare files of one step: syncheck show FILE prints the step that a file stores."
-    DIFF_PROGRESS = "A and B are at different points of training: {name} is {values:by_rank}"
+    DIFF_PROGRESS = "A and B are at different points of training: {name:name} is {values:by_rank}"
     DIFF_STEP_COUNTERS = (
         "A and B took different numbers of optimizer steps: {counters:count step counter} "
         "{counters:verb differs|differ} by up to {lag:count step}, {counts:by_rank}"
@@ -65,7 +65,7 @@ class Text(Sentence):
         "A and B took different numbers of optimizer steps: {counters:count step counter} "
         "{counters:verb differs|differ} by an unknown number"
     )
-    DIFF_FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although A and B recorded the same step"
+    DIFF_FORWARDS_LAG_DESPITE_STEP = "`num_batches_tracked` lags too, although A and B recorded the same step"
     CAUSE_UNCOUNTED = (
         "The ranks record different steps: a rank saved, resumed or stopped at another step, or it skipped a step "
         "without counting the step."
@@ -79,7 +79,7 @@ class Text(Sentence):
         "Compare files of one step. Before saving or resuming, all-reduce MIN and MAX of the step over the ranks and "
         "stop if they differ."
     )
-    PROGRESS = "The ranks are at different points of the run: {name} is {values:by_rank}"
+    PROGRESS = "The ranks are at different points of the run: {name:name} is {values:by_rank}"
     STEP_COUNTERS = (
         "The ranks took different numbers of optimizer steps: {counters:count step counter} "
         "{counters:verb differs|differ} by up to {lag:count step}, {counts:by_rank}"
@@ -89,8 +89,8 @@ class Text(Sentence):
         "{counters:verb differs|differ} by an unknown number"
     )
     MAY_BE_SKIPPED = "a rank that skips steps before it counts them would record the same, at the same moment"
-    FORWARDS_LAG = "num_batches_tracked lags too"
-    FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although all ranks recorded the same step"
+    FORWARDS_LAG = "`num_batches_tracked` lags too"
+    FORWARDS_LAG_DESPITE_STEP = "`num_batches_tracked` lags too, although all ranks recorded the same step"
 
 
 def apply(case: Case) -> Match | None:
@@ -101,7 +101,7 @@ def apply(case: Case) -> Match | None:
     by_rank = _comparable_values(recorded[0])
     facts = (Text.PROGRESS(name=recorded[0].name, values=by_rank),)
     ranks = find_minority(by_rank) or case.group.ranks
-    if case.group.labels or not _may_be_skipped(case, recorded):
+    if case.group.is_pair or not _may_be_skipped(case, recorded):
         return _match(case, ranks, facts, by_rank)
     match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
     return match.with_cause(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED).as_consistent("SYN214")

@@ -79,12 +79,12 @@ class Text(Sentence):
     )
     DIFF_FIX = "Compare the configurations of both runs, and train with the same settings."
     DIFF_SETTINGS = "A and B use different settings: {setting}"
-    DIFF_MEMBERS = "{name} contains {names:names} in one of them only"
+    DIFF_MEMBERS = "{name:name} contains {names:names} in one of them only"
     DIFF_PARAMETERS = "{count} of {total:count parameter} {count:verb differs|differ}, {size}"
     FIX = (
         "Build the optimizer and the scheduler from one configuration on every rank. Step ReduceLROnPlateau and "
-        "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "
-        "scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in which the ranks agree."
+        "similar schedulers with a number equal on all ranks: `dist.all_reduce(loss)`; `scheduler.step(loss / "
+        "dist.get_world_size())`. Then resume from a checkpoint in which the ranks agree."
     )
     CAUSE_ROUNDING = (
         "The ranks use different implementations of the optimizer (foreach, fused, capturable or differentiable), "
@@ -101,18 +101,18 @@ class Text(Sentence):
     CAUSE_GRADIENTS = (
         "A parameter requires a gradient on some ranks only, so the ranks reduce gradients of different parameters."
     )
-    FIX_GRADIENTS = "Call requires_grad_() for the same parameters on every rank, before DistributedDataParallel."
+    FIX_GRADIENTS = "Call `requires_grad_()` for the same parameters on every rank, before DistributedDataParallel."
     CAUSE_MODES = (
         "Some ranks called train() or eval() and others did not. Dropout and BatchNorm then compute differently."
     )
     FIX_MODES = "Call model.train() on every rank after an evaluation, before the next training step."
     ORDER_OF_NAMES = "{ranks:Ranks} {ranks:verb registers|register} {names:names} in another order than the other ranks"
     EXCHANGED = "{count:count tensor} {count:verb holds|hold} other values there"
-    MODE = "training mode ({name}) is {values:by_rank}"
+    MODE = "training mode ({name:name}) is {values:by_rank}"
     SETTINGS = "The ranks use different settings: {setting}"
-    VALUE = "{name} is {values:by_rank}"
-    MEMBERS = "{name} contains {names:names} on some ranks only"
-    ORDER = "{name} has the same members in another order"
+    VALUE = "{name:name} is {values:by_rank}"
+    MEMBERS = "{name:name} contains {names:names} on some ranks only"
+    ORDER = "{name:name} has the same members in another order"
     MORE = "{count:count more setting} {count:verb differs|differ}"
     PARAMETERS = (
         "{count} of {total:count parameter} {count:verb differs|differ}, only between ranks with different settings, "

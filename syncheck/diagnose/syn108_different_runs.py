@@ -54,7 +54,7 @@ class Text(Sentence):
     )
     PROVED = "The files are of different runs: {setting}"
     CONSISTENT = "Consistent with files of different runs: {setting}"
-    SETTING = "{name} is {values:by_rank}"
+    SETTING = "{name:name} is {values:by_rank}"
     MORE = "{count:count more setting} {count:verb differs|differ}"
     REPEATED = "several files are of rank {ranks:list}"
 

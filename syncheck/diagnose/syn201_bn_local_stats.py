@@ -60,17 +60,17 @@ class Text(Sentence):
         "only rank 0's file is used."
     )
     FIX = (
-        "On GPUs, convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). On a CPU, "
+        "On GPUs, convert before wrapping: `model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`. On a CPU, "
         "where torch's SyncBatchNorm does not run, or without it, broadcast before saving, also the buffers of an "
-        "averaged copy: for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
+        "averaged copy: `for b in model.buffers(): dist.broadcast(b, 0)`. To accept the finding: {allow:option=SYN201}."
     )
     CAUSE_OF_SETTINGS = (
         "The weights of the ranks differ because of their settings (SYN107), and so do the activations. The statistics "
         "of their batches then differ too."
     )
     FIX_OF_SETTINGS = (
-        "Fix SYN107 first. If the statistics still differ after that, broadcast them before saving: "
-        "for b in model.buffers(): dist.broadcast(b, 0)."
+        "Fix SYN107 first. If the statistics still differ after that, broadcast them before saving: `for b in "
+        "model.buffers(): dist.broadcast(b, 0)`."
     )
     STATISTICS = (
         "The ranks have different BatchNorm running statistics: {count} of {total} {count:verb differs|differ}, {size}"

@@ -53,10 +53,10 @@ class Text(Sentence):
         "data for the whole run."
     )
     FIX = (
-        "On GPUs, convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which does "
-        "not run on a CPU. Or keep DDP's forward_sync_buffers (broadcast_buffers in older torch) on. On a CPU, and "
-        "under FSDP, average the statistics before saving: for b in "
-        "filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))."
+        "On GPUs, convert before wrapping: `model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`, which does "
+        "not run on a CPU. Or keep DDP's `forward_sync_buffers` (`broadcast_buffers` in older torch) on. On a CPU, and "
+        "under FSDP, average the statistics before saving: `for b in filter(torch.is_floating_point, model.buffers()): "
+        "dist.all_reduce(b.div_(dist.get_world_size()))`."
     )
     STATISTICS = (
         "The ranks never synchronized their BatchNorm running statistics: {count} of {total} "

@@ -49,20 +49,20 @@ class Text(Sentence):
         "copied or averaged over the ranks without the counter, or the counter itself was loaded or changed."
     )
     FIX_COUNT_ALONE = (
-        "Look for code that copies, averages or loads running_mean and running_var without num_batches_tracked, and "
-        "for a forward pass on some ranks only. Then broadcast the buffers once: "
-        "for b in model.buffers(): dist.broadcast(b, 0)."
+        "Look for code that copies, averages or loads `running_mean` and `running_var` without `num_batches_tracked`, "
+        "and for a forward pass on some ranks only. Then broadcast the buffers once: `for b in model.buffers(): "
+        "dist.broadcast(b, 0)`."
     )
     FIX = (
         "Give every rank the same number of batches, skip a batch on all ranks or on no rank, and call .eval() before "
-        "evaluation. Then broadcast the buffers once: for b in model.buffers(): dist.broadcast(b, 0)."
+        "evaluation. Then broadcast the buffers once: `for b in model.buffers(): dist.broadcast(b, 0)`."
     )
     SOME_RANKS = (
-        "{ranks:Ranks} counted a different number of training batches: num_batches_tracked differs {size} in "
+        "{ranks:Ranks} counted a different number of training batches: `num_batches_tracked` differs {size} in "
         "{layers:count layer}"
     )
     ALL_RANKS = (
-        "The ranks counted different numbers of training batches: num_batches_tracked differs {size} in "
+        "The ranks counted different numbers of training batches: `num_batches_tracked` differs {size} in "
         "{layers:count layer}"
     )
     BY_UP_TO = "by up to {batches:count batch|batches}"

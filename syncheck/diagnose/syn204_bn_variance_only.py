@@ -42,9 +42,9 @@ class Text(Sentence):
         "means come from the same data and agree."
     )
     FIX = (
-        "In the synchronized BatchNorm, compute the unbiased variance from the samples of all ranks: var * n / (n - 1) "
-        "with the all-reduced n. If the layer is torch's own (for GPUs only), upgrade torch. Then broadcast the "
-        "buffers: for b in model.buffers(): dist.broadcast(b, 0)."
+        "In the synchronized BatchNorm, compute the unbiased variance from the samples of all ranks: `var * n / (n - "
+        "1)` with the all-reduced n. If the layer is torch's own (for GPUs only), upgrade torch. Then broadcast the "
+        "buffers: `for b in model.buffers(): dist.broadcast(b, 0)`."
     )
     VARIANCES = (
         "The ranks have different BatchNorm running variances, but the same running means: {count} of "

@@ -74,13 +74,13 @@ class Text(Sentence):
         "not reduced over the ranks."
     )
     FIX = (
-        "Reduce the batch statistics before the update: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or "
-        "keep DDP's broadcast_buffers=True and, before saving: for b in model.buffers(): dist.broadcast(b, 0)."
+        "Reduce the batch statistics before the update: `dist.all_reduce(batch_sum)`; `dist.all_reduce(batch_count)`. "
+        "Or keep DDP's `broadcast_buffers=True` and, before saving: `for b in model.buffers(): dist.broadcast(b, 0)`."
     )
     FIX_UNTRAINED = (
-        "Reduce the batch statistics before the update: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or "
-        "copy the tensors before saving: for t in [*model.parameters(), *model.buffers()]: "
-        "torch.distributed.broadcast(t.data, 0)."
+        "Reduce the batch statistics before the update: `dist.all_reduce(batch_sum)`; `dist.all_reduce(batch_count)`. "
+        "Or copy the tensors before saving: `for t in [*model.parameters(), *model.buffers()]: "
+        "torch.distributed.broadcast(t.data, 0)`."
     )
     CAUSE_SOME = (
         "These tensors, which no optimizer trains, were updated, loaded or overwritten on some ranks only. Updates "
@@ -88,19 +88,20 @@ class Text(Sentence):
     )
     FIX_SOME = (
         "Update and load the tensors on every rank, not under 'if rank == 0'. Make them equal now, from a rank with "
-        "the right values: for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, rank)."
+        "the right values: `for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, "
+        "rank)`."
     )
     CAUSE_OF_RANK = (
         "The tensors hold the state of each rank (a number, seed or position in the data), which differs by design."
     )
     FIX_OF_RANK = (
-        "Keep the tensors out of the state dict: module.register_buffer(name, tensor, persistent=False). Or save and "
+        "Keep the tensors out of the state dict: `module.register_buffer(name, tensor, persistent=False)`. Or save and "
         "load each rank's own, and skip the tensors in comparisons: {exclude:option GLOB}."
     )
     CAUSE_QUEUE = "Each rank enqueues the entries of its own batches only."
     FIX_QUEUE = (
-        "Gather the entries of all ranks before enqueuing them: dist.all_gather(entries, own_entries). Make the queues "
-        "equal now: for b in model.buffers(): dist.broadcast(b, 0)."
+        "Gather the entries of all ranks before enqueuing them: `dist.all_gather(entries, own_entries)`. Make the "
+        "queues equal now: `for b in model.buffers(): dist.broadcast(b, 0)`."
     )
     BUFFERS = "The ranks have different values in {count:count buffer} ({names:names}), {size}"
     UNTRAINED = (
@@ -111,7 +112,7 @@ class Text(Sentence):
         "{count:verb differs|differ}, {size}"
     )
     OF_RANK = "{count:count tensor} {count:verb holds|hold} the state of a rank ({names:names})"
-    VALUES = "{name} is {values:by_rank}"
+    VALUES = "{name:name} is {values:by_rank}"
     AGREED = "all ranks agreed at step {step}"
     TRAINED_AGREE = "all trained parameters agree ({parameters} compared)"
     TRAINED_AND_STATE_AGREE = (

@@ -64,24 +64,24 @@ class Text(Sentence):
         "broadcast the new values. Equal gradients keep the difference."
     )
     FIX = (
-        "Load weights before wrapping, and keep init_sync of DDP on (FSDP1: sync_module_states=True; fully_shard "
-        "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: "
-        "for t in model.state_dict().values(): dist.broadcast(t, 0)."
+        "Load weights before wrapping, and keep `init_sync` of DDP on (FSDP1: `sync_module_states=True`; `fully_shard` "
+        "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: `for t in "
+        "model.state_dict().values(): dist.broadcast(t, 0)`."
     )
     FIX_LATER = (
         "Look for code that loads, resets or edits parameters on some ranks only, after the last step in sync. Run "
-        "that code on all ranks, and broadcast after it: "
-        "for t in model.state_dict().values(): dist.broadcast(t, 0). Or resume all ranks from the last step in sync."
+        "that code on all ranks, and broadcast after it: `for t in model.state_dict().values(): dist.broadcast(t, 0)`. "
+        "Or resume all ranks from the last step in sync."
     )
     FIX_LATER_SHARDED = (
         "Look for code that loads, resets or edits parameters on some ranks only, after the last step in sync. Run "
-        "that code on all ranks, and broadcast after it: for p in model.parameters(): "
-        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+        "that code on all ranks, and broadcast after it: `for p in model.parameters(): dist.broadcast(p.to_local(), "
+        "group=mesh['replicate'].get_group(), group_src=0)`."
     )
     FIX_SHARDED = (
-        "fully_shard broadcasts nothing: build the model from the same seed on all ranks, or load the weights on every "
-        "rank. To make the replicas of a sharded model equal: for p in model.parameters(): "
-        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+        "`fully_shard` broadcasts nothing: build the model from the same seed on all ranks, or load the weights on "
+        "every rank. To make the replicas of a sharded model equal: `for p in model.parameters(): "
+        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)`."
     )
     DIFFERENT_STARTS = "The ranks hold different parameters, and have stepped with equal gradients"
     OTHER_START = (

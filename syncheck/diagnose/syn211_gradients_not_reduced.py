@@ -74,22 +74,22 @@ class Text(Sentence):
         "average on some ranks (noise, a mask, a clip)."
     )
     FIX = (
-        "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "
-        "micro-batches before the last one, around forward and backward. Change averaged gradients alike on all ranks. "
-        "Then restart from a checkpoint in which the ranks agree."
+        "Train through the wrapper, `loss = criterion(ddp_model(x), y)`, not `ddp_model.module(x)`. Use `no_sync()` "
+        "only for micro-batches before the last one, around forward and backward. Change averaged gradients alike on "
+        "all ranks. Then restart from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
-        'Pass fully_shard the whole mesh, init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", '
-        '"shard")), and not only its dimension of shards. For gradient accumulation, call '
-        "model.set_requires_all_reduce(is_last_micro_batch) before each backward pass, on all ranks."
+        'Pass `fully_shard` the whole mesh, `init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", '
+        '"shard"))`, and not only its dimension of shards. For gradient accumulation, call '
+        "`model.set_requires_all_reduce(is_last_micro_batch)` before each backward pass, on all ranks."
     )
     CAUSE_NO_SYNC = (
-        "Gradients are not averaged over the ranks, because the training runs within no_sync(). Each rank trains its "
+        "Gradients are not averaged over the ranks, because the training runs within `no_sync()`. Each rank trains its "
         "own model on its share of the data."
     )
     FIX_NO_SYNC = (
-        "Leave no_sync() before the forward pass of the last micro-batch: its forward and backward pass must both be "
-        "outside. Train through the wrapper, loss = criterion(ddp_model(x), y)."
+        "Leave `no_sync()` before the forward pass of the last micro-batch: its forward and backward pass must both be "
+        "outside. Train through the wrapper, `loss = criterion(ddp_model(x), y)`."
     )
     EACH_RANK = (
         "Each rank stepped with its own gradients: first moments of different ranks have a median cosine of "

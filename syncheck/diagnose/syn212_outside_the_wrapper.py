@@ -51,16 +51,17 @@ class Text(Sentence):
 
     CAUSE = "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped."
     FIX = (
-        "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; "
-        "model = DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): "
-        "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size())). "
-        "If the first and last pipeline stage have copies of an embedding, add the gradients of both. Then restart "
-        "from a checkpoint in which the ranks agree."
+        "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; model = "
+        "DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): `for p in "
+        "model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))`. If the first and last pipeline "
+        "stage have copies of an embedding, add the gradients of both. Then restart from a checkpoint in which the "
+        "ranks agree."
     )
     FIX_SHARDED = (
-        "Add layers and adapters before fully_shard(model, mesh=mesh), with the whole mesh and not only its dimension "
-        "of shards, and create the optimizer after it. Or average the gradients of a part without shards before "
-        "optimizer.step(): for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
+        "Add layers and adapters before `fully_shard(model, mesh=mesh)`, with the whole mesh and not only its "
+        "dimension of shards, and create the optimizer after it. Or average the gradients of a part without shards "
+        "before optimizer.step(): `for p in model.head.parameters(): "
+        "dist.all_reduce(p.grad.div_(dist.get_world_size()))`."
     )
     NOT_AVERAGED = "Consistent with gradients of {modules:names 4} that are not averaged over the ranks"
     CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"

@@ -89,13 +89,13 @@ class Text(Sentence):
         "as in {others:ranks}, in the same direction"
     )
     FIX = (
-        "Clip after backward() with the same value on every rank: clip_grad_norm_(model.parameters(), max_norm). No "
-        "clip, loss scale, division or zero_grad() may depend on the rank, its loss or its batch. Then restart from "
+        "Clip after backward() with the same value on every rank: `clip_grad_norm_(model.parameters(), max_norm)`. No "
+        "clip, loss scale, division or `zero_grad()` may depend on the rank, its loss or its batch. Then restart from "
         "a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
-        "Clip on every rank with all parameters of the sharded model: clip_grad_norm_(model.parameters(), max_norm), "
-        "which reduces the norm over the shards. A norm of p.grad.to_local() differs between ranks. No clip, loss "
+        "Clip on every rank with all parameters of the sharded model: `clip_grad_norm_(model.parameters(), max_norm)`, "
+        "which reduces the norm over the shards. A norm of `p.grad.to_local()` differs between ranks. No clip, loss "
         "scale or division may depend on the rank, its loss or its batch."
     )
     CAUSE_UNCOUNTED = (

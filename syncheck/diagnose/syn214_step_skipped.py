@@ -83,8 +83,8 @@ class Text(Sentence):
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
     FIX_EXTRA = (
         "Call optimizer.step() once per batch on every rank, and give all ranks the same number of batches "
-        "(DistributedSampler, drop_last=True). Decide on all ranks together whether to skip a batch. Then restart from "
-        "a checkpoint in which the ranks agree."
+        "(DistributedSampler, `drop_last=True`). Decide on all ranks together whether to skip a batch. Then restart "
+        "from a checkpoint in which the ranks agree."
     )
     IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
     IN_A_JOB_NO_MAJORITY = (
@@ -97,8 +97,8 @@ class Text(Sentence):
     EXTRA_UP_TO = "{ranks:Ranks} took up to {lag:count optimizer step} more than {others:ranks}"
     SKIPPED_AFTER_FORWARD = "{ranks:Ranks} ran the forward pass but skipped the optimizer step"
     BATCHES_COUNTED = "BatchNorm counted the same batches on all ranks"
-    FORWARD_MISSING = "num_batches_tracked lags too, so the forward pass was also skipped or undone"
-    FORWARD_RAN = "num_batches_tracked agrees"
+    FORWARD_MISSING = "`num_batches_tracked` lags too, so the forward pass was also skipped or undone"
+    FORWARD_RAN = "`num_batches_tracked` agrees"
     REPEATED = "at step {step} the lag was {lag:count step}, so steps were skipped more than once"
     LOADED_STATE = "a rank that loaded its state of {lag:count step} before would look the same"
     LOST_STATE = "optimizer state lost after {lag:count step} would look the same"
@@ -152,7 +152,7 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCount
         *_doubts(case, largest),
     ]
     match = Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
-    if not case.group.labels:  # two runs have a cause of their own
+    if not case.group.is_pair:  # two runs have a cause of their own
         match = match.with_cause(progress.choose_cause(), progress.choose_fix())
     alternatives = _find_alternatives(case, largest)
     return match.as_consistent(*alternatives or ("SYN217",))

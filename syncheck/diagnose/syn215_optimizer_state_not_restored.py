@@ -65,7 +65,7 @@ class Text(Sentence):
     FIX = _LOAD_EVERYWHERE
     FIX_SHARDED = (
         "Load the optimizer state of every rank before the first step, with "
-        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, not under 'if rank == 0'. Nothing copies "
+        "`torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, not under 'if rank == 0'. Nothing copies "
         "the state from one replica of a sharded model to another."
     )
     # The majority may have lost its state, so resync needs a source.

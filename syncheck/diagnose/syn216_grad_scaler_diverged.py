@@ -51,17 +51,16 @@ class Text(Sentence):
         "another scale."
     )
     FIX = (
-        "Before scaler.step(optimizer) and after scaler.unscale_(optimizer), share overflows with all ranks: "
-        "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
-        "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX). "
-        "Or use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which does this, or train in bfloat16 "
-        "without a scaler. Then restart from a checkpoint in which the ranks agree."
+        "Before scaler.step(optimizer) and after `scaler.unscale_(optimizer)`, share overflows with all ranks: for "
+        "`found_inf` in `scaler._found_inf_per_device(optimizer).values()`: `dist.all_reduce(found_inf, "
+        "op=dist.ReduceOp.MAX)`. Or use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, which does "
+        "this, or train in bfloat16 without a scaler. Then restart from a checkpoint in which the ranks agree."
     )
     SCALES_DIFFER = "The loss scales differ by a factor of {ratio:number}"
     ZERO_SCALE = "The loss scales differ, and some are 0"
     STATES_DIFFER = "The states of the loss scalers differ, but no difference of the scale is known"
-    VALUE = "{name} is {values:by_rank}"
-    VALUE_UNKNOWN = "{name} differs"
+    VALUE = "{name:name} is {values:by_rank}"
+    VALUE_UNKNOWN = "{name:name} differs"
     MORE = "and {count} more"
     OVERFLOW = "the optimizer counted different steps, because an overflow skips a step: {steps:by_rank}"
 

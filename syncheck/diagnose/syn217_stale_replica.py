@@ -50,7 +50,7 @@ class Text(Sentence):
     )
     FIX = (
         "Write each checkpoint to a new path and call dist.barrier() after saving, so no older file remains in place. "
-        "Wait for an overlapped parameter gather (handle.wait()) before state_dict(). Look for code that loads an "
+        "Wait for an overlapped parameter gather (handle.wait()) before `state_dict()`. Look for code that loads an "
         "earlier state, or skips updates, on some ranks only."
     )
     STALE = "Rank {rank} holds the values of step {earlier} in a checkpoint of step {step}"

@@ -65,19 +65,19 @@ class Text(Sentence):
     FIX_CHANGED = (
         "Find the code that changes frozen tensors on some ranks: a merge of adapters, a cast, weight decay, a load, "
         "or a step without the freeze. Run the code on every rank or on none. Then copy the tensors from a rank with "
-        "the right values: for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, rank)."
+        "the right values: `for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, "
+        "rank)`."
     )
     FIX = (
-        "Broadcast the tensors outside the wrapper before training: "
-        "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0). Or load them, or "
-        "build them from the same seed, on every rank. If they were equal at the start, find the code that changes "
-        "frozen tensors on some ranks."
+        "Broadcast the tensors outside the wrapper before training: `for t in [*model.parameters(), *model.buffers()]: "
+        "torch.distributed.broadcast(t.data, 0)`. Or load them, or build them from the same seed, on every rank. If "
+        "they were equal at the start, find the code that changes frozen tensors on some ranks."
     )
     FIX_SHARDED = (
-        "fully_shard broadcasts nothing. Load frozen parameters and buffers, or build them from the same seed, on "
-        "every rank. To make the replicas equal: for p in model.parameters(): "
-        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0). If they were equal at the "
-        "start, find the code that changes frozen tensors on some ranks."
+        "`fully_shard` broadcasts nothing. Load frozen parameters and buffers, or build them from the same seed, on "
+        "every rank. To make the replicas equal: `for p in model.parameters(): dist.broadcast(p.to_local(), "
+        "group=mesh['replicate'].get_group(), group_src=0)`. If they were equal at the start, find the code that "
+        "changes frozen tensors on some ranks."
     )
     FROZEN = "{count:count frozen parameter} {count:verb differs|differ} ({names:names}), {size}"
     UNTRAINED = "{count:count untrained tensor} {count:verb differs|differ} ({names:names}), {size}"

@@ -57,10 +57,9 @@ class Text(Sentence):
     )
     FIX = (
         "Update the copy on every rank once after each optimizer.step(), with one decay and not under 'if rank == 0': "
-        "ema.update_parameters(model) with torch's AveragedModel. Load it on every rank when resuming, and create it "
-        "after DDP has wrapped the model. Then copy it once from a rank with the right copy: "
-        "state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, rank); "
-        "ema.load_state_dict(state[0])."
+        "`ema.update_parameters(model)` with torch's AveragedModel. Load it on every rank when resuming, and create it "
+        "after DDP has wrapped the model. Then copy it once from a rank with the right copy: `state = "
+        "[ema.state_dict()]`; `torch.distributed.broadcast_object_list(state, rank)`; `ema.load_state_dict(state[0])`."
     )
     CAUSE_UPDATES = (
         "The ranks updated the averaged copy of the weights unequally often, or only some ranks restored it; the model "
@@ -77,18 +76,17 @@ class Text(Sentence):
     )
     FIX_START = (
         "Create the copy after DDP has wrapped the model, load it on every rank when resuming, and update it on every "
-        "rank once after each optimizer.step(). Make the copies "
-        "equal now: state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, 0); "
-        "ema.load_state_dict(state[0])."
+        "rank once after each optimizer.step(). Make the copies equal now: `state = [ema.state_dict()]`; "
+        "`torch.distributed.broadcast_object_list(state, 0)`; `ema.load_state_dict(state[0])`."
     )
     CAUSE_STATISTICS = (
         "The copy took the BatchNorm statistics of each rank's own batches. Only those of the model were synchronized "
         "afterwards."
     )
-    FIX_STATISTICS = "Broadcast the buffers of the copy too: for b in ema.buffers(): dist.broadcast(b, 0)."
+    FIX_STATISTICS = "Broadcast the buffers of the copy too: `for b in ema.buffers(): dist.broadcast(b, 0)`."
     COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor} ({names:names}), {size}"
     MODEL_AGREES = "all {count:count parameter} of the model agree"
-    UPDATES = "{name} is {values:by_rank}"
+    UPDATES = "{name:name} is {values:by_rank}"
     EQUAL_UPDATES = "all ranks updated the copy equally often"
     SHRINKS = (
         "the difference of all tensors is {ratio:.3g} times as large as at step {step} (a decay of {decay:.4g} per "

@@ -67,7 +67,7 @@ class Text(Sentence):
     FIX_UNSURE = (
         "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
         "memory of the odd host. Then load the checkpoint of a healthy rank on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too."
     )
     IN_A_JOB_UNSURE = (
         "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
@@ -78,8 +78,8 @@ class Text(Sentence):
     DIFF_FIX = "Convert or copy the model again, and test the memory of the host that wrote the odd file."
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of the "
-        "odd host."
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too. Test the memory of the odd "
+        "host."
     )
     IN_A_JOB = (
         "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
@@ -88,26 +88,27 @@ class Text(Sentence):
     FIX_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
         "changes a value by orders of magnitude), or test the memory of both hosts. Then load the checkpoint of the "
-        "healthy rank on the other rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+        "healthy rank on the other rank: `model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state "
+        "too."
     )
     IN_A_JOB_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
         "changes a value by orders of magnitude), or test the memory of both hosts. Then call "
         "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy rank."
     )
-    FLIPPED = "A single bit of {element} differs: {bit}"
-    FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"
+    FLIPPED = "A single bit of {element:name} differs: {bit}"
+    FLIPPED_EARLIER = "at step {step} a single bit of {element:name} differed: {bit}"
     BIT = "bit {bit} ({part})"
     INTEGER_BIT = "bit {bit}"
     UNKNOWN_BIT = "its position is unknown"
-    ONE_ELEMENT = "One element differs: {element}"
+    ONE_ELEMENT = "One element differs: {element:name}"
     REST_OF_TENSOR = "the {others:count other element} of the tensor {others:verb agrees|agree}"
     VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
     CONSISTENT = "consistent with a bit flip before a later update, and with an element that was clipped or edited"
     DOUBTFUL = "also consistent with a small change of the value, or with a clipped gradient"
     BESIDE_CAST = (
-        "One element of {name} differs beyond a conversion to {dtype}: {element}, in {bits:count bit}; the "
+        "One element of {name:name} differs beyond a conversion to {dtype}: {element:name}, in {bits:count bit}; the "
         "{others:count other element} of the tensor {others:verb agrees|agree}"
     )
     DIFF_CONSISTENT = "more than one bit differs, so the element was overwritten, or updated after a bit flip"
@@ -136,12 +137,12 @@ def apply(case: Case) -> Match | None:
         facts = [fact for damage in damages for fact in _facts(damage, case)]
         match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
         # Replicas have one history, but somebody may have edited one of two models.
-        if case.group.labels and not all(_is_clear_flip(damage) for damage in damages):
+        if case.group.is_pair and not all(_is_clear_flip(damage) for damage in damages):
             return replace(match, certainty="consistent", alternatives=("SYN399",))
         return (
-            match if case.group.labels or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
+            match if case.group.is_pair or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
         )
-    return _match_two_models(case) if case.group.labels else None
+    return _match_two_models(case) if case.group.is_pair else None
 
 
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
@@ -234,7 +235,7 @@ def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     if proof is None and evidence_of(shown).flipped_bits:
         facts.append(Text.BITS(bits=evidence_of(shown).flipped_bits))
     facts += follower_facts(damage[1:])
-    if proof is not None and not case.group.labels and not _is_conclusive(proof, case.group):
+    if proof is not None and not case.group.is_pair and not _is_conclusive(proof, case.group):
         facts.append(Text.DOUBTFUL())
     if proof is None:
         facts.append(_describe_earlier(_find_earlier_flip(damage, case)))

@@ -59,7 +59,7 @@ class Text(Sentence):
     FIX_UNSURE = (
         "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Without such "
         "code, check the memory, links and storage of the odd host. Then load the checkpoint of a healthy rank on the "
-        "odd rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+        "odd rank: `model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too."
     )
     IN_A_JOB_UNSURE = (
         "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Without such "
@@ -68,7 +68,7 @@ class Text(Sentence):
     )
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check the memory, links and "
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too. Check the memory, links and "
         "storage of the odd host."
     )
     IN_A_JOB = (
@@ -78,7 +78,7 @@ class Text(Sentence):
     FIX_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
         "is closer to it. Then load the checkpoint of the healthy rank on the other rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check memory, links and "
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too. Check memory, links and "
         "storage."
     )
     IN_A_JOB_NO_MAJORITY = (
@@ -86,7 +86,7 @@ class Text(Sentence):
         "is closer to it. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy "
         "rank. Check memory, links and storage."
     )
-    RUN = "{length} adjacent elements of {name} differ ({numel} in total)"
+    RUN = "{length} adjacent elements of {name:name} differ ({numel} in total)"
     POSITION = "they are elements {first} to {last} in C order"
     ONE_ROW = "exactly row {first}, so it is also consistent with a row filled by each rank on its own"
     ROWS = "exactly rows {first} to {last}, so it is also consistent with rows filled by each rank on its own"

@@ -56,7 +56,8 @@ class Text(Sentence):
         "{tensors:count tensor}"
     )
     ELEMENTS = (
-        "{most} of {numel:count element} of {name} {most:verb is|are} not finite on {ranks:ranks}, {least} elsewhere"
+        "{most} of {numel:count element} of {name:name} {most:verb is|are} not finite on {ranks:ranks}, {least} "
+        "elsewhere"
     )
     NOTHING_ELSE = (
         "{count:count parameter} {count:verb has|have} no finite element there, as after a step with gradients of one "

@@ -52,7 +52,7 @@ def apply(case: Case) -> Match | None:
         return None
     ranks = tuple(sorted({rank for diff in damaged for rank in evidence_of(diff).damaged}))
     paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
-    if case.group.labels:  # a model may have many files
+    if case.group.is_pair:  # a model may have many files
         paths = [d.places[rank].path for d in damaged for rank in evidence_of(d).damaged if rank in d.places] or paths
     names = tuple(diff.name for diff in damaged)
     changed = Text.CHANGED(paths=tuple(dict.fromkeys(paths)))

@@ -53,7 +53,7 @@ class Text(Sentence):
     )
     FIX = (
         "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
-        "over a set. Load optimizer state by name, with torch.distributed.checkpoint.state_dict. Then load a "
+        "over a set. Load optimizer state by name, with `torch.distributed.checkpoint.state_dict`. Then load a "
         "checkpoint in which the ranks agree."
     )
     EXCHANGED = "{ranks:Ranks} {ranks:verb holds|hold} the values of other tensors in {count:count tensor}"
@@ -61,7 +61,7 @@ class Text(Sentence):
         "{ranks:Ranks} {ranks:verb holds|hold} values with nearly the direction of other tensors in "
         "{count:count tensor}, and have trained since"
     )
-    PAIR = "{name} contains {other}"
+    PAIR = "{name:name} contains {other:name}"
     MORE = "{count:count more tensor} {count:verb is|are} exchanged"
 
 

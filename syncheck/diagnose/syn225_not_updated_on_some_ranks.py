@@ -60,13 +60,13 @@ class Text(Sentence):
         "not updated (an expert without tokens, a branch not taken), or their state was lost or is of an earlier step."
     )
     FIX = (
-        "Before averaging gradients, give every rank a gradient of every trained parameter: "
-        "for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad. "
-        "Or train through DistributedDataParallel(model, find_unused_parameters=True). Then restart from a checkpoint "
-        "in which the ranks agree."
+        "Before averaging gradients, give every rank a gradient of every trained parameter: `for p in "
+        "model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad`. Or train through "
+        "`DistributedDataParallel(model, find_unused_parameters=True)`. Then restart from a checkpoint in which the "
+        "ranks agree."
     )
     NEVER = "{ranks:Ranks} never updated {names:names 4}: the optimizer has no state of {count:verb it|them} there"
-    LESS_OFTEN = "{ranks:Ranks} counted fewer steps of {names:names 4}: {name} has the steps {steps:by_rank}"
+    LESS_OFTEN = "{ranks:Ranks} counted fewer steps of {names:names 4}: {name:name} has the steps {steps:by_rank}"
     UNCHANGED = "{ranks:Ranks} did not update {names:names 4} after step {step}: the values are still equal"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
     REST = "the optimizer counted the same steps of the other {count:count parameter}"

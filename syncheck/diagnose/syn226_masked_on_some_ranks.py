@@ -49,9 +49,9 @@ class Text(Sentence):
     )
     FIX = (
         "Compute the mask once, or from values that are equal on all ranks, before DDP wraps the model. Prune and "
-        "clamp on every rank. Then copy model and optimizer from a rank with the right values: "
-        "state = [model.state_dict(), optimizer.state_dict()]; torch.distributed.broadcast_object_list(state, rank); "
-        "model.load_state_dict(state[0]); optimizer.load_state_dict(state[1])."
+        "clamp on every rank. Then copy model and optimizer from a rank with the right values: `state = "
+        "[model.state_dict(), optimizer.state_dict()]`; `torch.distributed.broadcast_object_list(state, rank)`; "
+        "`model.load_state_dict(state[0])`; `optimizer.load_state_dict(state[1])`."
     )
     ZEROS = (
         "{count:count parameter} {count:verb differs|differ} only in elements that are zero on {ranks:ranks} "

@@ -53,19 +53,19 @@ class Text(Sentence):
 
     CAUSE = "Gradients are reduced, or the initial model is broadcast, within each node only."
     FIX = (
-        "Reduce over all ranks: DistributedDataParallel(model, process_group=None), or a mesh with a dimension across "
-        'the nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")). Then restart '
-        "from a checkpoint in which the ranks agree."
+        "Reduce over all ranks: DistributedDataParallel(model, `process_group=None`), or a mesh with a dimension "
+        'across the nodes: `init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))`. Then '
+        "restart from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
-        "Give fully_shard a mesh with a dimension across the nodes, init_device_mesh("
-        '"cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")), and not only its dimension of shards. Keep '
-        "model.set_requires_all_reduce(True) for the last micro-batch of each step."
+        'Give `fully_shard` a mesh with a dimension across the nodes, `init_device_mesh("cuda", (nodes, per_node), '
+        'mesh_dim_names=("replicate", "shard"))`, and not only its dimension of shards. Keep '
+        "`model.set_requires_all_reduce(True)` for the last micro-batch of each step."
     )
     NODES_DIFFER = "Ranks on the same node agree, but the nodes differ: {nodes:list}"
     BLOCKS_DIFFER = "The ranks agree within the blocks {blocks:sets}, and the blocks differ"
     HOSTS_UNKNOWN = "the hosts of the ranks are unknown"
-    NODE = "{host} ({ranks:ranks})"
+    NODE = "{host:name} ({ranks:ranks})"
     MORE_NODES = "{count} more"
     TENSORS = (
         "{count:count tensor} {count:verb differs|differ} between nodes, {parameters:count parameter} among them, "

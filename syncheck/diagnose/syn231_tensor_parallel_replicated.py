@@ -46,11 +46,10 @@ class Text(Sentence):
         "Usually, a gradient was not reduced over the group, or some ranks clipped or scaled it."
     )
     FIX = (
-        "Before optimizer.step(), call for each unpartitioned parameter p: "
-        "dist.all_reduce(p.grad, group=tp_group). If each rank computes the whole gradient, and not a part of it as "
-        "under sequence parallelism, also p.grad.div_(tp_group.size()). Clip by the same norm on all ranks of the "
-        "group. Initialize and load these tensors alike on all ranks of the group. Repair parameters, fp32 masters and "
-        "optimizer state."
+        "Before optimizer.step(), call for each unpartitioned parameter p: `dist.all_reduce(p.grad, group=tp_group)`. "
+        "If each rank computes the whole gradient, and not a part of it as under sequence parallelism, also "
+        "`p.grad.div_(tp_group.size())`. Clip by the same norm on all ranks of the group. Initialize and load these "
+        "tensors alike on all ranks of the group. Repair parameters, fp32 masters and optimizer state."
     )
     RANKS_DIFFER = (
         "Tensor-parallel ranks differ in {count:count tensor} that should be replicated ({names:names}), {size}"

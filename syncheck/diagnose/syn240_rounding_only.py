@@ -66,12 +66,12 @@ class Text(Sentence):
     )
     FIX_UNSURE = (
         "Look for code that updates, merges or casts weights on some ranks only. If there is none, call "
-        "torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
+        "`torch.use_deterministic_algorithms(True)`, and use the same versions and devices on all ranks. To accept "
         "rounding differences between kinds of hardware: {ulp:option=4}."
     )
     FIX = (
-        "Call torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
-        "rounding differences between kinds of hardware: {ulp:option=4}."
+        "Call `torch.use_deterministic_algorithms(True)`, and use the same versions and devices on all ranks. To "
+        "accept rounding differences between kinds of hardware: {ulp:option=4}."
     )
     ROUNDING_STEPS = (
         "The replicas differ by no more than rounding: at most {ulp} ULP in {elements:count element} of "

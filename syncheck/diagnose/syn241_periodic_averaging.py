@@ -43,9 +43,9 @@ class Text(Sentence):
 
     CAUSE = "Local SGD, as the metadata says: the ranks train on their own between two averages of the parameters."
     FIX = (
-        "Save right after an averaging step: if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
-        "torch.save(...). Or average before the last save: for p in model.parameters(): "
-        "dist.all_reduce(p.data.div_(dist.get_world_size())). To accept the finding: {allow:option=SYN241}."
+        "Save right after an averaging step: if (averager.step - 1 - `averager.warmup_steps`) % averager.period == 0: "
+        "torch.save(...). Or average before the last save: `for p in model.parameters(): "
+        "dist.all_reduce(p.data.div_(dist.get_world_size()))`. To accept the finding: {allow:option=SYN241}."
     )
     IN_A_JOB = (
         "No fix is needed; to accept the finding: {allow:option=SYN241}. Parameters are equal only right after an "

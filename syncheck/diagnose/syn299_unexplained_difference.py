@@ -70,14 +70,14 @@ class Text(Sentence):
     )
     FIX_STATE = "Load the optimizer state on every rank. If models are averaged, average or reset it on every rank too."
     CAUSE_BUFFERS = "Only buffers differ: each rank updates them from its own data, or only some ranks loaded them."
-    FIX_BUFFERS = "Call all_reduce on the inputs of the buffers on every rank before updating them."
+    FIX_BUFFERS = "Call `all_reduce` on the inputs of the buffers on every rank before updating them."
     CAUSE_RNG = (
         "Only RNG states differ: each rank draws its own random numbers, as is usual under data parallelism, or some "
         "ranks drew more of them."
     )
     FIX_RNG = (
         "If the ranks must draw equal numbers, seed all of them alike: random.seed(seed); numpy.random.seed(seed); "
-        "torch.manual_seed(seed). Otherwise compare without the RNG states."
+        "`torch.manual_seed(seed)`. Otherwise compare without the RNG states."
     )
     CAUSE_EVENT = (
         "The gradients are equal now: some ranks edited or loaded parameters, or updated them with another learning "
@@ -101,7 +101,7 @@ class Text(Sentence):
     )
     FIX_STAGES = (
         "Broadcast the weight between the stages that hold a copy once, before training. Before each optimizer.step(), "
-        "add the gradients of all copies: dist.all_reduce(p.grad, group=group_of_the_copies)."
+        "add the gradients of all copies: `dist.all_reduce(p.grad, group=group_of_the_copies)`."
     )
     CAUSE_DIGESTS = (
         "Digests show differing bytes, but neither the size nor the direction of a difference, which the rules require."
@@ -112,8 +112,8 @@ class Text(Sentence):
     TENSORS = "No rule explains why {count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
     KIND = "{count} {kind}"
     VALUES = "No rule explains {count:count differing value}: {values:list}"
-    VALUE = "{name} is {values:by_rank}"
-    VALUE_NAME = "{name}"
+    VALUE = "{name:name} is {values:by_rank}"
+    VALUE_NAME = "{name:name}"
     MORE_VALUES = "{count} more"
     PARAMETERS_AGREE = "all parameters agree"
     MOMENTS = "the median cosine of the first moments is {cosine:.3f}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.path_numbers import split_path
+from syncheck.text import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,8 +47,11 @@ class ReplicaGroup:
     depend on the machine and the launch."""
     paired: bool = False
     """The ranks of a running job, which pair parameters and buffers by position."""
-    two_models: bool = False
-    """Not replicas but A and B, whose values are compared as in files, also in memory."""
+
+    @property
+    def two_models(self) -> bool:
+        """Whether its members are two models, not replicas. Their values are compared as in files, also in memory."""
+        return any(isinstance(rank, Side) for rank, _ in self.ranks)
 
 
 def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

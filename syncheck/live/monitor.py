@@ -336,11 +336,9 @@ class SyncMonitor:
     def _report_check(self, report: Report, seconds: float) -> None:
         new_findings = self._state.update(self._step, report)
         if report.verdict == "undecided":
-            from syncheck.report.words import verdict_line
+            from syncheck.report.words import undecided_reason
 
-            _, _, reason = verdict_line(report).partition(": ")
-            self._warn_once(f"could not tell: {reason}")
-
+            self._warn_once(f"could not tell: {undecided_reason(report)}")
         if self._is_leader:
             self._print_new_facts(report)
             record = CheckRecord(

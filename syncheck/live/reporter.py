@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from syncheck.readers import outputs
-from syncheck.report import words
+from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
-from syncheck.text import brief, one_line
+from syncheck.text import brief, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,13 +226,13 @@ def _describe_verdict(record: CheckRecord) -> tuple[str, str]:
         codes = []
         for finding in record.findings:
             if finding.fails:
-                codes.append(f"{finding.code} {finding.slug} on {words.ranks_label(finding.ranks)}")
+                codes.append(f"{finding.code} {finding.slug} on {ranks_as_ranges(finding.ranks)}")
         return verdict, f" ({_format_time(record)}): {'; '.join(codes)}"
 
     # Capitals are for verdicts that fail.
     lowered = verdict.lower()
     if report.verdict == "in_sync":
-        lowered = words.verdict_line(report).replace(verdict, lowered)
+        lowered = words.verdict_line(report, verdict=lowered)
 
     return lowered, ""
 
@@ -257,6 +257,6 @@ def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
         ("fix", one_line(str(finding.fix))),
-        ("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"),
+        ("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"),
     ]
-    return [line(words.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]
+    return [line(finding_text.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.report.words import sort_worst_first
+from syncheck.report.tables import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
 
@@ -44,6 +44,7 @@ ENDING = ".jsonl"
 _MOST_TENSORS, _MOST_NAMES = 40, 8
 _MOST_NOTE = 1000  # characters
 _MOST_LINE = 1 << 22  # characters
+_MOST_PROBLEM = 80  # characters
 CERTAINTIES = ("proved", "likely", "consistent")
 _VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
 _TEXTS = ("name", "kind", "dtype", "status")
@@ -53,60 +54,60 @@ _INTEGERS = ("shape", "index", "minority", "clusters", "replica_groups")
 
 def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[str, Any]]:
     """Return findings as JSON values. `tensors` is their number, `names` has the first ones."""
-    differences = {diff.name: diff.max_abs for group in report.groups for diff in group.tensors if diff.out_of_sync}
-    rows = []
-    for finding in findings:
-        sizes = [differences.get(name) for name in finding.tensors]
-        known = [float(size) for size in sizes if size is not None]
-        rows.append(
-            {
-                "code": finding.code,
-                "slug": finding.slug,
-                "severity": finding.severity,
-                "allowed": finding.allowed,
-                "counts": finding.counts,
-                "certainty": finding.certainty,
-                "alternatives": list(finding.alternatives),
-                "ranks": list(finding.ranks),
-                "tensors": len(finding.tensors),
-                "names": list(finding.tensors[:_MOST_NAMES]),
-                "max_abs": max(known) if known and len(known) == len(sizes) else None,
-                "evidence": finding.evidence,
-                "cause": str(finding.cause),
-                "fix": str(finding.fix),
-            }
-        )
-    return rows
+    differences: dict[str, float | None] = {}
+    for group in report.groups:
+        differences.update((diff.name, diff.max_abs) for diff in group.tensors if diff.out_of_sync)
+    return [_describe_finding(finding, differences) for finding in findings]
+
+
+def _describe_finding(finding: Finding, differences: Mapping[str, float | None]) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "slug": finding.slug,
+        "severity": finding.severity,
+        "allowed": finding.allowed,
+        "counts": finding.counts,
+        "certainty": finding.certainty,
+        "alternatives": list(finding.alternatives),
+        "ranks": list(finding.ranks),
+        "tensors": len(finding.tensors),
+        "names": list(finding.tensors[:_MOST_NAMES]),
+        "max_abs": _find_largest([differences.get(name) for name in finding.tensors]),
+        "evidence": finding.evidence,
+        "cause": str(finding.cause),
+        "fix": str(finding.fix),
+    }
 
 
 def describe_check(report: Report) -> dict[str, Any]:
     """Return the counts of a check by kind of tensor, and its worst tensors in the order of the model."""
     kinds: dict[str, Counts] = {}
+    differing: list[TensorDiff] = []
+    notes: list[str] = []
+    not_finite_count = 0
+    not_finite_names: list[str] = []
     for group in report.groups:
         for kind, counts in group.kinds.items():
             kinds[kind] = kinds.get(kind, Counts()) + counts
-    diffs = [diff for group in report.groups for diff in group.tensors if diff.out_of_sync]
-    worst = {diff.name for diff in sort_worst_first(diffs)[:_MOST_TENSORS]}
-    rows = []
-    for diff in diffs:
-        if diff.name in worst:
-            row = {name: getattr(diff, name) for name in (*_TEXTS, *_NUMBERS, *_INTEGERS)}
-            detail = None if diff.detail is None else str(diff.detail)
-            rows.append(row | {"reason": diff.reason, "detail": detail, "nonfinite": list(diff.nonfinite.items())})
-    found = [group.not_finite for group in report.groups if group.not_finite is not None]
+        differing += [diff for diff in group.tensors if diff.out_of_sync]
+        notes += [str(note)[:_MOST_NOTE] for note in group.notes]
+        if group.not_finite is not None:
+            not_finite_count += group.not_finite.count
+            not_finite_names += group.not_finite.names
+    # The order of the model shows where a difference begins.
+    worst = {diff.name for diff in sort_worst_first(differing)[:_MOST_TENSORS]}
     return {
-        "kinds": {kind: _list_counts(counts) for kind, counts in kinds.items()},
-        "worst": rows,
-        "notes": [str(note)[:_MOST_NOTE] for group in report.groups for note in group.notes],
-        "not_finite": {
-            "count": sum(own.count for own in found),
-            "names": [name for own in found for name in own.names][:_MOST_TENSORS],
-        },
+        "kinds": {kind: asdict(counts) for kind, counts in kinds.items()},
+        "worst": [_describe_diff(diff) for diff in differing if diff.name in worst],
+        "notes": notes,
+        "not_finite": {"count": not_finite_count, "names": not_finite_names[:_MOST_TENSORS]},
     }
 
 
-def _list_counts(counts: Counts) -> dict[str, int]:
-    return {field.name: getattr(counts, field.name) for field in fields(Counts)}
+def _describe_diff(diff: TensorDiff) -> dict[str, Any]:
+    row = {name: getattr(diff, name) for name in (*_TEXTS, *_NUMBERS, *_INTEGERS)}
+    detail = None if diff.detail is None else str(diff.detail)
+    return row | {"reason": diff.reason, "detail": detail, "nonfinite": list(diff.nonfinite.items())}
 
 
 def are_events(paths: Sequence[Any]) -> bool:
@@ -120,45 +121,63 @@ def read_events(paths: Sequence[Any]) -> Report:
     Files of version 0.1 have no tensors, causes and fixes. Raises UsageError for a file that cannot be read, is not an
     event file, has no check, or contradicts itself: a verdict always follows from its findings and counts.
     """
-    groups = [group for path in paths for group in _read_file(path)]
     runs: dict[str, list[Group]] = {}
-    for group in groups:
-        runs.setdefault(group.run, []).append(group)
-    groups = [_add_history(group, steps) if group is steps[-1] else group for steps in runs.values() for group in steps]
+    for path in paths:
+        for group in _EventFile(str(path)).read():
+            runs.setdefault(group.run, []).append(group)
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += [*steps[:-1], _add_history(steps[-1], steps)]
     followed = follow_not_finite(groups)
     return Report(overall(followed, ()), tuple(followed))
 
 
-def _read_file(path: Any) -> list[Group]:
-    """Return the checks of one event file."""
-    checks: list[Group] = []
-    name = Path(path).stem
-    ranks: tuple[int, ...] = ()
-    for number, event in _read_lines(path):
-        contradiction = ""
-        try:
-            if event["event"] == "start":
-                ranks = tuple(sorted(map(_read_natural, event["ranks"])))
-                first = _read_natural(event["step"])
-                if any(group.step >= first for group in checks if group.run == name and group.step):
-                    name = f"{Path(path).stem} from line {number}"  # another run appended to the file
-            elif event["event"] == "check":
-                checks.append(_make_group(event, name, ranks, str(path)))
-                contradiction = find_contradiction(checks[-1], event)
-            elif event["event"] in ("desync", "end"):
-                own = [group for group in checks if group.run == name]
-                contradiction = find_contradicted_check(event, own[-1] if own else None)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"[:80]
-            raise UsageError(f"{path}, line {number}: not an event of SyncMonitor ({problem})") from None
-        if contradiction:
-            raise UsageError(
-                f"{path}, line {number}: {contradiction}; the file was edited or damaged, so it has no verdict. Pass "
-                "the file as SyncMonitor wrote it"
-            )
-    if not checks:
-        raise UsageError(f"{path}: no check in it; pass the file that SyncMonitor(events=...) has written")
-    return checks
+class _EventFile:
+    """An event file. Each of the runs that appended to it has its own name."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.run = Path(path).stem
+        self.ranks: tuple[int, ...] = ()
+        self.checks: list[Group] = []
+
+    def read(self) -> list[Group]:
+        """Return the checks of the file."""
+        for number, event in _read_lines(self.path):
+            try:
+                contradiction = self._add_event(event, number)
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                problem = f"{type(error).__name__}: {error}"[:_MOST_PROBLEM]
+                raise UsageError(f"{self.path}, line {number}: not an event of SyncMonitor ({problem})") from None
+            if contradiction:
+                raise UsageError(
+                    f"{self.path}, line {number}: {contradiction}; the file was edited or damaged, so it has no "
+                    "verdict. Pass the file as SyncMonitor wrote it"
+                )
+        if not self.checks:
+            raise UsageError(f"{self.path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+        return self.checks
+
+    def _add_event(self, event: Mapping[str, Any], number: int) -> str:
+        """Add the event of a line. Return how it contradicts itself or the check before it; "" if it does not."""
+        kind = event["event"]
+        if kind == "start":
+            self._start_run(event, number)
+        elif kind == "check":
+            self.checks.append(_make_group(event, self.run, self.ranks, self.path))
+            return find_contradiction(self.checks[-1], event)
+        elif kind in ("desync", "end"):
+            checks_of_run = [check for check in self.checks if check.run == self.run]
+            return find_contradicted_check(event, checks_of_run[-1] if checks_of_run else None)
+        return ""
+
+    def _start_run(self, event: Mapping[str, Any], number: int) -> None:
+        self.ranks = tuple(sorted(map(_read_natural, event["ranks"])))
+        first = _read_natural(event["step"])
+        last_step = max((check.step or 0 for check in self.checks if check.run == self.run), default=0)
+        if last_step and last_step >= first:
+            # Another run appended to the file.
+            self.run = f"{Path(self.path).stem} from line {number}"
 
 
 def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -184,32 +203,38 @@ def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
     step, verdict = _read_natural(event["step"]), event["verdict"]
+    # The file may be of a later version, or no file of a monitor.
     if verdict not in _VERDICTS:
         raise ValueError(f"verdict {verdict!r}")
     tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
-    kinds = {
-        str(kind): Counts(**{field.name: _read_natural(counts[field.name]) for field in fields(Counts)})
-        for kind, counts in event.get("kinds", {}).items()
-    }
-    if not kinds:  # version 0.1 wrote only how many tensors were compared
-        different = min(compared, sum(_read_natural(row["tensors"]) for row in event["findings"]))
-        absent = tensors - compared
-        kinds["all"] = Counts(tensors, compared - different, different=different, not_compared=absent)
-    diffs = tuple(_make_diff(row) for row in event.get("worst", ()))
-    findings = tuple(_make_finding(row) for row in event["findings"])
+    kinds = _read_kinds(event)
+    if not kinds:
+        # Version 0.1 wrote only how many tensors were compared.
+        reported = sum(_read_natural(row["tensors"]) for row in event["findings"])
+        different = min(compared, reported)
+        kinds["all"] = Counts(tensors, compared - different, different=different, not_compared=tensors - compared)
     return Group(
         name=f"{run} step {step}",
         run=run,
         step=step,
         replicas=tuple(Replica(path, rank, "memory", tensors, 0) for rank in ranks),
         counts=sum(kinds.values(), Counts()),
-        tensors=diffs,
+        tensors=tuple(map(_make_diff, event.get("worst", ()))),
         kinds=kinds,
         verdict=verdict,
-        findings=findings,
+        findings=tuple(map(_make_finding, event["findings"])),
         not_finite=_make_not_finite(event.get("not_finite")),
         notes=tuple(Note.STORED(text=str(note)) for note in event.get("notes", ())),
     )
+
+
+def _read_kinds(event: Mapping[str, Any]) -> dict[str, Counts]:
+    """Return the counts by kind of tensor."""
+    kinds = {}
+    for kind, row in event.get("kinds", {}).items():
+        numbers = {field.name: _read_natural(row[field.name]) for field in fields(Counts)}
+        kinds[str(kind)] = Counts(**numbers)
+    return kinds
 
 
 def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
@@ -220,14 +245,15 @@ def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
-    values: dict[str, Any] = {name: str(row[name]) for name in _TEXTS}
-    values |= {name: _read_integers(row[name]) for name in _INTEGERS}
-    for name in _NUMBERS:
-        values[name] = _read_size(row[name])
+    values: dict[str, Any] = {}
+    for names, read in ((_TEXTS, str), (_INTEGERS, _read_integers), (_NUMBERS, _read_size)):
+        values |= {name: read(row[name]) for name in names}
     if values["status"] not in ("different", "not_compared"):
         raise ValueError(f"status {values['status']!r}")
-    values["reason"] = None if row["reason"] is None else Reason(row["reason"])
-    values["detail"] = None if row["detail"] is None else Fact.TEXT(text=str(row["detail"]))
+    if row["reason"] is not None:
+        values["reason"] = Reason(row["reason"])
+    if row["detail"] is not None:
+        values["detail"] = Fact.TEXT(text=str(row["detail"]))
     values["nonfinite"] = {_read_natural(rank): _read_natural(n) for rank, n in row["nonfinite"]}
     return TensorDiff(**values)
 
@@ -295,35 +321,38 @@ def _add_history(last: Group, steps: Sequence[Group]) -> Group:
 def _follow(finding: Finding, steps: Sequence[Group]) -> History:
     """Return the history of a finding of the last step. steps: the checks of a run."""
     names = set(finding.tensors)
-    points, diffs = [], []
-    for group in steps:
-        listed = [diff for diff in group.tensors if diff.name in names and diff.out_of_sync]
-        differing = _count_differing(finding, listed, group)
-        largest = _find_largest(listed) if differing else 0.0
-        points.append(HistoryPoint(group.step or 0, differing, largest, group.verdict != "in_sync"))
-        diffs.append(listed)
-    first = next(i for i, point in enumerate(points) if point.differing)
+    points: list[HistoryPoint] = []
+    diffs_of_steps = []
+    for check in steps:
+        diffs = [diff for diff in check.tensors if diff.name in names and diff.out_of_sync]
+        differing = _count_differing(finding, diffs, check)
+        largest = _find_largest([diff.max_abs for diff in diffs]) if differing else 0.0
+        points.append(HistoryPoint(check.step or 0, differing, largest, check.verdict != "in_sync"))
+        diffs_of_steps.append(diffs)
+    # The finding is at the last step at least.
+    first = next(position for position, point in enumerate(points) if point.differing)
     agreed = points[first - 1].step if first else None
-    ranks = [other.ranks for other in steps[first].findings if other.code == finding.code]
-    suspects = ranks[0] if ranks else finding.ranks
-    return History(tuple(points), points[first].step, agreed, (), suspects, trend_of(diffs[first:]))
+    same_code = [other.ranks for other in steps[first].findings if other.code == finding.code]
+    suspects = same_code[0] if same_code else finding.ranks
+    trend = trend_of(diffs_of_steps[first:])
+    return History(tuple(points), points[first].step, agreed, (), suspects, trend)
 
 
-def _count_differing(finding: Finding, listed: Sequence[TensorDiff], group: Group) -> int:
+def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group) -> int:
     """Return the number of tensors of a finding that differed at a check, as far as known.
 
-    listed: those among the worst tensors of the check. A check has another code for the same tensors if its evidence
+    diffs: those among the worst tensors of the check. A check has another code for the same tensors if its evidence
     was different, and an event does not list all tensors, so only a check in sync shows that they agreed.
     """
-    if listed or finding.code in [other.code for other in group.findings]:
-        return max(1, len(listed))
+    if diffs or finding.code in [other.code for other in group.findings]:
+        return max(1, len(diffs))
     if group.verdict == "in_sync":
         return 0
     complete = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
     return 0 if complete else 1
 
 
-def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
-    sizes = [diff.max_abs for diff in diffs]
-    known = [float(size) for size in sizes if size is not None]
-    return max(known) if known and len(known) == len(sizes) else None
+def _find_largest(sizes: Sequence[float | None]) -> float | None:
+    """Return the largest difference; None if there is none, or if one is unknown."""
+    measured = [float(size) for size in sizes if size is not None]
+    return max(measured) if measured and len(measured) == len(sizes) else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncheck.errors import PYTHON, spelling
 from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
-from syncheck.report import plain, words
+from syncheck.report import plain, tables, words
 from syncheck.report import text as text_of
 from syncheck.text import logged, names_text, shorten
 
@@ -24,6 +24,7 @@ MOST_GROUPS = 3
 MOST_FINDINGS = 8
 MOST_UNREADABLE = 5
 _NAME, _SENTENCE = 120, 600  # characters
+_REFUSALS = (Reason.REFUSED, Reason.DIGEST, Reason.CHECKSUM)
 
 
 @spelling(PYTHON)
@@ -32,22 +33,28 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
 
     limit: tensors listed per group, 0 for all.
     """
-    failing = [group for group in report.groups if group.verdict != "in_sync" or _refused(group)]
+    failing = [group for group in report.groups if group.verdict != "in_sync" or any(map(_is_refused, group.tensors))]
     failing.sort(key=lambda group: group.verdict != "out_of_sync")
-    shown = replace(report, groups=tuple(_cut_group(group, limit) for group in failing[:MOST_GROUPS]))
-    lines = plain.render(text_of.comparison(shown, limit)).splitlines()[:-2]
-    hidden = len(failing) - len(shown.groups)
-    if hidden:
-        lines += [f"and {hidden} more groups not in sync", ""]
+    worst = replace(report, groups=tuple(_cut_group(group, limit) for group in failing[:MOST_GROUPS]))
+    codes: dict[str, None] = {}
+    for group in failing:
+        codes.update(dict.fromkeys(finding.code for finding in group.findings if finding.fails))
+    lines = [_title(report, ", ".join(codes)), "", *plain.render(text_of.comparison_body(worst, limit)).splitlines()]
+    if len(failing) > MOST_GROUPS:
+        lines += [f"and {len(failing) - MOST_GROUPS} more groups not in sync", ""]
     for file in report.unreadable[:MOST_UNREADABLE]:
         lines.append(f"unreadable: {shorten(file.path, _NAME)}: {shorten(file.reason, _SENTENCE)}")
     lines += [_verdict(report), words.counts_line(report)]
-    codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
+    return logged("\n".join(shorten(line, MOST_COLUMNS) for line in lines))
+
+
+def _title(report: Report, codes: str) -> str:
+    """Return the first line. codes: of the failing findings."""
     subject = "A and B" if report.command == "diff" else "replicas"
-    title = f"{subject} are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
     if report.verdict == "out_of_sync":
-        title = f"{subject} are out of sync: {', '.join(codes)}"
-    return logged("\n".join(shorten(line, MOST_COLUMNS) for line in [title, "", *lines]))
+        return f"{subject} are out of sync: {codes}"
+    title = f"{subject} are not known to be in sync"
+    return f"{title}: {codes}" if codes else title
 
 
 def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
@@ -56,21 +63,17 @@ def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
     all_rows: the hint printed if tensors are omitted.
     """
     report = Report(group.verdict, (_cut_group(group, MOST_ROWS),))
-    lines = plain.render(text_of.comparison(report, MOST_ROWS, all_rows)).splitlines()[:-2]
+    lines = plain.render(text_of.comparison_body(report, MOST_ROWS, all_rows)).splitlines()
     return "\n".join(shorten(line, MOST_COLUMNS) for line in lines).rstrip()
 
 
 def uncompared_tensors(report: Report) -> list[TensorDiff]:
     """Return the tensors without a comparison, except shards and tensors skipped by design."""
-    return [diff for group in report.groups for diff in _refused(group)]
+    return [diff for diff in report.tensors if _is_refused(diff)]
 
 
-def _refused(group: Group) -> list[TensorDiff]:
-    return [
-        diff
-        for diff in group.tensors
-        if diff.status == "not_compared" and diff.reason in (Reason.REFUSED, Reason.DIGEST, Reason.CHECKSUM)
-    ]
+def _is_refused(diff: TensorDiff) -> bool:
+    return diff.status == "not_compared" and diff.reason in _REFUSALS
 
 
 def _verdict(report: Report) -> str:
@@ -84,16 +87,18 @@ def _verdict(report: Report) -> str:
 
 def _cut_group(group: Group, limit: int) -> Group:
     """Return a group with names of bounded length and a bounded number of findings and notes."""
-    worst = words.tensors_to_list(group, shards=not limit)
-    shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
-    rest += [diff for diff in group.tensors if limit and diff.reason is Reason.SHARDED]
+    worst = tables.tensors_to_list(group, shards=not limit)
+    # Keep the tensors beyond the limit, because the table reports their number.
+    beyond_limit = []
+    if limit:
+        shards = [diff for diff in group.tensors if diff.reason is Reason.SHARDED]
+        worst, beyond_limit = worst[:limit], [*worst[limit:], *shards]
     return replace(
         group,
         name=shorten(group.name, _NAME),
         replicas=tuple(replace(replica, path=shorten(replica.path, _NAME)) for replica in group.replicas),
         notes=group.notes[:MOST_FINDINGS],
-        # Keep the tensors beyond the limit, because the table reports their number.
-        tensors=(*(replace(diff, name=shorten(diff.name, _NAME)) for diff in shown), *rest),
+        tensors=(*(replace(diff, name=shorten(diff.name, _NAME)) for diff in worst), *beyond_limit),
         findings=tuple(_cut_findings(group.findings)),
         values=tuple(replace(value, name=shorten(value.name, _NAME)) for value in group.values),
     )

@@ -61,16 +61,16 @@ def list_versions() -> list[str]:
     from importlib import metadata
     from pathlib import Path
 
-    found = []
+    libraries = []
     for library in LIBRARIES:
         try:
-            found.append(f"{library} {metadata.version(library)}")
+            libraries.append(f"{library} {metadata.version(library)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{library} -")
+            libraries.append(f"{library} -")
     return [
         f"syncheck {version()}",
         f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}",
-        ", ".join(found),
+        ", ".join(libraries),
         f"in {Path(__file__).resolve().parents[1]}",
     ]
 
@@ -82,28 +82,42 @@ def describe_run(settings: Any) -> list[tuple[str, str]]:
     """
     import shlex
     import sys
-    from dataclasses import MISSING, fields
     from datetime import datetime
 
     program, *arguments = sys.argv or [""]
     folder, name = os.path.split(program)
-    called = [name] if name != "__main__.py" else ["python", "-m", os.path.basename(folder)]
-    command = shlex.join([*called, *arguments])
-    given = []
-    for field in fields(settings) if settings is not None else ():
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        value = getattr(settings, field.name)
-        if value != default:
-            given.append(f"{field.name} = {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    command = [name]
+    if name == "__main__.py":
+        command = ["python", "-m", os.path.basename(folder)]
     _, system, libraries, _ = list_versions()
     return [
         ("written", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")),
-        ("command", command),
-        ("options", "; ".join(given)),
+        ("command", shlex.join([*command, *arguments])),
+        ("options", _describe_settings(settings)),
         ("folder", os.getcwd()),
         ("system", system),
         ("libraries", libraries),
     ]
+
+
+def _describe_settings(settings: Any) -> str:
+    """Return the options that differ from their defaults; empty without settings."""
+    from dataclasses import MISSING, fields
+
+    if settings is None:
+        return ""
+    texts = []
+    for field in fields(settings):
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        value = getattr(settings, field.name)
+        if value == default:
+            continue
+        if isinstance(value, tuple):
+            value = ", ".join(map(str, value))
+        texts.append(f"{field.name} = {value}")
+    return "; ".join(texts)
 
 
 def render_format(name: str, report: Report, settings: Any = None) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.diagnose.series import step_order
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
 from syncheck.text import one_line, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from syncheck.records import Finding, Group, Report
 
@@ -48,8 +48,10 @@ def render(report: Report) -> str:
         annotations.append(Annotation("notice", "syncheck: baseline findings fixed", tuple(fixed[:MOST])))
     lines: list[str] = []
     for level in LEVELS:
-        lines += map(_command, _limit([annotation for annotation in annotations if annotation.level == level]))
-    return "".join(f"{line}\n" for line in [*lines, words.verdict_line(report), words.counts_line(report)])
+        of_level = [annotation for annotation in annotations if annotation.level == level]
+        lines += [_command(annotation) for annotation in _limit(of_level)]
+    lines += [words.verdict_line(report), words.counts_line(report), ""]
+    return "\n".join(lines)
 
 
 def _command(annotation: Annotation) -> str:
@@ -74,9 +76,8 @@ def _limit(annotations: list[Annotation]) -> list[Annotation]:
     if len(annotations) <= MOST:
         return annotations
     hidden = annotations[MOST - 1 :]
-    titles = tuple(annotation.title for annotation in hidden[:MOST])
-    more = (f"and {len(hidden) - MOST} more",) if len(hidden) > MOST else ()
-    text = (*titles, *more, f"GitHub shows {MOST} annotations per level; the .json and .html reports list all.")
+    titles = _first_lines([annotation.title for annotation in hidden])
+    text = (*titles, f"GitHub shows {MOST} annotations per level; the .json and .html reports list all.")
     return [*annotations[: MOST - 1], Annotation(annotations[0].level, f"syncheck: {len(hidden)} more", text)]
 
 
@@ -86,48 +87,77 @@ def _problems(report: Report) -> Iterator[Annotation]:
         yield Annotation("warning", "syncheck: not finite", tuple(facts))
     for file in report.unreadable:
         yield Annotation("error", "syncheck: unreadable file", (f"{file.path}: {file.reason}",), file.path)
+    undecided = [group.name for group in report.groups if group.verdict == "undecided"]
     if report.verdict == "undecided" and not report.unreadable:
         yield Annotation("error", "syncheck: could not tell", (words.verdict_line(report),))
-    elif any(group.verdict == "undecided" for group in report.groups):
-        names = [group.name for group in report.groups if group.verdict == "undecided"]
-        more = (f"and {len(names) - MOST} more",) if len(names) > MOST else ()
-        yield Annotation("warning", "syncheck: could not tell for some groups", (*names[:MOST], *more))
+    elif undecided:
+        yield Annotation("warning", "syncheck: could not tell for some groups", _first_lines(undecided))
     if omitted := words.omission_lines(report):
         paths = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
         paths += [alias.path for alias in report.aliases]
-        title = "syncheck: some files were not compared"
-        yield Annotation("warning", title, tuple(omitted), paths[0] if paths else "")
+        # Files that are not checkpoints have no paths in a report.
+        path = paths[0] if paths else ""
+        yield Annotation("warning", "syncheck: some files were not compared", tuple(omitted), path)
+
+
+def _first_lines(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the first texts, and a line with the number of further texts."""
+    if len(texts) <= MOST:
+        return tuple(texts)
+    return (*texts[:MOST], f"and {len(texts) - MOST} more")
+
+
+@dataclass(frozen=True, slots=True)
+class _Occurrence:
+    """A finding of a group at the last step of its run. history: the earlier steps, in words."""
+
+    group: Group
+    finding: Finding
+    history: str
 
 
 def _findings(report: Report) -> list[Annotation]:
     """Return one annotation per finding, the most severe first."""
+    occurrences = _last_occurrences(report)
+    occurrences.sort(key=lambda occurrence: _SEVERITIES.index(occurrence.finding.severity))
+    annotations: list[Annotation] = []
+    count_by_level: Counter[str] = Counter()
+    for occurrence in occurrences:
+        group, finding = occurrence.group, occurrence.finding
+        level = _level(finding)
+        count_by_level[level] += 1
+        # The name comes last, because it may be long.
+        title = f"{finding_text.finding_title(finding)}, {group.name}"
+        suspects = [replica for replica in group.replicas if replica.rank in finding.ranks]
+        path = (suspects or group.replicas)[0].path
+        # Annotations beyond the limit are listed by title only.
+        text = _text(occurrence) if count_by_level[level] <= MOST else ()
+        annotations.append(Annotation(level, title, text, path))
+    return annotations
+
+
+def _last_occurrences(report: Report) -> list[_Occurrence]:
+    """Return the findings of each run at the last step that has them."""
     by_run_and_code: dict[tuple[str, str, bool], list[tuple[Group, Finding]]] = {}
     for group in report.groups:
         for finding in group.findings:
             by_run_and_code.setdefault((group.run, finding.code, finding.fails), []).append((group, finding))
-    shown: list[tuple[Group, Finding, str]] = []
+    occurrences = []
     for pairs in by_run_and_code.values():
         steps = sorted({step_order(group) for group, _ in pairs})
-        many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
-        before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
-        shown += [
-            (group, finding, words.summarize_history(finding) or before)
-            for group, finding in pairs
-            if step_order(group) == steps[-1]
-        ]
-    shown.sort(key=lambda entry: _SEVERITIES.index(entry[1].severity))
-    annotations: list[Annotation] = []
-    count_by_level: Counter[str] = Counter()
-    for group, finding, before in shown:
-        level = _level(finding)
-        count_by_level[level] += 1
-        # The name comes last, because it may be long.
-        title = f"{words.finding_title(finding)}, {group.name}"
-        suspect = next((r for r in group.replicas if r.rank in finding.ranks), group.replicas[0])
-        # Annotations beyond the limit are listed by title only.
-        text = _text(group, finding, before) if count_by_level[level] <= MOST else ()
-        annotations.append(Annotation(level, title, text, suspect.path))
-    return annotations
+        earlier = _describe_earlier_steps(steps)
+        for group, finding in pairs:
+            if step_order(group) == steps[-1]:
+                history = finding_text.summarize_history(finding) or earlier
+                occurrences.append(_Occurrence(group, finding, history))
+    return occurrences
+
+
+def _describe_earlier_steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return ""
+    earlier = len(steps) - 1
+    return f"Also at {earlier} earlier step{'s' * (earlier > 1)}, first at step {steps[0]}."
 
 
 def _level(finding: Finding) -> Level:
@@ -136,25 +166,29 @@ def _level(finding: Finding) -> Level:
     return "error" if finding.fails else "warning"
 
 
-def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
+def _text(occurrence: _Occurrence) -> tuple[str, ...]:
+    group, finding = occurrence.group, occurrence.finding
     names = frozenset(finding.tensors)
-    worst = words.sort_worst_first([diff for diff in group.tensors if diff.name in names])
-    rows = [_row(diff.name, *words.difference_cells(diff, group.labels)) for diff in worst[:_MOST_TENSORS]]
+    worst = tables.sort_worst_first(diff for diff in group.tensors if diff.name in names)
+    rows = [_row(diff.name, tables.difference_cells(diff)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
-    rows += words.place_lines(worst[:_MOST_TENSORS], group)
-    text = (
+    rows += tables.place_lines(worst[:_MOST_TENSORS], group)
+    lines = (
         finding.evidence,
-        before,
+        occurrence.history,
         *rows,
-        words.cause_text(finding),
+        finding_text.cause_text(finding),
         f"Fix: {finding.fix}",
         f"syncheck explain {finding.code}",
     )
-    return tuple(line for line in text if line)
+    return tuple(line for line in lines if line)
 
 
-def _row(name: str, differing: str, absolute: str, relative: str, ulp: str) -> str:
-    cells = (("max abs", absolute), ("max rel", relative), ("max ulp", ulp))
-    differences = [f"{label} {value}" for label, value in cells if value not in ("", "-")]
-    return f"- {shorten(name, _MOST_TITLE)}: {', '.join([differing, *differences])}"
+def _row(name: str, cells: Sequence[str]) -> str:
+    differing, *numbers = cells
+    parts = [differing]
+    for label, number in zip(tables.NUMBERS, numbers, strict=True):
+        if number not in ("", "-"):
+            parts.append(f"{label} {number}")
+    return f"- {shorten(name, _MOST_TITLE)}: {', '.join(parts)}"

@@ -11,13 +11,21 @@ import hashlib
 from functools import cache
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
-from syncheck.report import words
-from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
-from syncheck.text import make_unique_name, one_line
+from syncheck.report import finding_text, tables, words
+from syncheck.report.page_data import (
+    bin_counts,
+    bin_label,
+    bins_in_use,
+    encode,
+    find_histograms,
+    make_curves,
+    make_data,
+)
+from syncheck.text import one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,29 +44,49 @@ _MOST_LINKS = 8
 _MOST_PLACES = 10
 _DOT = " \u00b7 "
 _COUNTS = ("identical", "equal", "close", "different", "not_compared")
+_SEVERITIES = ("error", "warning", "info")
+
+
+class _FindingOfRun(NamedTuple):
+    """A finding, and the group that has it."""
+
+    finding: Finding
+    group: Group
+
+
+class _Definition(NamedTuple):
+    """A label with a text."""
+
+    label: str
+    text: str
+    is_copyable: bool = False
 
 
 def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page. about: labels and texts on how it was made. All texts from files are escaped."""
     runs = by_run(report.groups)
-    numbers = {run: i for i, run in enumerate(runs, 1)}
+    numbers = {run: number for number, run in enumerate(runs, 1)}
     data = make_data(report, runs)
-    made = [("syncheck", version), *about]
+    properties = [("syncheck", version), *about]
     body = [
-        *_head(report, runs, dict(made).get("written", "")),
+        *_head(report, runs, dict(properties).get("written", "")),
         *_findings(runs, numbers),
         *_steps(report, runs),
         *_drift(report),
     ]
-    opened = min(runs, key=lambda run: _importance(runs[run]), default="")
+    # The run that matters most is open, the others are folded.
+    opened_run = min(runs, key=lambda run: _importance(runs[run]), default="")
     for run, groups in runs.items():
-        body += _run(groups, numbers[run], is_open=run == opened)
+        body += _run(groups, numbers[run], is_open=run == opened_run)
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
-    body += [f'<p class="note">{_escape(line)}</p>' for line in words.omission_lines(report)]
-    body += ['<h2 id="about">About this report</h2>', _definitions([(k, v, False) for k, v in made if v])]
-    title = f"syncheck: {words.VERDICTS[report.verdict].lower()}" + "".join(f", {run}" for run in list(runs)[:1])
+    body += _paragraphs(words.omission_lines(report), "note")
+    about_definitions = [_Definition(label, text) for label, text in properties if text]
+    body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
+    title = f"syncheck: {words.VERDICTS[report.verdict].lower()}"
+    if runs:
+        title += f", {next(iter(runs))}"
     return _page(_escape(title), body, "" if data is None else encode(data))
 
 
@@ -68,140 +96,202 @@ def _read(name: str) -> str:
 
 
 def _page(title: str, body: Sequence[str], data: str) -> str:
-    scripts = [_read("echarts.js")] * bool(data) + [_read("page.js")]
+    scripts = [_read("page.js")]
+    if data:
+        scripts.insert(0, _read("echarts.js"))
     # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{_read('page.css')}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + (f'\n<script type="application/gzip" id="data">{data}</script>' if data else "")
-        + "".join(f"\n<script>{script}</script>" for script in scripts)
-        + "\n</body>\n</html>\n"
-    )
+    sources = []
+    for script in scripts:
+        digest = hashlib.sha256(script.encode()).digest()
+        sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(sources)}"
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f"<title>{title}</title>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>\n{_read('page.css')}</style>",
+        "</head>",
+        "<body>",
+        *body,
+    ]
+    if data:
+        lines.append(f'<script type="application/gzip" id="data">{data}</script>')
+    lines += [f"<script>{script}</script>" for script in scripts]
+    lines += ["</body>", "</html>", ""]
+    return "\n".join(lines)
 
 
 def _head(report: Report, runs: Steps, written: str) -> list[str]:
-    groups = [group for steps in runs.values() for group in steps]
-    where = [one_line(groups[-1].run)] if len(runs) == 1 else [f"{len(runs)} runs"] * bool(runs)
-    steps = list(dict.fromkeys(group.step for group in groups if group.step is not None))
-    if steps:
-        where.append(f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {min(steps)} to {max(steps)}")
-    if ranks := sorted({rank for group in groups for rank in group.ranks if not group.labels}):
-        where.append(words.ranks_label(ranks))
-    where += [written] * bool(written)
-    lines = [
-        f'<header class="{report.verdict}">',
-        f"<h1>{_escape(words.verdict_line(report))}</h1>",
-        *(f"<p>{_escape(fact)}</p>" for fact in words.first_lines(report)),
-        f'<p class="where">{escape(_DOT.join(where))}</p>' if where else "",
-    ]
+    groups = _all_groups(runs)
+    origin = _origin(runs, groups, written)
+    lines = [f'<header class="{report.verdict}">', f"<h1>{_escape(words.verdict_line(report))}</h1>"]
+    lines += _paragraphs(words.first_lines(report))
+    lines.append(f'<p class="where">{escape(origin)}</p>' if origin else "")
     if len(groups) <= 1:
         lines.append(f"<p>{_escape(words.counts_line(report))}</p>")
-    else:  # a sum over steps would count each tensor several times
-        last = groups[-1] if len(runs) == 1 else None
-        lines += [f"<p>{_escape(f'{words.step_text(last)}: {words.counts_text(last.counts)}')}</p>"] if last else []
+    elif len(runs) == 1:
+        # A sum over steps would count each tensor several times.
+        last = groups[-1]
+        lines.append(f"<p>{_escape(f'{words.step_text(last)}: {words.counts_text(last.counts)}')}</p>")
     if report.verdict == "in_sync" and not any(group.findings for group in groups):
         compared = max((group.counts.compared for group in groups), default=0)
         lines.append(f"<p>No difference was found in {compared} compared tensors.</p>")
     lines.append("</header>")
-    lines += [f'<p class="closure">{_escape(closure.sentence)}</p>' for closure in report.closures]
-    lines += [f"<p>{_escape(line)}</p>" for line in words.fixed_lines(report.groups)]
+    lines += _paragraphs([closure.sentence for closure in report.closures], "closure")
+    lines += _paragraphs(words.fixed_lines(report.groups))
     return lines
+
+
+def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
+    """Return texts as paragraphs of a class."""
+    attribute = f' class="{css_class}"' if css_class else ""
+    return [f"<p{attribute}>{_escape(text)}</p>" for text in texts]
+
+
+def _all_groups(runs: Steps) -> list[Group]:
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += steps
+    return groups
+
+
+def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
+    """Return runs, steps, ranks and time of a report. groups: of all runs."""
+    parts = []
+    if len(runs) == 1:
+        parts.append(one_line(groups[-1].run))
+    elif runs:
+        parts.append(f"{len(runs)} runs")
+    steps = list(dict.fromkeys(group.step for group in groups if group.step is not None))
+    if len(steps) == 1:
+        parts.append(f"step {steps[0]}")
+    elif steps:
+        parts.append(f"{len(steps)} steps, {min(steps)} to {max(steps)}")
+    ranks: set[int] = set()
+    for group in groups:
+        if not group.is_pair:
+            ranks.update(group.ranks)
+    if ranks:
+        parts.append(ranks_as_ranges(sorted(ranks)))
+    if written:
+        parts.append(written)
+    return _DOT.join(parts)
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
     """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
-    findings = [finding for group in shown_steps(groups) for finding in group.findings]
-    return min(map(_rank, findings), default=(2,))
+    importance: tuple[int, ...] = (2,)
+    for group in shown_steps(groups):
+        importance = min([importance, *map(_rank, group.findings)])
+    return importance
 
 
 def _rank(finding: Finding) -> tuple[int, ...]:
-    return not finding.fails, ("error", "warning", "info").index(finding.severity)
+    return not finding.fails, _SEVERITIES.index(finding.severity)
 
 
 def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
-    found = [
-        (finding, group)
-        for groups in runs.values()
-        for group in reversed(shown_steps(groups))
-        for finding in group.findings
-    ]
-    if not found:
+    findings: list[_FindingOfRun] = []
+    for groups in runs.values():
+        for group in reversed(shown_steps(groups)):
+            findings += [_FindingOfRun(finding, group) for finding in group.findings]
+    if not findings:
         return []
-    found.sort(key=lambda pair: _rank(pair[0]))
-    parts = ['<section id="findings">']
-    used: set[str] = set()
-    for finding, group in found:
-        anchor = make_unique_name(finding.code, used, "-")
-        used.add(anchor)
-        parts.append(_finding(finding, group, anchor, numbers[group.run], one_of_many=len(runs) > 1))
-    return [*parts, "</section>"]
+    findings.sort(key=lambda entry: _rank(entry.finding))
+    lines = ['<section id="findings">']
+    anchors: set[str] = set()
+    for entry in findings:
+        anchor = _choose_anchor(entry.finding.code, anchors)
+        anchors.add(anchor)
+        number = numbers[entry.group.run]
+        lines.append(_finding(entry, anchor, number, is_one_of_many_runs=len(runs) > 1))
+    return [*lines, "</section>"]
 
 
-def _finding(finding: Finding, group: Group, anchor: str, number: int, *, one_of_many: bool) -> str:
-    title = escape(one_line(words.finding_title(finding)))
-    where = [group.run] * one_of_many + [words.step_text(group)] * (group.step is not None)
-    links = [
-        f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
-        for name in finding.tensors[:_MOST_LINKS]
-    ]
-    if (more := len(finding.tensors) - len(links)) > 0:
-        links.append(f"and {more} more")
-    rows = [(label, text, label == "fix") for label, text in words.finding_rows(finding)]
-    rows.append(("more", words.more_text(finding), False))
-    tensors = f"<dt>tensors</dt><dd>{', '.join(links)}</dd>" if links else ""
+def _choose_anchor(code: str, anchors: set[str]) -> str:
+    """Return an unused anchor: `SYN201`, then `SYN201-2`."""
+    # The first anchor has no number, so that links to a finding stay valid when another step has it too.
+    anchor, number = code, 1
+    while anchor in anchors:
+        number += 1
+        anchor = f"{code}-{number}"
+    return anchor
+
+
+def _finding(entry: _FindingOfRun, anchor: str, number: int, *, is_one_of_many_runs: bool) -> str:
+    finding, group = entry
+    title = escape(one_line(finding_text.finding_title(finding)))
+    origin = [group.run] if is_one_of_many_runs else []
+    if group.step is not None:
+        origin.append(words.step_text(group))
+    note = f'<p class="note">{_escape(", ".join(origin))}</p>' if origin else ""
+    rows = [_Definition(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
+    rows.append(_Definition("more", finding_text.more_text(finding)))
     return (
         f'<article class="finding {finding.severity}" id="{anchor}"><h2><a href="#{anchor}">{title}</a></h2>'
-        + (f'<p class="note">{_escape(", ".join(where))}</p>' if where else "")
-        + _definitions(rows, tensors)
-        + "</article>"
+        f"{note}{_definitions(rows, _tensor_links(finding, number))}</article>"
     )
 
 
-def _definitions(rows: Iterable[tuple[str, str, bool]], more: str = "") -> str:
-    """Return labels with texts. The third item of a row: whether its text can be copied."""
-    lines = [
-        f"<dt>{_escape(label)}</dt><dd{' class=copy' * copy}>{_linked(one_line(text))}</dd>"
-        for label, text, copy in rows
-    ]
+def _tensor_links(finding: Finding, number: int) -> str:
+    """Return the definition of the tensors of a finding. number: of the run."""
+    if not finding.tensors:
+        return ""
+    links = []
+    for name in finding.tensors[:_MOST_LINKS]:
+        links.append(f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>')
+    if len(finding.tensors) > _MOST_LINKS:
+        links.append(f"and {len(finding.tensors) - _MOST_LINKS} more")
+    return f"<dt>tensors</dt><dd>{', '.join(links)}</dd>"
+
+
+def _definitions(rows: Iterable[_Definition], more: str = "") -> str:
+    """Return labels with texts. more: further definitions in HTML."""
+    lines = []
+    for row in rows:
+        attribute = " class=copy" if row.is_copyable else ""
+        lines.append(f"<dt>{_escape(row.label)}</dt><dd{attribute}>{_linked(one_line(row.text))}</dd>")
     return f"<dl>{''.join(lines)}{more}</dl>"
 
 
 def _linked(text: str) -> str:
     """Return an escaped text, as a link if it is an address of the documentation."""
-    shown = escape(text)
-    return f'<a href="{shown}">{shown}</a>' if text.startswith(words.SITE) else shown
+    escaped = escape(text)
+    return f'<a href="{escaped}">{escaped}</a>' if text.startswith(words.SITE) else escaped
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
-    groups = [group for steps in runs.values() for group in steps]
+    groups = _all_groups(runs)
     if len(groups) < 2 or report.command != "compare":
         return []
     if len(groups) > _MOST_STEPS:
-        groups = [group for steps in runs.values() for group in shown_steps(steps)]
-    kinds = list(dict.fromkeys(kind for group in groups for kind in group.kinds))
-    used = [name for name in _COUNTS if any(getattr(group.counts, name) for group in groups)]
-    rows = [
-        (
-            group.run,
-            "-" if group.step is None else str(group.step),
-            words.VERDICTS[group.verdict],
-            ", ".join(finding.code for finding in group.findings) or "-",
-            str(len(group.replicas)),
-            *(str(getattr(group.counts, name)) for name in used),
-            *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
-        )
-        for group in groups
-    ]
-    titles = ("run", "step", "verdict", "findings", "ranks", *(name.replace("_", " ") for name in used))
+        groups = _all_groups({run: shown_steps(steps) for run, steps in runs.items()})
+    kinds = tables.list_kinds(groups)
+    totals = sum((group.counts for group in groups), Counts())
+    statuses = [name for name in _COUNTS if getattr(totals, name)]
+    rows = [_step_row(group, statuses, kinds) for group in groups]
     # Long titles wrap at spaces only.
-    table = _table((*titles, *(kind.replace("_", " ") for kind in kinds)), rows, numbers=("step", *titles[4:]))
+    titles = [title.replace("_", " ") for title in ("ranks", *statuses, *kinds)]
+    counted = titles[: len(statuses) + 1]
+    table = _table(["run", "step", "verdict", "findings", *titles], rows, numbers=("step", *counted))
     return [_open_part("steps", "Steps"), f'<div class="steps">{table}</div></details>']
+
+
+def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    cells = [
+        group.run,
+        "-" if group.step is None else str(group.step),
+        words.VERDICTS[group.verdict],
+        ", ".join(finding.code for finding in group.findings) or "-",
+        str(len(group.replicas)),
+    ]
+    cells += [str(getattr(group.counts, name)) for name in statuses]
+    cells += [tables.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds]
+    return cells
 
 
 def _open_part(name: str, title: str, *, is_open: bool = True, kind: str = "h2") -> str:
@@ -215,7 +305,7 @@ def _drift(report: Report) -> list[str]:
     if not any(point.max_abs for point in report.drift):
         return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
-    table = _table(columns, words.drift_rows(report), numbers=("step", columns[2]))
+    table = _table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
     return [heading, table, "</details>"]
 
 
@@ -225,48 +315,55 @@ def _run(groups: Sequence[Group], number: int, *, is_open: bool) -> list[str]:
     title = f'{_escape(words.group_title(group))}: <span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
     return [
         _open_part(f"run{number}", title, is_open=is_open).replace("<details", '<details class="run"'),
-        *(f'<p class="note">{_escape(line)}</p>' for line in words.note_lines(group)),
+        *_paragraphs(words.note_lines(group), "note"),
         '<div class="charts"></div>',
         *_tensor_table(group),
         *_histograms(group),
         *_history(group),
         "<h3>Files</h3>",
-        _table(
-            ("file", "model" if group.labels else "rank", "format", "tensors", "bytes"),
-            [
-                (r.path, r.label or str(r.rank), r.format, str(r.tensors), words.bytes_text(r.bytes))
-                for r in group.replicas
-            ],
-            numbers=("rank", "tensors", "bytes"),
-        ),
+        _file_table(group),
         "</details>",
     ]
+
+
+def _file_table(group: Group) -> str:
+    columns = ("file", "model" if group.is_pair else "rank", "format", "tensors", "bytes")
+    rows = []
+    for replica in group.replicas:
+        rank, size = replica.label or str(replica.rank), words.bytes_text(replica.bytes)
+        rows.append((replica.path, rank, replica.format, str(replica.tensors), size))
+    return _table(columns, rows, numbers=("rank", "tensors", "bytes"))
 
 
 def _history(group: Group) -> list[str]:
     curves = make_curves(group)
     if not curves:
         return []
-    steps = [step for step, _ in next(iter(curves.values()))]
-    rows = [
-        (str(step), *(words.difference_text(curve[i][1]) for curve in curves.values())) for i, step in enumerate(steps)
-    ]
+    rows = []
+    # All curves have a point for each compared step.
+    for points in zip(*curves.values(), strict=False):
+        step, _ = points[0]
+        rows.append((str(step), *(tables.difference_text(difference) for _, difference in points)))
     title = "Max abs difference of each finding at each step"
     return [f"<details><summary>{title}</summary>\n{_table(('step', *curves), rows, ('step', *curves))}</details>"]
 
 
 def _histograms(group: Group) -> list[str]:
     """Return the data of the histograms, worst tensor first."""
-    found = [(diff, diff.histogram) for diff in words.tensors_to_list(group) if diff.histogram is not None]
-    if not found:
+    diffs = tables.tensors_to_list(group)
+    histograms = find_histograms(diffs)
+    if not histograms:
         return []
-    bins = bins_in_use([histogram for _, histogram in found])
-    rows = [
-        (diff.name, *words.difference_cells(diff)[:2], *map(str, bin_counts(histogram, bins)))
-        for diff, histogram in found
-    ]
-    sampled = any(histogram.elements < diff.numel for diff, histogram in found)
-    note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if sampled else ""
+    bins = bins_in_use(histograms.values())
+    rows = []
+    is_sampled = False
+    for diff in diffs:
+        histogram = histograms.get(diff.name)
+        if histogram is not None:
+            differing, max_abs, *_ = tables.difference_cells(diff)
+            rows.append((diff.name, differing, max_abs, *map(str, bin_counts(histogram, bins))))
+            is_sampled = is_sampled or histogram.elements < diff.numel
+    note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if is_sampled else ""
     columns = ("tensor", "differing", "max abs", "equal", *map(bin_label, bins), "not finite")
     title = "Number of elements by absolute difference"
     return [f"<details><summary>{title}</summary>\n{note}{_table(columns, rows, columns[2:])}</details>"]
@@ -274,19 +371,19 @@ def _histograms(group: Group) -> list[str]:
 
 def _tensor_table(group: Group) -> list[str]:
     """Return the table of the tensors of a group, worst first; empty if there are none."""
-    diffs = words.tensors_to_list(group)
+    diffs = tables.tensors_to_list(group)
     if not diffs:
         return []
-    shown = [words.cells(diff, group) for diff in diffs[:MOST_ROWS]]
+    rows = [tables.cells(diff, group) for diff in diffs[:MOST_ROWS]]
     parts = [
         "<h3>Tensors that are not identical</h3>",
         '<div class="tensors">',
-        _table(words.columns(group), shown, numbers=words.NUMBERS),
+        _table(tables.columns(group), rows, numbers=tables.NUMBERS),
     ]
     if len(diffs) > MOST_ROWS:
         more = len(diffs) - MOST_ROWS
         parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
-    parts += [f'<p class="note">{_escape(line)}</p>' for line in words.place_lines(diffs[:_MOST_PLACES], group)]
+    parts += _paragraphs(tables.place_lines(diffs[:_MOST_PLACES], group), "note")
     return [*parts, "</div>"]
 
 
@@ -308,21 +405,23 @@ def _breakable(name: str) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return a table of plain texts, the first column in monospace. numbers: columns aligned to the right."""
-    classes = ["name" if i == 0 else "number" if column in numbers else "" for i, column in enumerate(columns)]
     # page.js copies the classes of the header cells to added rows.
-    head = "".join(f'<th scope="col" class="{k}">{_escape(c)}</th>' for k, c in zip(classes, columns, strict=True))
-    lines = [
-        "<tr>"
-        + "".join(
-            f'<td class="{k}">{_breakable(cell) if k == "name" else _escape(cell)}</td>'
-            for k, cell in zip(classes, row, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    ]
-    body = "\n".join(lines)
+    classes = ["number" if column in numbers else "" for column in columns]
+    classes[0] = "name"
+    head = ""
+    for css_class, column in zip(classes, columns, strict=True):
+        head += f'<th scope="col" class="{css_class}">{_escape(column)}</th>'
+    body = "\n".join(f"<tr>{_row(row, classes)}</tr>" for row in rows)
     # A region that scrolls needs the focus of the keyboard.
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="table: {_escape(columns[0])}"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def _row(row: Sequence[str], classes: Sequence[str]) -> str:
+    cells = []
+    for css_class, cell in zip(classes, row, strict=True):
+        content = _breakable(cell) if css_class == "name" else _escape(cell)
+        cells.append(f'<td class="{css_class}">{content}</td>')
+    return "".join(cells)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.records import Counts, Report
-from syncheck.report import words
+from syncheck.report import finding_text, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,8 @@ ITEMS = {
 VALUES = "values"
 # Items without a kind: a file without a replica, a group without tensors to compare, and an unreadable file.
 ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
+_MOST_REASONS = 3
+_MOST_CODES = 3
 
 
 def item_of(kind: str) -> str:
@@ -40,15 +42,16 @@ def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[F
     siblings: all items of the group. A finding without an item is reported by all items, because a failing
     finding must fail some test; an informational finding is then reported by the first item only.
     """
-    kinds = {diff.name: diff.kind for diff in group.tensors}
+    item_of_tensor = {diff.name: item_of(diff.kind) for diff in group.tensors}
     findings = []
     for finding in group.findings:
-        affected = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
+        affected = {item_of_tensor[name] for name in finding.tensors if name in item_of_tensor}
         if finding.values:
             affected.add(VALUES)
         affected &= set(siblings)
-        fallback = siblings[:1] if finding.severity == "info" else siblings
-        if item in (affected or fallback):
+        if not affected:
+            affected = set(siblings[:1] if finding.severity == "info" else siblings)
+        if item in affected:
             findings.append(finding)
     return findings
 
@@ -68,17 +71,20 @@ def judge_item(group: Group, item: str, siblings: Sequence[str]) -> tuple[Group,
         counts=sum(kinds.values(), Counts()),
         values=group.values if item == VALUES else (),
     )
-    failing = any(finding.fails for finding in findings)
-    reason = "" if failing else _undecided_reason(part, is_values=item == VALUES)
-    verdict: Verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
+    if any(finding.fails for finding in findings):
+        return replace(part, verdict="out_of_sync"), ""
+    reason = _undecided_reason(part, is_values=item == VALUES)
+    verdict: Verdict = "undecided" if reason else "in_sync"
     return replace(part, verdict=verdict), reason
 
 
 def headline(findings: Sequence[Finding]) -> str:
     """Return one line about findings: the first, and the codes of the rest."""
-    first = findings[0]
-    more = f" (and {', '.join(finding.code for finding in findings[1:4])})" if findings[1:] else ""
-    return f"{words.finding_title(first)}{more}: {first.evidence}"
+    first, *others = findings
+    title = finding_text.finding_title(first)
+    if others:
+        title += f" (and {', '.join(finding.code for finding in others[:_MOST_CODES])})"
+    return f"{title}: {first.evidence}"
 
 
 def _undecided_reason(part: Group, *, is_values: bool) -> str:
@@ -87,15 +93,22 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
     if unknown:
         return f"{unknown} of {part.counts.tensors} tensors have no usable stored checksum"
     if not is_values and not part.counts.compared:
-        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in part.tensors)
-        details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
-    if (
-        part.evidence.inferred
-        or part.evidence.guessed
-        or (part.labels and any(diff.uncompared for diff in part.tensors))
-    ):
+        return _describe_uncompared(part)
+    evidence = part.evidence
+    has_uncompared_tensor = part.is_pair and any(diff.uncompared for diff in part.tensors)
+    if evidence.inferred or evidence.guessed or has_uncompared_tensor:
         return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"
     return ""
+
+
+def _describe_uncompared(part: Group) -> str:
+    """Return the most common reasons of a part without a compared tensor."""
+    reasons: Counter[str] = Counter()
+    for diff in part.tensors:
+        reasons[f"{diff.reason}: {diff.detail}" if diff.detail else str(diff.reason)] += 1
+    if not reasons:
+        return "no tensor was compared; options may exclude all"
+    details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
+    return f"no tensor was compared ({details})"

@@ -77,6 +77,7 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
         reason = f"no replica to compare with: {group.replicas[0].path}"
         _add_result(case, result, "alone", reason, "\n".join(words.note_lines(group)))
         return
+    # The order of the kinds is the order of the model.
     siblings = list(dict.fromkeys(map(items.item_of, group.kinds)))
     if any(value.counts for value in group.values):
         siblings.append(items.VALUES)
@@ -88,10 +89,11 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
 
 def _add_properties(suite: ET.Element, group: Group) -> None:
     values = {"verdict": group.verdict, "run": group.run}
-    if not group.labels:
+    if not group.is_pair:
         values["replicas"] = str(len(group.replicas))
     if group.step is not None:
         values["step"] = str(group.step)
+    # The counts that decide the verdict.
     values |= {name: str(getattr(group.counts, name)) for name in ("tensors", "different", "not_compared")}
     if group.left_out:
         values["left_out"] = str(group.left_out)

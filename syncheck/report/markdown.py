@@ -2,8 +2,8 @@
 
 Names in files are untrusted: a name must not notify anybody (`@team`), reference an issue (`#1`), link, load an image
 or break a table. GitHub finds mentions and references in the rendered text, so Markdown escapes do not prevent them,
-but code spans do: https://github.github.com/gfm/#code-spans. Therefore all names, and all words with a possible special
-meaning, are code spans.
+but code spans do: https://github.github.com/gfm/#code-spans. Therefore all names are code spans, and in other texts
+from files, all words with a possible special meaning.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.series import step_order
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
+from syncheck.sentences import Part
 from syncheck.text import logged, names_text, one_line, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from syncheck.records import Finding, Group, Report, TensorDiff
 
@@ -32,13 +33,19 @@ _MOST_ITEMS = 10
 _MOST_NAME = 200
 _MOST_TEXT = 1_000
 _MOST_CELL = 80
-_MOST_PIECES = 8
 _MOST_PLACES = 3
+_MOST_FILES = 4
+_MOST_NOTES = 4
+# For the line on omitted groups.
+_RESERVED = 200
 
 # Words without special characters of Markdown.
 _PLAIN = re.compile(r"(?:[^\W_]|[.,;:()'\"%/=+?-])+")
 # Words converted by GitHub nevertheless: a URL, :emoji:, GH-1, a commit hash.
 _CONVERTED = re.compile(r":/|www\.|:\S+:|gh-\d|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", re.IGNORECASE)
+# A word, or a name with an index or a shape: weight[0, 2].
+_WORD = re.compile(r"[^\s\[]*\[[\d, ]{1,100}\]\S*|\S+")
+_SPECIAL = re.compile(r"[\\`*_\[\]<|~]")
 _OPENING, _CLOSING = "(\"'", ".,;:\"'"
 
 
@@ -49,81 +56,94 @@ def render(report: Report) -> str:
     the page would be too long, tables are omitted first, then findings.
     """
     head, tail = _head(report), _tail(report)
-    room = MOST - len(_join_blocks([*head, *tail])) - 200  # for the line on omitted groups
-    last_steps, earlier_steps = _groups_to_show(report)
+    room = MOST - len(_join_blocks([*head, *tail])) - _RESERVED
+    body = _render_groups(report, room)
+    return _join_blocks([*head, *body, *tail]) + "\n"
+
+
+def _render_groups(report: Report, room: int) -> list[str]:
+    """Return the blocks of groups that fit into `room` characters, and the number of the other groups."""
+    last_steps, earlier_steps = _groups_with_section(report)
     waiting = [(group, _RENDERERS) for group in last_steps] + [(group, _RENDERERS[-1:]) for group in earlier_steps]
-    body: list[str] = []
+    blocks: list[str] = []
     used = 0
     # Do not retry a renderer after its text was too long, because there may be thousands of groups.
     too_long: set[Renderer] = set()
     for group, renderers in waiting:
         for render_group, share in renderers:
-            if render_group not in too_long and used + len(block := render_group(group)) + 2 <= share * room:
+            if render_group in too_long:
+                continue
+            block = render_group(group)
+            if used + len(block) + 2 <= share * room:
                 used += len(block) + 2
-                body.append(block)
+                blocks.append(block)
                 break
             too_long.add(render_group)
-    if len(body) < len(waiting):
-        hidden = len(waiting) - len(body)
-        body.append(f"... and {hidden} more groups, omitted to keep the comment short; the .json report lists all.")
-    return _join_blocks([*head, *body, *tail]) + "\n"
+    hidden = len(waiting) - len(blocks)
+    if hidden:
+        blocks.append(f"... and {hidden} more groups, omitted to keep the comment short; the .json report lists all.")
+    return blocks
 
 
 def _join_blocks(blocks: Sequence[str]) -> str:
     """Join blocks with blank lines, and items of a list without."""
-    text = blocks[0]
+    joined = blocks[0]
     for before, block in pairwise(blocks):
-        text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
-    return text
+        joined += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
+    return joined
+
+
+def _list(items: Sequence[str], count: int) -> str:
+    """Return the first items as a list, with the number of further items. count: of all items."""
+    lines = [f"- {item}" for item in items[:_MOST_ITEMS]]
+    if count > _MOST_ITEMS:
+        lines.append(f"- and {count - _MOST_ITEMS} more")
+    return "\n".join(lines)
 
 
 def _head(report: Report) -> list[str]:
-    closures = [f"**{text(closure.sentence)}**" for closure in report.closures[:_MOST_ITEMS]]
-    fixed = [f"- {text(line)}" for line in words.fixed_lines(report.groups)]
-    more = [f"- and {len(fixed) - _MOST_ITEMS} more"] if len(fixed) > _MOST_ITEMS else []
-    fixed_list = ["\n".join([*fixed[:_MOST_ITEMS], *more])] if fixed else []
-    facts = [f"**{text(fact)}**" for fact in words.first_lines(report)]
-    return [
-        f"## syncheck: {text(words.verdict_line(report))}",
-        *facts,
-        words.counts_line(report),
-        *fixed_list,
-        *closures,
-    ]
+    blocks = [f"## syncheck: {words.verdict_line(report, write)}"]
+    blocks += [f"**{line}**" for line in words.first_lines(report, write)]
+    blocks.append(words.counts_line(report))
+    fixed = words.fixed_lines(report.groups, write)
+    if fixed:
+        blocks.append(_list(fixed, len(fixed)))
+    blocks += [f"**{closure.message.render(write)}**" for closure in report.closures[:_MOST_ITEMS]]
+    return blocks
 
 
 def _tail(report: Report) -> list[str]:
     """Return the lists of unreadable files, replicas in sync and uncompared files."""
-    unreadable = [f"{name(file.path)}: {text(file.reason)}" for file in report.unreadable[:_MOST_ITEMS]]
-    if len(report.unreadable) > _MOST_ITEMS:
-        unreadable.append(f"and {len(report.unreadable) - _MOST_ITEMS} more")
-    in_sync = [group.name for group in report.groups if not _has_section(group) and group.verdict == "in_sync"]
-    return [
-        *(["Unreadable files:\n\n" + "\n".join(f"- {line}" for line in unreadable)] if unreadable else []),
-        *([f"In sync: {names_text([*map(name, in_sync)], _MOST_ITEMS)}"] if in_sync else []),
-        *words.omission_lines(report, name),
-    ]
+    blocks = []
+    if report.unreadable:
+        files = [f"{name(file.path)}: {text(file.reason)}" for file in report.unreadable[:_MOST_ITEMS]]
+        blocks.append(f"Unreadable files:\n\n{_list(files, len(report.unreadable))}")
+    in_sync = [name(group.name) for group in report.groups if not _has_section(group) and group.verdict == "in_sync"]
+    if in_sync:
+        blocks.append(f"In sync: {names_text(in_sync, _MOST_ITEMS)}")
+    return [*blocks, *words.omission_lines(report, write)]
 
 
 def _has_section(group: Group) -> bool:
     return group.verdict in ("out_of_sync", "undecided") or bool(group.findings)
 
 
-def _groups_to_show(report: Report) -> tuple[list[Group], list[Group]]:
+def _groups_with_section(report: Report) -> tuple[list[Group], list[Group]]:
     """Return the groups with a section: at the last step of each run, and at earlier steps."""
-    shown = [group for group in report.groups if _has_section(group)]
-    last: dict[str, int] = {}
-    for group in shown:
-        last[group.run] = max(step_order(group), last.get(group.run, -1))
-    return (
-        [group for group in shown if step_order(group) == last[group.run]],
-        [group for group in shown if step_order(group) < last[group.run]],
-    )
+    groups = [group for group in report.groups if _has_section(group)]
+    last_step: dict[str, int] = {}
+    for group in groups:
+        last_step[group.run] = max(step_order(group), last_step.get(group.run, -1))
+    last_steps: list[Group] = []
+    earlier_steps: list[Group] = []
+    for group in groups:
+        is_last = step_order(group) == last_step[group.run]
+        (last_steps if is_last else earlier_steps).append(group)
+    return last_steps, earlier_steps
 
 
 def _title(group: Group) -> str:
-    replicas = words.group_title(group).removeprefix(one_line(group.name))
-    return f"{name(group.name)}{replicas}: {words.VERDICTS[group.verdict]}"
+    return f"{name(group.name)}{words.replica_count(group)}: {words.VERDICTS[group.verdict]}"
 
 
 def _with_table(group: Group) -> str:
@@ -132,18 +152,16 @@ def _with_table(group: Group) -> str:
 
 
 def _with_findings(group: Group) -> str:
-    files = [f"{name(replica.path)} ({words.replica_title(replica)})" for replica in group.replicas[:4]]
-    notes = "".join(f"; {text(note)}" for note in words.note_lines(group)[:4])
-    blocks = [
-        f"### {_title(group)}",
-        f"Files: {names_text(files, 4, len(group.replicas))}{notes}",
-        *map(_finding, group.findings),
-    ]
+    files = [f"{name(replica.path)} ({words.replica_title(replica)})" for replica in group.replicas[:_MOST_FILES]]
+    notes = "".join(f"; {note}" for note in words.note_lines(group, write)[:_MOST_NOTES])
+    blocks = [f"### {_title(group)}", f"Files: {names_text(files, _MOST_FILES, len(group.replicas))}{notes}"]
+    blocks += [_finding(finding) for finding in group.findings]
     return _join_blocks(blocks)
 
 
 def _on_one_line(group: Group) -> str:
-    codes = "".join(f", {finding.code}" for finding in group.findings[:_MOST_ITEMS])
+    # A file of events may have any text as a code.
+    codes = "".join(f", {text(finding.code)}" for finding in group.findings[:_MOST_ITEMS])
     return f"- {_title(group)}{codes}"
 
 
@@ -152,24 +170,26 @@ _RENDERERS: tuple[tuple[Renderer, float], ...] = ((_with_table, 0.6), (_with_fin
 
 
 def _finding(finding: Finding) -> str:
-    rows = "".join(f"- **{label.capitalize()}:** {text(of)}\n" for label, of in words.finding_rows(finding))
-    return f"#### {text(words.finding_title(finding))}\n\n{rows}- **More:** `syncheck explain {finding.code}`"
+    lines = [f"#### {finding_text.finding_title(finding, write)}", ""]
+    for label, sentence in finding_text.finding_rows(finding, write):
+        lines.append(f"- **{label.capitalize()}:** {sentence}")
+    lines.append(f"- **More:** {name(f'syncheck explain {finding.code}')}")
+    return "\n".join(lines)
 
 
 def _table(group: Group) -> str:
     """Return the table of worst tensors; empty if there are none."""
-    diffs = words.tensors_to_list(group)
+    diffs = tables.tensors_to_list(group)
     if not diffs:
         return ""
-    titles = words.columns(group)
-    lines = [
-        f"| {' | '.join(titles)} |",
-        f"|{'|'.join('--:' if title in words.NUMBERS else '---' for title in titles)}|",
-        *(_row(diff, group) for diff in diffs[:MOST_ROWS]),
-    ]
-    table = "\n".join([*lines, *(f"\n{text(line)}" for line in words.place_lines(diffs[:_MOST_PLACES], group))])
+    titles = tables.columns(group)
+    rules = ["--:" if title in tables.NUMBERS else "---" for title in titles]
+    lines = [f"| {' | '.join(titles)} |", f"|{'|'.join(rules)}|"]
+    lines += [_row(diff, group) for diff in diffs[:MOST_ROWS]]
+    lines += [f"\n{line}" for line in tables.place_lines(diffs[:_MOST_PLACES], group, write)]
     if len(diffs) > MOST_ROWS:
-        table += f"\n\n... and {len(diffs) - MOST_ROWS} more; the .json report lists all."
+        lines.append(f"\n... and {len(diffs) - MOST_ROWS} more; the .json report lists all.")
+    table = "\n".join(lines)
     if len(diffs) <= _OPEN_ROWS:
         return table
     # The blank lines end the HTML block; otherwise the table would not be parsed as Markdown.
@@ -177,11 +197,21 @@ def _table(group: Group) -> str:
 
 
 def _row(diff: TensorDiff, group: Group) -> str:
-    row = dict(zip(words.columns(group), words.cells(diff, group), strict=True))
-    row |= {"tensor": name(diff.name), "kind": text(diff.kind), "differing": text(row["differing"])}
-    if ranks := row.get("ranks"):
-        row["ranks"] = (ranks if len(ranks) <= _MOST_CELL else f"{ranks[:_MOST_CELL]}...").replace("|", "\\|")
-    return f"| {' | '.join(row.values())} |"
+    _, _, location, differing, *numbers = tables.cells(diff, group, write)
+    if len(location) > _MOST_CELL:
+        location = f"{location[:_MOST_CELL]}..."
+    # A bar ends a cell, also in a code span.
+    cells = [name(diff.name), text(diff.kind), location.replace("|", "\\|"), differing, *numbers]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(raw: str, part: Part) -> str:
+    """Write a part of a sentence: names and code as code spans."""
+    if part is Part.WORDS:
+        return _SPECIAL.sub(r"\\\g<0>", raw)
+    if part is Part.TEXT:
+        return text(raw)
+    return name(raw)
 
 
 def name(raw: str) -> str:
@@ -192,47 +222,24 @@ def name(raw: str) -> str:
 
 
 def text(raw: str) -> str:
-    """Return a sentence with names from files, in which words with a possible special meaning are code spans."""
+    """Return a text from a file, in which words with a possible special meaning are code spans."""
     escaped: list[str] = []
     room = _MOST_TEXT
-    for word in _join_brackets(one_line(raw).split()):
-        escaped.append(_word(word))
+    for match in _WORD.finditer(one_line(raw)):
+        escaped.append(_word(match[0]))
         room -= len(escaped[-1]) + 1
         if room < 0:
             return " ".join([*escaped[:-1], "..."])
     return " ".join(escaped)
 
 
-def _join_brackets(pieces: Sequence[str]) -> Iterator[str]:
-    """Join the pieces of an expression in brackets into one code span: call(a, b=c_d), weight_1[0, 2]."""
-    start = 0
-    while start < len(pieces):
-        end = start + 1
-        if not _is_plain(pieces[start]):
-            # Limit the number of pieces, because an open bracket would join a whole sentence.
-            for candidate in range(end, min(start + _MOST_PIECES, len(pieces)) + 1):
-                if _is_balanced(" ".join(pieces[start:candidate]).lstrip(_OPENING)):
-                    end = candidate
-                    break
-        yield " ".join(pieces[start:end])
-        start = end
-
-
-def _is_balanced(piece: str) -> bool:
-    return all(piece.count(opening) <= piece.count(closing) for opening, closing in ("()", "[]"))
-
-
-def _is_plain(word: str) -> bool:
-    return len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) is not None and not _CONVERTED.search(word)
-
-
 def _word(word: str) -> str:
-    if _is_plain(word):
+    if len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) and not _CONVERTED.search(word):
         return word
-    core = word.lstrip(_OPENING)
-    before = word[: len(word) - len(core)]
-    span = core.rstrip(_CLOSING)
+    without_opening = word.lstrip(_OPENING)
+    span = without_opening.rstrip(_CLOSING)
     # A closing parenthesis without an opening one in the word belongs to the sentence: "(rank.0)", but "call(x)".
     while span.endswith(")") and span.count(")") > span.count("("):
         span = span[:-1].rstrip(_CLOSING)
-    return f"{before}{name(span)}{core[len(span) :]}"
+    opening = word[: len(word) - len(without_opening)]
+    return f"{opening}{name(span)}{without_opening[len(span) :]}"

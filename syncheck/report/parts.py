@@ -22,6 +22,8 @@ _AGREES, _AGREES_ASCII, _UNKNOWN = "\u00b7", "_", "?"
 _CELL, _LEAST, _WIDEST = 4, 8, 100
 # Ratio of largest to smallest difference from which the scale is logarithmic.
 _LOG_RATIO = 100
+# Less than the rounding error of a height.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Grid:
 
     def add(self, *cells: str | Span, style: str = "") -> None:
         """Append a row. style: of cells given as str."""
-        self.rows.append(tuple(c if isinstance(c, Span) else Span(one_line(c), style) for c in cells))
+        spans = [cell if isinstance(cell, Span) else Span(one_line(cell), style) for cell in cells]
+        self.rows.append(tuple(spans))
 
 
 Part = Line | Labels | Grid
@@ -95,31 +98,43 @@ BLANK = Line()
 
 
 def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
-    levels, agrees = (_ASCII, _AGREES_ASCII) if ascii_only else (_BLOCKS, _AGREES)
+    """Return a curve of at most `room` columns."""
     points = _downsample(values, room)
-    known = [value for value in values if value]
-    low, high = min(known, default=1.0), max(known, default=1.0)
+    repetitions = max(1, min(_CELL, room // len(points)))
+    differences = [value for value in points if value]
+    low, high = min(differences, default=1.0), max(differences, default=1.0)
+    levels, no_difference = (_ASCII, _AGREES_ASCII) if ascii_only else (_BLOCKS, _AGREES)
+    is_log_scale = _needs_log_scale(values)
+    marks = ""
+    for value in points:
+        if value is None:
+            mark = _UNKNOWN
+        elif not value:
+            mark = no_difference
+        else:
+            height = _log_height(value, low, high) if is_log_scale else value / high
+            mark = levels[max(0, math.ceil(height * len(levels) - _ROUNDING) - 1)]
+        marks += mark * repetitions
+    return marks
 
-    def mark(value: float | None) -> str:
-        if not value:
-            return _UNKNOWN if value is None else agrees
-        share = value / high
-        if _needs_log_scale(values):
-            # The largest value has the highest mark, the smallest the lowest.
-            share = (1 + 7 * (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))) / 8
-        return levels[max(0, math.ceil(share * 8 - 1e-9) - 1)]
 
-    return "".join(mark(value) * max(1, min(_CELL, room // len(points))) for value in points)
+def _log_height(value: float, low: float, high: float) -> float:
+    """Return the height of a mark from 0 to 1. The largest value has the highest mark, the smallest the lowest."""
+    share = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
+    return (1 + 7 * share) / 8
 
 
 def _needs_log_scale(values: Sequence[float | None]) -> bool:
-    known = [value for value in values if value]
-    return max(known, default=0) > _LOG_RATIO * min(known, default=0)
+    differences = [value for value in values if value]
+    return max(differences, default=0) > _LOG_RATIO * min(differences, default=0)
 
 
 def _downsample(values: Sequence[float | None], room: int) -> list[float | None]:
     """Return at most `room` values, each the maximum of adjacent values."""
     if len(values) <= room:
         return list(values)
-    parts = [values[i * len(values) // room : (i + 1) * len(values) // room] for i in range(room)]
-    return [max((value for value in part if value is not None), default=None) for part in parts]
+    maxima = []
+    for column in range(room):
+        adjacent = values[column * len(values) // room : (column + 1) * len(values) // room]
+        maxima.append(max((value for value in adjacent if value is not None), default=None))
+    return maxima

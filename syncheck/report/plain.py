@@ -18,7 +18,10 @@ _WIDTH = 100
 
 def render(parts: Iterable[Part]) -> str:
     """Return the text, ending in a newline."""
-    return logged("".join(f"{line.rstrip()}\n" for part in parts for line in _lines(part)))
+    text = ""
+    for part in parts:
+        text += "".join(f"{line.rstrip()}\n" for line in _lines(part))
+    return logged(text)
 
 
 def _lines(part: Part) -> Iterator[str]:
@@ -28,17 +31,21 @@ def _lines(part: Part) -> Iterator[str]:
     elif isinstance(part, Labels):
         widest = max(len(label) for label, _ in part.rows)
         for label, text in part.rows:
-            value = text if isinstance(text, str) else text.render(_WIDTH, ascii_only=True)
-            yield f"{indent}{label:{widest}}  {value}"
+            if not isinstance(text, str):
+                text = text.render(_WIDTH, ascii_only=True)
+            yield f"{indent}{label:{widest}}  {text}"
     else:
-        yield from (indent + line for line in _grid(part))
+        for line in _grid(part):
+            yield indent + line
 
 
 def _grid(grid: Grid) -> Iterator[str]:
-    table = [grid.columns, *(tuple(cell.text for cell in row) for row in grid.rows)]
+    table: list[tuple[str, ...]] = [grid.columns]
+    for row in grid.rows:
+        table.append(tuple(cell.text for cell in row))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        yield "  ".join(
-            cell.rjust(width) if name in grid.right else cell.ljust(width)
-            for name, cell, width in zip(grid.columns, row, widths, strict=True)
-        )
+    for texts in table:
+        cells = []
+        for name, cell, width in zip(grid.columns, texts, widths, strict=True):
+            cells.append(cell.rjust(width) if name in grid.right else cell.ljust(width))
+        yield "  ".join(cells)

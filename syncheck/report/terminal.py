@@ -155,29 +155,49 @@ class _Curve:
 
 
 def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -> Table:
-    # Narrow padding saves space on a terminal of 80 columns.
-    padding = (0, 1, 0, 0) if ruled else (0, 2, 0, 0)
-    lines = _ASCII_RULE if ascii_only else box.SIMPLE_HEAD
-    table = Table(box=lines if ruled else None, padding=padding, pad_edge=False, show_edge=False, header_style="bold")
-    for i, column in enumerate(grid.columns):
-        # Words of headers, numbers, verdicts and kinds are never broken.
-        min_width = _longest_word(column)
-        if column in (*_NEVER_WRAPPED, *_RARELY_WRAPPED, *grid.right):
-            longest = max([len(column), *(cell_len(row[i].text) for row in grid.rows)])
-            min_width = min(longest, _MIN_WRAP_WIDTH) if column in _RARELY_WRAPPED else longest
-        elif i and column == "tensor":
-            min_width = min(_MOST_LINES * _min_width(grid, i), _TENSOR_WIDTH)
+    table = Table(pad_edge=False, show_edge=False, header_style="bold")
+    if ruled:
+        table.box = _ASCII_RULE if ascii_only else box.SIMPLE_HEAD
+        # Narrow padding saves space on a terminal of 80 columns.
+        table.padding = (0, 1, 0, 0)
+    else:
+        table.box = None
+        table.padding = (0, 2, 0, 0)
+    for number, title in enumerate(grid.columns):
+        min_width = _min_column_width(grid, number)
+        if number == 0:
+            min_width = max(min_width, min_name_width)
         table.add_column(
-            column,
+            title,
             overflow="fold",
-            justify="right" if column in grid.right else "left",
+            justify="right" if title in grid.right else "left",
             no_wrap=not ruled,
-            min_width=max(min_width, 0 if i else min_name_width),
+            min_width=min_width,
         )
     for row in grid.rows:
-        cells = zip(grid.columns, row, strict=True)
-        table.add_row(*(_TensorName(cell) if column == "tensor" else _text(cell) for column, cell in cells))
+        cells: list[RenderableType] = []
+        for title, cell in zip(grid.columns, row, strict=True):
+            cells.append(_TensorName(cell) if title == "tensor" else _text(cell))
+        table.add_row(*cells)
     return table
+
+
+def _min_column_width(grid: Grid, number: int) -> int:
+    """Return the minimum width of a column. Words of headers, numbers, verdicts and kinds are never broken."""
+    title = grid.columns[number]
+    if title in (*_NEVER_WRAPPED, *grid.right):
+        return _longest_cell(grid, number)
+    if title in _RARELY_WRAPPED:
+        return min(_longest_cell(grid, number), _MIN_WRAP_WIDTH)
+    if number and title == "tensor":
+        return min(_MOST_LINES * _min_width(grid, number), _TENSOR_WIDTH)
+    return _longest_word(title)
+
+
+def _longest_cell(grid: Grid, number: int) -> int:
+    # Wide characters take two columns.
+    widths = [cell_len(row[number].text) for row in grid.rows]
+    return max([*widths, len(grid.columns[number])])
 
 
 def _text(cell: Span) -> Text:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.messages import Hint
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, Sparkline, line, lines
-from syncheck.text import names_text, one_line
+from syncheck.text import names_text, one_line, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.diagnose.rule import Rule
-    from syncheck.records import Finding, Group, History, Report
+    from syncheck.records import Finding, Group, History, Report, TensorDiff
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _MOST_REPLICAS = 8
 _MOST_NOTES = 6
 _MOST_PLACES = 3
+# A difference this many times the last one is stated beside a curve.
+_PEAK = 1.1
+_STATISTICS = ("min", "max", "mean", "std")
 
 
 def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
@@ -29,49 +33,74 @@ def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> li
 
     limit: tensors listed per group, 0 for all. all_rows: the hint printed if tensors are omitted.
     """
+    return [*comparison_body(report, limit, all_rows), *_verdict(report)]
+
+
+def comparison_body(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
+    """Return the parts of `comparison` above the verdict."""
     parts = _first_lines(report)
     for group in report.groups:
         parts += _group(group, limit, all_rows)
-    runs = [
-        run
-        for run, groups in by_run(report.groups).items()
-        if len(groups) > 1 and any(group.verdict == "out_of_sync" for group in groups)
-    ]
+    runs = [run for run, groups in by_run(report.groups).items() if _has_desync_at_several_steps(groups)]
     if runs:
         names = f"{', '.join(runs[:3])}{' and others' * (len(runs) > 3)}"
         parts += [line(f"several steps of {names}: syncheck report shows the first step that differs", "dim"), BLANK]
-    return parts + _closing(report)
+    return parts + _omissions(report)
+
+
+def _has_desync_at_several_steps(groups: Sequence[Group]) -> bool:
+    return len(groups) > 1 and any(group.verdict == "out_of_sync" for group in groups)
 
 
 def overview(report: Report, limit: int) -> list[Part]:
     """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the verdict."""
     parts = _first_lines(report)
     runs = by_run(report.groups)
-    shown = [group for groups in runs.values() for group in shown_steps(groups)]
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += shown_steps(steps)
     if runs:
-        parts += [_matrix(shown), BLANK]
-    if report.drift and any(len(groups) > 1 for groups in runs.values()):
+        parts += [_matrix(groups), BLANK]
+    if report.drift and any(len(steps) > 1 for steps in runs.values()):
         parts += [_drift(report), BLANK]
-    for group in shown:
-        if group.findings:
-            parts.append(_title(group))
-            parts += [part for finding in group.findings for part in _finding(finding, curve=True)]
-            parts += _tensors(group, limit, Hint.ALL_ROWS)
-    notes = list(dict.fromkeys(str(note) for group in shown for note in group.notes))
-    parts += lines(notes[:_MOST_NOTES], "dim")
-    if len(notes) > _MOST_NOTES:
-        parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare lists all", "dim"))
-    if notes:
-        parts.append(BLANK)
+    for group in groups:
+        parts += _findings(group, limit)
+    parts += _notes(groups)
     for closure in report.closures:
         parts += [line(closure.sentence, "bold"), BLANK]
-    return parts + _closing(report)
+    return [*parts, *_omissions(report), *_verdict(report)]
+
+
+def _findings(group: Group, limit: int) -> list[Part]:
+    """Return the findings and tensors of a group of an overview; empty without findings."""
+    if not group.findings:
+        return []
+    parts: list[Part] = [_title(group)]
+    for finding in group.findings:
+        parts += _finding(finding, curve=True)
+    return parts + _tensors(group, limit, Hint.ALL_ROWS)
+
+
+def _notes(groups: Sequence[Group]) -> list[Part]:
+    """Return each note of the groups once."""
+    notes: list[str] = []
+    for group in groups:
+        notes += map(str, group.notes)
+    notes = list(dict.fromkeys(notes))
+    if not notes:
+        return []
+    parts = lines(notes[:_MOST_NOTES], "dim")
+    if len(notes) > _MOST_NOTES:
+        parts.append(line(f"... and {len(notes) - _MOST_NOTES} more notes; syncheck compare lists all", "dim"))
+    return [*parts, BLANK]
 
 
 def _first_lines(report: Report) -> list[Part]:
     facts = words.first_lines(report)
+    if not facts:
+        return []
     style = "bold red" if words.not_finite_lines(report) else "bold yellow"
-    return [*lines(facts, style), BLANK] if facts else []
+    return [*lines(facts, style), BLANK]
 
 
 def _title(group: Group) -> Line:
@@ -95,7 +124,7 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
         parts += [_kinds(group), BLANK]
     for finding in group.findings:
         parts += _finding(finding)
-    values = words.values_text(group.values, group.labels)
+    values = tables.values_text(group.values)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
     return parts + _tensors(group, limit, all_rows)
@@ -104,102 +133,134 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
 def _kinds(group: Group) -> Grid:
     columns = ("tensors", "identical", "equal", "close", "different", "not compared")
     grid = Grid(("kind", *columns), right=columns, indent=2)
-    for kind, c in group.kinds.items():
-        numbers = (c.tensors, c.identical, c.equal, c.close, c.different, c.not_compared)
-        grid.add(kind, *(str(number) for number in numbers), style="red" if c.different else "")
+    for kind, counts in group.kinds.items():
+        # The fields of the counts have the order of the columns.
+        numbers = [str(number) for number in astuple(counts)]
+        grid.add(kind, *numbers, style="red" if counts.different else "")
     return grid
 
 
 def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
-    rows: list[tuple[str, str | Sparkline]] = [(label, one_line(of)) for label, of in words.finding_rows(finding)]
+    rows: list[tuple[str, str | Sparkline]] = []
+    for label, sentence in finding_text.finding_rows(finding):
+        rows.append((label, one_line(sentence)))
     if curve and finding.history is not None:
         rows.insert(2, ("drift", _curve(finding.history)))
-    rows.append(("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"))
-    return [line(words.finding_title(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
+    rows.append(("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"))
+    return [
+        line(finding_text.finding_title(finding), SEVERITIES[finding.severity], 2),
+        Labels(tuple(rows), indent=4),
+        BLANK,
+    ]
 
 
 def _curve(history: History) -> Sparkline:
     first, last = history.points[0], history.points[-1]
-    most = max(history.points, key=lambda point: point.max_abs or 0)
+    largest = max(history.points, key=lambda point: point.max_abs or 0)
+    after = f"{last.step}: {tables.difference_text(last.max_abs)}"
     # The numbers at both ends would hide a difference that appeared and disappeared.
-    has_peak = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
-    peak = f", maximum {words.difference_text(most.max_abs)} at {most.step}" if has_peak else ""
-    return Sparkline(
-        tuple(point.max_abs for point in history.points),
-        f"step {first.step}: {words.difference_text(first.max_abs)}",
-        f"{last.step}: {words.difference_text(last.max_abs)}{peak}",
-    )
+    if (largest.max_abs or 0) > _PEAK * (last.max_abs or 0):
+        after += f", maximum {tables.difference_text(largest.max_abs)} at {largest.step}"
+    differences = tuple(point.max_abs for point in history.points)
+    return Sparkline(differences, f"step {first.step}: {tables.difference_text(first.max_abs)}", after)
 
 
 def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
-    worst = words.tensors_to_list(group, shards=not limit)  # SYN104 summarizes shards in one sentence
-    sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
+    # SYN104 summarizes shards in one sentence, so only a complete list has them.
+    worst = tables.tensors_to_list(group, shards=not limit)
     parts: list[Part] = []
     if worst:
-        titles = words.columns(group)
-        rows = [words.cells(diff, group) for diff in worst[: limit or None]]
-        # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
-        optional = [i for i, title in enumerate(titles) if title in (*words.NUMBERS, "worst at")]
-        known = any(cells[i] not in ("", "-") for cells in rows for i in optional)
-        shown = [i for i in range(len(titles)) if known or i not in optional]
-        grid = Grid(tuple(titles[i] for i in shown), right=words.NUMBERS, indent=2)
-        for cells in rows:
-            grid.add(*(cells[i] for i in shown))
-        parts += [grid, *lines(words.place_lines(worst[:_MOST_PLACES], group), indent=2)]
-    more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
-    more += [f"{sharded} sharded"] if sharded else []
+        parts.append(_tensor_grid(worst[: limit or None], group))
+        parts += lines(tables.place_lines(worst[:_MOST_PLACES], group), indent=2)
+    more = []
+    if limit:
+        if len(worst) > limit:
+            more.append(f"{len(worst) - limit} more")
+        sharded = sum(diff.reason == "sharded" for diff in group.tensors)
+        if sharded:
+            more.append(f"{sharded} sharded")
     if more:
         parts.append(line(f"... and {' and '.join(more)}; {all_rows()}", "dim", 2))
     return [*parts, BLANK] if parts else []
 
 
-def _matrix(last: list[Group]) -> Grid:
-    kinds = list(dict.fromkeys(kind for group in last for kind in group.kinds))
+def _tensor_grid(diffs: Sequence[TensorDiff], group: Group) -> Grid:
+    titles = tables.columns(group)
+    rows = [tables.cells(diff, group) for diff in diffs]
+    # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
+    optional = [column for column, title in enumerate(titles) if title in (*tables.NUMBERS, "worst at")]
+    columns = list(range(len(titles)))
+    optional_cells: set[str] = set()
+    for cells in rows:
+        optional_cells.update(cells[column] for column in optional)
+    if optional_cells <= {"", "-"}:
+        columns = [column for column in columns if column not in optional]
+    grid = Grid(tuple(titles[column] for column in columns), right=tables.NUMBERS, indent=2)
+    for cells in rows:
+        grid.add(*(cells[column] for column in columns))
+    return grid
+
+
+def _matrix(groups: Sequence[Group]) -> Grid:
+    kinds = tables.list_kinds(groups)
     # With a space the longest heading can wrap on a narrow terminal.
-    grid = Grid(("run", *(kind.replace("optimizer_step", "optimizer step") for kind in kinds), "verdict"))
-    for group in last:
-        counts_by_kind = [group.kinds.get(kind, Counts()) for kind in kinds]
-        cells = [Span(words.kind_cell(counts), "red" if counts.different else "") for counts in counts_by_kind]
+    titles = [kind.replace("optimizer_step", "optimizer step") for kind in kinds]
+    grid = Grid(("run", *titles, "verdict"))
+    for group in groups:
+        cells = []
+        for kind in kinds:
+            counts = group.kinds.get(kind, Counts())
+            cells.append(Span(tables.kind_cell(counts), "red" if counts.different else ""))
         grid.add(group.name, *cells, Span(words.VERDICTS[group.verdict], STYLES[group.verdict]))
     return grid
 
 
 def _drift(report: Report) -> Grid:
     grid = Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
-    for row in words.drift_rows(report):
+    for row in tables.drift_rows(report):
         grid.add(*row)
     return grid
 
 
-def _closing(report: Report) -> list[Part]:
-    fixed = lines(words.fixed_lines(report.groups), "green")
-    omitted = lines(words.omission_lines(report), "dim")
-    return [
-        *([*fixed, BLANK] if fixed else []),
-        *([*omitted, BLANK] if omitted else []),
-        line(words.verdict_line(report), STYLES[report.verdict]),
-        line(words.counts_line(report)),
-    ]
+def _omissions(report: Report) -> list[Part]:
+    """Return the findings of the baseline that were fixed, and the paths that were not compared."""
+    parts: list[Part] = []
+    fixed = words.fixed_lines(report.groups)
+    if fixed:
+        parts += [*lines(fixed, "green"), BLANK]
+    omitted = words.omission_lines(report)
+    if omitted:
+        parts += [*lines(omitted, "dim"), BLANK]
+    return parts
+
+
+def _verdict(report: Report) -> list[Part]:
+    return [line(words.verdict_line(report), STYLES[report.verdict]), line(words.counts_line(report))]
 
 
 def list_contents(contents: Mapping[str, Any]) -> list[Part]:
     """Return the output of `syncheck show`. contents: the result of `contents.describe`."""
-    numbers = ["bytes", "min", "max", "mean", "std"]
     # If all values are finite, the first line states it instead of a column of zeros.
-    finite = not any(row["nonfinite"] for row in contents["tensors"])
-    numbers += [] if finite else ["nonfinite"]
-    grid = Grid(("name", "kind", "dtype", "shape", *numbers), right=tuple(numbers))
+    is_finite = not any(row["nonfinite"] for row in contents["tensors"])
+    statistics = _STATISTICS if is_finite else (*_STATISTICS, "nonfinite")
+    grid = Grid(("name", "kind", "dtype", "shape", "bytes", *statistics), right=("bytes", *statistics))
     for row in contents["tensors"]:
-        statistics = [_number_cell(row[name]) for name in numbers[1:]]
-        shape = "x".join(map(str, row["shape"])) or "scalar"
+        shape = row["refused"] or _shape_cell(row["shape"])
         size = "-" if row["bytes"] is None else str(row["bytes"])
-        grid.add(row["name"], row["kind"], row["dtype"], row["refused"] or shape, size, *statistics)
+        numbers = [_number_cell(row[name]) for name in statistics]
+        grid.add(row["name"], row["kind"], row["dtype"], shape, size, *numbers)
+    return [*lines(_contents_header(contents, is_finite=is_finite)), BLANK, grid]
+
+
+def _contents_header(contents: Mapping[str, Any], *, is_finite: bool) -> list[str]:
     size = words.bytes_text(contents["bytes"])
-    header = [f"{contents['path']}: {contents['format']}, {len(contents['tensors'])} tensors, {size}"]
-    if finite and any(row["nonfinite"] == 0 for row in contents["tensors"]):
-        header[0] += ", all values finite"
+    first = f"{contents['path']}: {contents['format']}, {len(contents['tensors'])} tensors, {size}"
+    if is_finite and any(row["nonfinite"] == 0 for row in contents["tensors"]):
+        first += ", all values finite"
+    header = [first]
     if contents["metadata"]:
-        header.append("metadata: " + ", ".join(f"{k} {v}" for k, v in contents["metadata"].items() if v is not None))
+        entries = [f"{name} {value}" for name, value in contents["metadata"].items() if value is not None]
+        header.append("metadata: " + ", ".join(entries))
     elif contents["kinds_guessed"]:
         header.append("no metadata: parameters and buffers are distinguished by name")
     values = [f"{name} = {value!r}" for name, value in contents["values"].items()]
@@ -207,7 +268,7 @@ def list_contents(contents: Mapping[str, Any]) -> list[Part]:
         header.append(f"values: {names_text(values, 12)}")
     if contents["stubs"]:
         header.append("objects of unknown classes, not loaded: " + ", ".join(contents["stubs"]))
-    return [*lines(header), BLANK, grid]
+    return header
 
 
 def list_shards(contents: Mapping[str, Any]) -> list[Part]:
@@ -216,14 +277,26 @@ def list_shards(contents: Mapping[str, Any]) -> list[Part]:
     header = f"{contents['path']}: {count} tensor{'s' * (count != 1)} in {files} file{'s' * (files != 1)}"
     grid = Grid(("tensor", "dtype", "shape", "part", "ranks", "file"))
     for row in contents["tensors"]:
+        shape = _shape_cell(row["shape"])
         for box in row["boxes"]:
-            whole = box["shape"] == row["shape"]
-            part = "whole" if whole else "unknown" if box["start"] is None else _box_text(box["start"], box["shape"])
-            more = len(box["files"]) - 1
-            file = box["files"][0] + (f" and {more} more" if more else "")
-            shape = "x".join(map(str, row["shape"])) or "scalar"
-            grid.add(row["name"], row["dtype"], shape, part, words.rank_ranges(box["ranks"]) or "-", file)
+            file = box["files"][0]
+            if len(box["files"]) > 1:
+                file += f" and {len(box['files']) - 1} more"
+            ranks = ranges_text(box["ranks"]) or "-"
+            grid.add(row["name"], row["dtype"], shape, _part_cell(box, row["shape"]), ranks, file)
     return [line(header), BLANK, grid]
+
+
+def _shape_cell(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _part_cell(box: Mapping[str, Any], shape: Sequence[int]) -> str:
+    if box["shape"] == shape:
+        return "whole"
+    if box["start"] is None:
+        return "unknown"
+    return _box_text(box["start"], box["shape"])
 
 
 def _box_text(start: Sequence[int], shape: Sequence[int]) -> str:

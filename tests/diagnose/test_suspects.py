@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncheck.records import TensorDiff, sets_within
-from syncheck.report.words import clusters_text
+from syncheck.report.tables import clusters_text
 
 Sets = tuple[tuple[int, ...], ...]
 

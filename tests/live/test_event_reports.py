@@ -9,7 +9,7 @@ import pytest
 from monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
-from syncheck.report import html, plain, text, words
+from syncheck.report import finding_text, html, plain, text
 from syncheck.report.events import read_events
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def test_in_sync_again_only_if_that_check_was_in_sync(tmp_path: Path) -> None:
     (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
     assert finding.history is not None
     assert [point.differing for point in finding.history.points] == [0, 1, 1, 0, 1]
-    text_of = words.describe_history(finding)
+    text_of = finding_text.describe_history(finding)
     assert "in sync again at step 3" in text_of
     assert "step 2" not in text_of
     unrelated = FINDING | {"code": "SYN213", "names": ["v"]}
@@ -165,7 +165,7 @@ def test_in_sync_again_only_if_that_check_was_in_sync(tmp_path: Path) -> None:
     kinds = {"parameter": COUNTS | {"identical": 8, "different": 1}}
     checks = [check(0), check(1, first), check(2, unrelated, worst=rows, kinds=kinds), check(3, first)]
     (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
-    assert "in sync again" not in words.describe_history(finding)
+    assert "in sync again" not in finding_text.describe_history(finding)
 
 
 @pytest.mark.parametrize("content", [b"", b"not json\n{}", b"\xff\xfe", b"[" * 100_000 + b"\n{}\n"])

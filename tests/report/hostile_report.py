@@ -56,5 +56,5 @@ def hostile(name: str) -> Report:
             replace(bad, verdict="alone", findings=()),
         ),
         (Unreadable(name, name),),
-        closures=(Closure(point, point, f"The gap {name} closed ({name})."),),
+        closures=(Closure(point, point, text(f"The gap {name} closed ({name}).")),),
     )

@@ -14,7 +14,7 @@ from real_runs import compare_real_runs
 import syncheck
 from syncheck.messages import Undecided
 from syncheck.records import Counts, Report
-from syncheck.report import github, words
+from syncheck.report import finding_text, github, words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_real_comparison() -> None:
     assert (growing[0], local[0]) == ("error", "error")
     assert growing[1]["title"] == "SYN202 bn-drift-growing (error, likely) on ranks 0-1, ddp-nobufsync step 12"
     finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
-    assert f"\n{words.summarize_history(finding)}\n" in growing[2]
+    assert f"\n{finding_text.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
     paths = [replica.path for group in report.groups for replica in group.replicas]
     assert local[1]["file"] in paths

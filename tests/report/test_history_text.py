@@ -17,8 +17,8 @@ from large import group, tensor
 import syncheck
 from syncheck.records import History, HistoryPoint, Report, Trend
 from syncheck.report import failure, github, html, junit, markdown, plain, terminal, text
+from syncheck.report.finding_text import describe_history, summarize_history
 from syncheck.report.parts import Sparkline
-from syncheck.report.words import describe_history, summarize_history
 
 if TYPE_CHECKING:
     from pathlib import Path

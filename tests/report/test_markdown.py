@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from string import Formatter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,8 @@ from real_runs import compare_real_runs
 
 import syncheck
 from syncheck.diagnose.rules import RULES
-from syncheck.report import markdown, words
+from syncheck.report import finding_text, markdown, words
+from syncheck.sentences import Sentence
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,19 +35,18 @@ def test_a_real_comparison() -> None:
     """A well-formed page contains verdict, counts, closures, findings and worst tensors."""
     report = compare_real_runs()
     page = markdown.render(report)
-    assert page.startswith(
-        f"## syncheck: OUT OF SYNC\n\n{words.counts_line(report)}\n\n**{markdown.text(report.closures[0].sentence)}**"
-    )
+    closure = report.closures[0].message.render(markdown.write)
+    assert page.startswith(f"## syncheck: OUT OF SYNC\n\n{words.counts_line(report)}\n\n**{closure}**")
     for group in report.groups:
         for finding in group.findings:
             assert f"{finding.code}" in page
-            assert group.step != 12 or f"#### {words.finding_title(finding)}\n" in page
+            assert group.step != 12 or f"#### {finding_text.finding_title(finding)}\n" in page
     tokens = parse(page)
     spans = {token.content for token in tokens if token.type == "code_inline"}
     (local,) = (group for group in report.groups if group.findings[:1] and group.findings[0].code == "SYN201")
     assert len(local.tensors) > 10
     assert {diff.name for diff in local.tensors} < spans
-    assert "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in spans
+    assert "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in spans
     assert (
         [token.type for token in tokens].count("table_open") == page.count("<details>") == page.count("</details>") == 2
     )
@@ -133,18 +134,43 @@ def test_long_names_are_shortened_in_the_middle() -> None:
     assert markdown.name("") == "`(blank)`"
 
 
-def test_code_stays_in_one_piece() -> None:
-    """A call with arguments and an indexed element are one span; an open bracket does not join a sentence."""
-    call = "dist.all_reduce(bad, op=dist.ReduceOp.MAX)"
-    assert markdown.text(f"at once: {call}; then stop") == f"at once: `{call}`; then stop"
-    assert markdown.text("in (conv_1.weight[0, 12, 3], which grows)") == "in (`conv_1.weight[0, 12, 3]`, which grows)"
-    words = "and so on " * 5
-    assert markdown.text(f"open_( {words}@team") == f"`open_(` {words}`@team`"
-    assert not [rule.code for rule in RULES if "\\x60" in markdown.text(str(rule.sentences["FIX"]()))]
+class Example(Sentence):
+    """A sentence with every part."""
+
+    ALL = (
+        "[call] `dist.all_reduce(bad, op=MAX)` for {name:name} and {names:names 2}, with {text}; {prefix:quoted} and "
+        "{values:by_rank} by {allow:option=SYN201} ({pattern!r}, {shapes:on_ranks})"
+    )
 
 
-def test_sentences_stay_sentences() -> None:
-    """Only words with special characters become code spans, without the punctuation around them."""
+def test_names_and_code_are_spans() -> None:
+    """Names, values, code and options are code spans of their own; the words of the sentence are escaped."""
+    message = Example.ALL(
+        name="a plain name",
+        names=("w", "x @team", "y"),
+        text="a file with @team in it",
+        prefix="module.",
+        values={0: "adam", 1: 0.5},
+        pattern="(.*)_rank",
+        shapes=(((4, 3), (0,)), ((3, 4), (1,))),
+    )
+    assert message.render(markdown.write) == (
+        r"\[call\] `dist.all_reduce(bad, op=MAX)` for `a plain name` and `w`, `x @team` and 1 more, with a file with "
+        "`@team` in it; `module.` and `'adam'` on rank 0 and 0.5 on rank 1 by `allow='SYN201'` (`'(.*)_rank'`, "
+        "`[4, 3]` on rank 0 and `[3, 4]` on rank 1)"
+    )
+
+
+def test_code_in_sentences_is_between_backticks() -> None:
+    """Every template has pairs of backticks, so that the code in it is a code span."""
+    for rule in RULES:
+        for sentence in rule.sentences:
+            pieces = [literal for literal, *_ in Formatter().parse(sentence.value)]
+            assert not [piece for piece in pieces if piece.count("`") % 2], sentence
+
+
+def test_other_texts_stay_sentences() -> None:
+    """In texts from files, only words with special characters become code spans, without punctuation."""
     assert markdown.text("All 23 agree; see running_mean (in bn_1), x@y.") == (
         "All 23 agree; see `running_mean` (in `bn_1`), `x@y`."
     )

@@ -17,8 +17,8 @@ import syncheck
 from syncheck.api import Options
 from syncheck.messages import Grouping, Note, Undecided
 from syncheck.records import Fixed, TensorDiff
-from syncheck.report import formats, plain, text, words
-from syncheck.report.words import sort_worst_first
+from syncheck.report import formats, plain, tables, text, words
+from syncheck.report.tables import sort_worst_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def test_clusters_of_ranks(groups: Sets, clusters: Sets, shown: str) -> None:
     """Bars separate sets of ranks with equal bytes; semicolons separate replica groups."""
     diff = TensorDiff("w", "parameter", "float32", (2,), "different", replica_groups=groups, clusters=clusters)
-    assert words.clusters_text(diff) == shown
+    assert tables.clusters_text(diff) == shown
 
 
 def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from syncheck import api
 from syncheck.errors import PYTEST, CheckpointError, spelling
 from syncheck.messages import Hint
-from syncheck.report import failure, words
+from syncheck.report import failure, tables, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
 from syncheck.text import names_text, shorten
 
@@ -179,7 +179,7 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
             properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
     for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
         properties[name] = str(getattr(part.counts, name))
-    measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
+    measured = [diff for diff in tables.sort_worst_first(part.tensors) if diff.max_abs is not None]
     if measured:
         properties["max_abs"] = f"{measured[0].max_abs:.6g}"
         properties["worst"] = shorten(measured[0].name, _MOST)
@@ -192,6 +192,6 @@ def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
     parts = [f"{kind} {c.not_compared}/{c.tensors} not compared" for kind, c in kinds.items() if c.not_compared]
     if group.left_out:
         parts.append(f"{group.left_out} tensors excluded by options")
-    values = words.values_text([value for value in group.values if not value.counts])
+    values = tables.values_text([value for value in group.values if not value.counts])
     properties = {"not_judged": "; ".join(parts), "values_that_differ": shorten(values, 500)}
     return {name: value for name, value in properties.items() if value}

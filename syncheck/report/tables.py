@@ -1,0 +1,217 @@
+"""Cells and rows of the tables of several formats: tensors and their differences, kinds, drift, Python values."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from syncheck.records import sets_within
+from syncheck.sentences import Sentence, write_plain
+from syncheck.text import Side, brief, one_line, owner_text, ranges_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncheck.records import Counts, DriftPoint, Group, Place, Report, TensorDiff, ValueDiff
+    from syncheck.sentences import Message, Writer
+
+# Columns of `difference_cells`, besides the number of differing elements.
+NUMBERS = ("max abs", "max rel", "max ulp")
+_MOST_VALUES = 5
+_MOST_SETS = 4
+# Tensors whose differences matter less, or are on another scale, follow the others.
+_ORDER_OF_KINDS = {"bn_mean": 1, "bn_var": 1, "bn_count": 2, "optimizer_step": 2}
+# Reasons of tensors that are counted but not listed: RNG states differ by design, and B may lack tensors of A.
+_UNLISTED = ("rng", "subset")
+
+
+class Cell(Sentence):
+    """How many elements of a tensor differ, or why it was not compared."""
+
+    REASON = "{reason:words}: {detail}"
+    BY_REASON = "by {reason:words}: {detail}"
+    CLOSE = "close: {tolerance}"
+    DIFFERING = "{count} of {total}"
+    NOT_FINITE = "{cell} (not finite {owners:words})"
+    DIFFERING_CLOSE = "{cell}, close: {tolerance}"
+
+
+class Location(Sentence):
+    """The files with the largest difference of a tensor of two models."""
+
+    LARGEST = "largest difference of {tensor:name}: {places:list}"
+    FILE = "{side:ranks} {path:name}"
+    FILE_OF_RANK = "{side:ranks} {path:name} (rank {rank})"
+    STORED = "{file}, {element:name}"
+
+
+def columns(group: Group) -> tuple[str, ...]:
+    """Return the headings of the table of tensors, for `cells`."""
+    return ("tensor", "kind", "worst at" if group.is_pair else "ranks", "differing", *NUMBERS)
+
+
+def cells(diff: TensorDiff, group: Group, write: Writer = write_plain) -> tuple[str, ...]:
+    """Return the row of a tensor in the table: for two models with the index of the worst element, else with ranks."""
+    # Which of two models differs is clear, but not where.
+    location = clusters_text(diff)
+    if group.is_pair:
+        location = "" if diff.index is None else str(list(diff.index))
+    return diff.name, diff.kind, location, *difference_cells(diff, write)
+
+
+def clusters_text(diff: TensorDiff) -> str:
+    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
+    sets_by_group = sets_within(diff)
+    if len(sets_by_group) < 2:
+        return _sets_text(diff.clusters)
+    texts = [_sets_text(sets) for sets in sets_by_group[:_MOST_SETS]]
+    if len(sets_by_group) > _MOST_SETS:
+        texts.append(f"{len(sets_by_group) - _MOST_SETS} more")
+    return "; ".join(texts)
+
+
+def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
+    # Each rank may have its own value, on thousands of ranks.
+    texts = [ranges_text(ranks) for ranks in sets[:_MOST_SETS]]
+    if len(sets) > _MOST_SETS:
+        texts.append(f"{len(sets) - _MOST_SETS} more")
+    return " | ".join(texts)
+
+
+def difference_cells(diff: TensorDiff, write: Writer = write_plain) -> tuple[str, str, str, str]:
+    """Return differing elements, max abs, max rel and max ULP of a tensor, or why it was not compared.
+
+    write: writes the names in the first cell.
+    """
+    differing = one_line(_describe_difference(diff).render(write))
+    if diff.status == "not_compared":
+        return differing, "", "", ""
+    if diff.mismatched is None:
+        return differing, "-", "-", "-"
+    relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
+    ulp = "-" if diff.max_ulp is None else str(diff.max_ulp)
+    return differing, difference_text(diff.max_abs), relative, ulp
+
+
+def _describe_difference(diff: TensorDiff) -> Message:
+    if diff.status == "not_compared":
+        return Cell.REASON(reason=str(diff.reason), detail=diff.detail)
+    if diff.mismatched is None and diff.reason:
+        return Cell.BY_REASON(reason=diff.reason, detail=diff.detail)
+    if diff.mismatched is None:
+        # Tensors of different dtypes that are close after a conversion have no reason.
+        return Cell.CLOSE(tolerance=diff.tolerance)
+    cell = Cell.DIFFERING(count=diff.mismatched, total=diff.numel)
+    ranks_not_finite = [rank for rank, count in diff.nonfinite.items() if count]
+    if 0 < len(ranks_not_finite) < len(diff.nonfinite):
+        is_pair = isinstance(ranks_not_finite[0], Side)
+        cell = Cell.NOT_FINITE(cell=cell, owners="in one model" if is_pair else "on some ranks")
+    if diff.status == "close":
+        return Cell.DIFFERING_CLOSE(cell=cell, tolerance=diff.tolerance)
+    return cell
+
+
+def difference_text(difference: float | None) -> str:
+    """Return a difference with three digits, or a dash if it is unknown."""
+    return "-" if difference is None else f"{difference:.3g}"
+
+
+def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write_plain) -> list[str]:
+    """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
+    if not group.is_pair:
+        return []
+    # The paths of two models in one file each, without a map, are known.
+    is_worth_a_line = any(replica.files > 1 for replica in group.replicas)
+    lines = []
+    for diff in diffs:
+        places = [_describe_place(place, side) for side, place in diff.places.items()]
+        if places:
+            lines.append(Location.LARGEST(tensor=diff.name, places=places).render(write))
+        is_worth_a_line = is_worth_a_line or any(place.tensor for place in diff.places.values())
+    return lines if is_worth_a_line else []
+
+
+def _describe_place(place: Place, side: int) -> Message:
+    # The path of a rank in memory ends with the rank.
+    is_rank_in_path = place.path.endswith(f" on rank {place.rank}")
+    if place.rank is None or is_rank_in_path:
+        file = Location.FILE(side=(side,), path=place.path)
+    else:
+        file = Location.FILE_OF_RANK(side=(side,), path=place.path, rank=place.rank)
+    if not place.tensor:
+        return file
+    index = list(place.index) if place.index else ""
+    return Location.STORED(file=file, element=f"{place.tensor}{index}")
+
+
+def sort_worst_first(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Sort tensors by importance.
+
+    Tensors out of sync come first, then NaN or infinity on some ranks only, then larger differences. Running
+    statistics, which always drift a little under DDP, follow the parameters. Counters come last, because they count
+    steps and their differences are on another scale.
+    """
+    return sorted(diffs, key=_importance)
+
+
+def _importance(diff: TensorDiff) -> tuple[object, ...]:
+    is_nonfinite = len(set(diff.nonfinite.values())) > 1
+    order = _ORDER_OF_KINDS.get(diff.kind, 0)
+    return not diff.out_of_sync, diff.status != "not_compared", not is_nonfinite, order, -(diff.max_abs or 0)
+
+
+def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
+    """Return the tensors to list in a report, worst first. shards: include tensors stored only as shards."""
+    unlisted = _UNLISTED if shards else (*_UNLISTED, "sharded")
+    return sort_worst_first(diff for diff in group.tensors if diff.reason not in unlisted)
+
+
+def drift_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return run, step, largest drift and its tensor; steps with equal values share one row."""
+    rows = []
+    for (run, drift, tensor), points in groupby(report.drift, _drift_of_point):
+        steps = [str(point.step) for point in points if point.step is not None]
+        step = steps[0] if steps else "-"
+        if len(steps) > 1:
+            step = f"{steps[0]}-{steps[-1]}"
+        rows.append((run, step, f"{drift:.4g}", tensor or "-"))
+    return rows
+
+
+def _drift_of_point(point: DriftPoint) -> tuple[str, float, str | None]:
+    return point.run, point.max_abs, point.tensor
+
+
+def list_kinds(groups: Iterable[Group]) -> list[str]:
+    """Return the kinds of tensors in any of the groups."""
+    kinds: dict[str, None] = {}
+    for group in groups:
+        kinds.update(dict.fromkeys(group.kinds))
+    return list(kinds)
+
+
+def kind_cell(counts: Counts) -> str:
+    """Return the result of one kind of tensor: '20 agree', '9/20 differ'."""
+    parts = []
+    if counts.different:
+        parts.append(f"{counts.different}/{counts.tensors} differ")
+    if counts.not_compared:
+        parts.append(f"{counts.not_compared} not compared")
+    if counts.close:
+        parts.append(f"{counts.close} close")
+    if parts:
+        return ", ".join(parts)
+    return f"{counts.tensors} agree" if counts.tensors else "-"
+
+
+def values_text(values: Iterable[ValueDiff]) -> str:
+    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
+    # A note names the attributes that differ.
+    complete = [value for value in values if None not in value.by_rank.values() and value.kind != "attribute"]
+    texts = []
+    for value in complete[:_MOST_VALUES]:
+        parts = [f"{brief(content, 40)} {owner_text((rank,))}" for rank, content in value.by_rank.items()]
+        texts.append(f"{value.name}: {', '.join(parts[:4])}")
+    if len(complete) > _MOST_VALUES:
+        texts.append(f"and {len(complete) - _MOST_VALUES} more")
+    return "; ".join(texts)
