@@ -49,6 +49,7 @@ def add_adapter_settings(snapshot: Snapshot) -> Snapshot:
     path = os.path.join(folder, NAME)
     if not os.path.isfile(path) or not _has_adapter(snapshot):
         return snapshot
+
     settings = _read_settings(path)
     return replace(
         snapshot,
@@ -80,10 +81,12 @@ def _read_settings(path: str) -> dict[str, Any]:
     except (OSError, CheckpointError):
         # The path makes it differ from the settings of all other adapters, which may be the same or not.
         return {name_adapter_setting(NAME): f"{path} cannot be read"}
+
     try:
         content = parse_json_object(raw, path, "", "")
     except CheckpointError:
         return {name_adapter_setting(NAME): raw}
+
     settings = {}
     for key in sorted(content.keys() - _WITHOUT_INFLUENCE):
         text = _write_value(key, content[key])

@@ -77,10 +77,12 @@ class Assembly:
             if unique_name != tensor.name:
                 tensor = replace(tensor, name=unique_name)
             self.tensors[unique_name] = tensor
+
         for name, value in part.values.items():
             unique_name = self._add_value(rename(name), value)
             if name in part.model_values:
                 self.model_values[unique_name] = part.model_values[name]
+
         self.stubs |= set(part.stubs)
         self.bytes += part.bytes
         self._check_run(part)
@@ -91,6 +93,7 @@ class Assembly:
         """Add a value, and return its name: the name of an equal value, or a name of its own."""
         if name in self.values:
             present_value = self.values[name]
+            # True and 1 are equal, but not the same value.
             if type(present_value) is type(value) and present_value == value:
                 return name
         unique_name = make_unique_name(name, self.values)
@@ -135,9 +138,11 @@ def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Assembly
     """
     assembly = Assembly(folder, format_name)
     snapshots = [read_file(part.path) for part in parts]
+    # First, because combining the parts would give different steps a label.
     _check_progress(snapshots, folder)
     for snapshot, part in zip(snapshots, parts, strict=True):
         assembly.add(snapshot, _make_rename(part))
+
     assembly.values |= _find_shared_values(snapshots)
     return assembly
 
@@ -157,8 +162,10 @@ def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> li
     """Return a note if a folder lacks parts. part_numbers: the numbers in each part's name."""
     present = set(part_numbers)
     lengths = {len(numbers) for numbers in present}
-    if len(lengths) != 1:  # names with different counts of numbers form no grid
+    # Names with different counts of numbers form no grid.
+    if len(lengths) != 1:
         return []
+
     total = math.prod(max(column) + 1 for column in zip(*present, strict=True))
     missing = total - len(present)
     note = Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)

@@ -36,9 +36,11 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
 
     notes = {name: tensor for name, tensor in snapshot.tensors.items() if name.startswith(_NOTES)}
     scalars = {name: _read_number(tensor) for name, tensor in notes.items() if _is_number(tensor)}
+    # Each of the 625 words would be a value of its own.
     values = {name: value for name, value in plain_values.items() if not _is_word(name)}
     if not scalars and len(values) == len(plain_values):
         return snapshot
+
     tensors = {name: tensor for name, tensor in snapshot.tensors.items() if name not in scalars}
     return replace(snapshot, tensors=tensors, values=values | scalars)
 
@@ -80,6 +82,7 @@ def _read_number(tensor: Tensor) -> Any:
     with open_regular_file(tensor.path) as file:
         file.seek(tensor.offset)
         data = file.read(layout.size)
+
     # The file contained the number when the checkpoint was opened.
     if len(data) < layout.size:
         raise MalformedFile(
@@ -88,5 +91,6 @@ def _read_number(tensor: Tensor) -> Any:
             found="the file ends before",
             next_step="it was changed while it was read: run again when no process writes to it",
         )
+
     (number,) = layout.unpack(data)
     return number

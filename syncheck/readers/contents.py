@@ -29,6 +29,7 @@ def describe(path: str) -> dict[str, Any]:
     with Files() as files:
         for name, tensor in snapshot.tensors.items():
             rows.append({"name": name, "kind": kinds[name]} | _describe_tensor(tensor, files))
+
     values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
     metadata = None if snapshot.metadata is None else _describe_metadata(snapshot.metadata)
     return {
@@ -60,7 +61,8 @@ def _describe_tensor(tensor: Tensor, files: Files) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     if isinstance(value, int):
-        return abs(value) < 2**64  # Python raises ValueError for integers of more than 4,300 digits
+        # Python raises ValueError for integers of more than 4,300 digits.
+        return abs(value) < 2**64
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or isinstance(value, str)
@@ -75,7 +77,8 @@ def _describe_metadata(metadata: Metadata) -> dict[str, Any]:
 def _compute_statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
     if tensor.refused:
         return dict.fromkeys((*NAMES, "nonfinite"))
-    if tensor.digest is not None:  # fingerprints store the statistics
+    # Fingerprints store the statistics.
+    if tensor.digest is not None:
         return {name: getattr(tensor.digest, name) for name in (*NAMES, "nonfinite")}
     moments = compute_moments(tensor, files)
     return moments.values() | {"nonfinite": moments.nonfinite}

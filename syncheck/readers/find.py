@@ -56,7 +56,8 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
-    is_checkpoint: dict[str, bool] = {}  # by absolute path, because a path can be given in several spellings
+    # By absolute path, because a path can be given in several spellings.
+    is_checkpoint: dict[str, bool] = {}
     for path in _expand_globs(paths):
         skipped_before = opened.skipped
         if os.path.isdir(path):
@@ -94,6 +95,7 @@ def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) ->
     """
     checkpoint_paths: list[str] = []
     remaining_paths: list[str] = []
+    # A folder with an unreadable checkpoint is not empty.
     unreadable_before = len(opened.unreadable)
     for path, is_single_checkpoint in _walk(folder, opened):
         absolute = _absolute_path(path)
@@ -110,8 +112,10 @@ def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) ->
             checkpoint_paths.append(path)
         else:
             remaining_paths.append(path)
+
     if checkpoint_paths == [folder]:
-        opened.roots.pop(folder, None)  # the user passed this checkpoint itself
+        # The user passed this checkpoint itself.
+        opened.roots.pop(folder, None)
     opened.unreadable += find_unread_siblings(folder, checkpoint_paths, remaining_paths)
     has_unreadable = len(opened.unreadable) > unreadable_before
     return has_unreadable or bool(checkpoint_paths)
@@ -123,9 +127,11 @@ def _absolute_path(path: str) -> str:
         absolute = os.path.abspath(_resolve_parents(path))
     except FileNotFoundError:
         raise UsageError(f"{path}: the current folder was removed; change to an existing folder") from None
+
     shell_folder = os.environ.get("PWD", "")
     if not absolute.startswith(f"{shell_folder}/") or not os.path.isabs(shell_folder):
         return absolute
+
     with contextlib.suppress(OSError):
         if os.path.samefile(shell_folder, "."):
             return os.path.join(os.getcwd(), os.path.relpath(absolute, shell_folder))
@@ -149,6 +155,7 @@ def unify_paths(paths: Iterable[str]) -> dict[str, str]:
     kinds = {os.path.isabs(path) for path in paths}
     if len(kinds) < 2:
         return {path: os.path.normpath(path) for path in paths}
+
     current = f"{os.getcwd()}/"
     return {path: _absolute_path(path).removeprefix(current) for path in paths}
 
@@ -171,10 +178,12 @@ def _describe_folder(pattern: str) -> str:
     folder = os.path.dirname(pattern)
     while glob.has_magic(folder):
         folder = os.path.dirname(folder)
+
     try:
         names = os.listdir(folder or ".")
     except OSError as error:
         return f"{folder}: {UnreadableFile.because(folder, error).reason}."
+
     visible_names = sorted(name for name in names if not name.startswith("."))
     title = folder or "This folder"
     content = names_text(visible_names, 2) or "nothing"
@@ -195,6 +204,7 @@ def _is_checkpoint(path: str) -> bool:
         return False
     if path.lower().endswith(EXTENSIONS):
         return True
+
     try:
         return is_recognizable(path)
     except UnreadableFile:
@@ -250,17 +260,17 @@ def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
                 yield entry.path, False
         if current.path != folder and reader is None:
             yield f"{current.path}/", False
+        # The last of the waiting folders is next, so that folders are entered in the order of names.
         waiting += reversed(subfolders)
 
 
 def _visit_parents(folder: str) -> dict[tuple[int, int], str]:
     """Return the identifiers of the folders above a folder, which have no path of their own."""
-    visited: dict[tuple[int, int], str] = {}
-    with contextlib.suppress(OSError):
-        for parent in Path(folder).resolve().parents:
-            status = os.stat(parent)
-            visited[status.st_dev, status.st_ino] = ""
-    return visited
+    try:
+        statuses = [os.stat(parent) for parent in Path(folder).resolve().parents]
+    except OSError:
+        return {}
+    return {(status.st_dev, status.st_ino): "" for status in statuses}
 
 
 def _visit(folder: str, visited: dict[tuple[int, int], str], opened: Opened) -> bool:
@@ -269,6 +279,7 @@ def _visit(folder: str, visited: dict[tuple[int, int], str], opened: Opened) -> 
     first_path = visited.setdefault((status.st_dev, status.st_ino), folder)
     if first_path == folder:
         return True
+
     if first_path:
         opened.aliases.append(Alias(folder, first_path))
     return False
@@ -322,15 +333,18 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
             return False
         _open_checkpoint(path, opened)
         return True
+
     try:
         if is_recognizable(path):
             opened.snapshots.append(read(path))
             return True
     except (NotACheckpoint, UnreadableFile):
-        pass  # an unrelated zip, a pipe or a dangling link without a checkpoint's extension
+        # An unrelated zip, a pipe or a dangling link without a checkpoint's extension.
+        pass
     except CheckpointError as error:
         opened.unreadable.append(Unreadable(path, error.reason))
         return True
+
     opened.skipped += 1
     return False
 
@@ -371,6 +385,7 @@ def find_unread_siblings(
     for path in checkpoint_paths:
         for name in _list_checkpoint_names(os.path.relpath(path, folder)):
             names.add(name, path)
+
     for path in remaining_paths:
         for name in _list_possible_names(os.path.relpath(path, folder), is_folder=path.endswith("/")):
             sibling = names.find_sibling(name)
@@ -393,6 +408,7 @@ def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
         return {f"{relative}/"}
     if relative.lower().endswith(_NOTES):
         return set()
+
     stem = _SUFFIX.sub("", relative)
     name = os.path.basename(stem)
     # A name of digits only may be anything in another folder.
@@ -417,6 +433,7 @@ def is_text_state(path: str) -> bool:
         text = data.decode("ascii")
     except (OSError, ValueError, UnreadableFile):
         return False
+
     if len(data) > _MOST_TEXT or not data.strip():
         return False
     return all(_TEXT_LINE.fullmatch(line) for line in text.splitlines())
@@ -452,6 +469,7 @@ def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
     """
     if len(ranks) < 2:
         return
+
     owners: dict[tuple[int, int], str] = {}
     for _, snapshot in ranks:
         files = _list_file_ids(snapshot)

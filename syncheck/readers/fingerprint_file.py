@@ -66,6 +66,7 @@ def read(path: str) -> Snapshot:
             problem=brief(algorithm),
             needed="a name",
         )
+
     entries = _get_dict(document, "tensors", path)
     if len(entries) > untrusted.MOST_TENSORS:
         raise _malformed(
@@ -74,6 +75,7 @@ def read(path: str) -> Snapshot:
             problem=f"{len(entries)} tensors",
             needed=f"at most {untrusted.MOST_TENSORS}",
         )
+
     metadata = None
     if document.get("metadata") is not None:
         metadata = parse_metadata(document["metadata"], path)
@@ -104,6 +106,7 @@ def _check_version(path: str, version: Any) -> None:
             problem=brief(version),
             needed="a version number",
         )
+    # A newer version may have fields that change the meaning of the others.
     if version > VERSION:
         raise UnsupportedFormat(
             path,
@@ -130,6 +133,7 @@ def _get_model_values(document: dict[str, Any], path: str) -> dict[str, Membersh
     """Return the names of the model's values; fingerprints of version 0.2 have none."""
     if "model_values" not in document:
         return {}
+
     texts = _get_dict(document, "model_values", path)
     memberships = {membership.value: membership for membership in Membership}
     model_values = {}
@@ -180,6 +184,7 @@ def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
             problem=brief(entry),
             needed="an object",
         )
+
     dtype, refused, digest = entry.get("dtype"), entry.get("refused"), entry.get("digest")
     shape = _check_naturals(entry.get("shape"), MOST_DIMENSIONS)
     if not _is_text(dtype) or shape is None or math.prod(shape) > MOST_ELEMENTS:
@@ -189,6 +194,7 @@ def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
             problem=f"{brief(dtype, 20)} {brief(entry.get('shape'))}",
             needed="a dtype and sizes",
         )
+
     strides = contiguous_strides(shape)
     if digest is None and _is_text(refused):
         return Tensor(
@@ -215,11 +221,10 @@ def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
             problem=f"dtype {brief(dtype)}",
             needed=f"one of {', '.join(DTYPES)}",
         )
-    moments = {key: _check_number(path, label, key, entry.get(key)) for key in _MOMENTS}
-    nonfinite = _check_count(path, label, entry.get("nonfinite"), most=math.prod(shape))
-    sharding = None
-    if entry.get("sharding") is not None:
-        sharding = _check_sharding(path, label, entry["sharding"])
+
+    tensor_digest = _read_digest(path, label, entry, algorithm, elements=math.prod(shape))
+    sharding_entry = entry.get("sharding")
+    sharding = None if sharding_entry is None else _check_sharding(path, label, sharding_entry)
     return Tensor(
         name=name,
         dtype=dtype,
@@ -228,8 +233,15 @@ def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
         path=path,
         offset=0,
         sharding=sharding,
-        digest=Digest(algorithm, digest, nonfinite, **moments),
+        digest=tensor_digest,
     )
+
+
+def _read_digest(path: str, label: str, entry: dict[str, Any], algorithm: str, elements: int) -> Digest:
+    """Return the digest and the statistics of a tensor. elements: number of elements of the tensor."""
+    moments = {key: _check_number(path, label, key, entry.get(key)) for key in _MOMENTS}
+    nonfinite = _check_count(path, label, entry.get("nonfinite"), most=elements)
+    return Digest(algorithm, entry["digest"], nonfinite, **moments)
 
 
 def _is_digest(value: Any) -> TypeGuard[str]:
@@ -253,6 +265,7 @@ def _check_count(path: str, label: str, value: Any, most: int) -> int | None:
 def _check_number(path: str, label: str, key: str, value: Any) -> float | None:
     if value is None:
         return None
+
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # JSON integers have no upper limit, and 1e999 is read as infinity.
     if not is_number or not abs(value) <= sys.float_info.max:
@@ -298,6 +311,7 @@ def _check_root_coordinate(pairs: Any) -> tuple[tuple[str, int], ...] | None:
     """Return pairs of a name and a coordinate as tuples, or None if they are invalid."""
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         return None
+
     names = [name for name, _ in pairs]
     coordinate = [index for _, index in pairs]
     if not _are_texts(names) or _check_naturals(coordinate, MOST_DIMENSIONS) is None:
@@ -314,6 +328,7 @@ def _is_consistent(sharding: Sharding) -> bool:
     dimensions = len(sharding.mesh)
     if len(sharding.placements) != dimensions or math.prod(sharding.mesh) != len(sharding.ranks):
         return False
+
     # Names and coordinates may be unknown.
     for field in (sharding.names, sharding.coordinate):
         if len(field) not in (0, dimensions):

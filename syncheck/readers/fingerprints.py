@@ -45,6 +45,7 @@ def fingerprint(snapshot: Snapshot) -> str:
     if the file can no longer be read.
     """
     content = _describe_checkpoint(snapshot)
+    # NaN is no JSON, and other programs could not read it.
     header = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
     kinds = classify_snapshot(snapshot).by_name
     entries = []
@@ -52,6 +53,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         for name, tensor in snapshot.tensors.items():
             entry = {"kind": kinds[name]} | _describe(tensor, files)
             entries.append(f"  {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}")
+
     tensors = ",\n".join(entries)
     return "{" + ",\n ".join(header) + ',\n "tensors": {\n' + tensors + "\n }}\n"
 
@@ -66,6 +68,7 @@ def _describe_checkpoint(snapshot: Snapshot) -> dict[str, Any]:
             values[name] = _encode_value(value)
         else:
             dropped_notes.append(f"not in the fingerprint: {name}, because of its type or size")
+
     notes += sorted(dropped_notes)
     model_values = {name: value.value for name, value in snapshot.model_values.items() if name in values}
     metadata = None if snapshot.metadata is None else _encode_metadata(snapshot.metadata)
@@ -93,6 +96,7 @@ def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tupl
     checkpoints = [snapshot for snapshot in snapshots if snapshot.format != FORMAT]
     if snapshots and not checkpoints:
         raise UsageError(f"{snapshots[0].path}: is a fingerprint already; pass the checkpoint")
+
     paths = [snapshot.path for snapshot in checkpoints]
     targets = _choose_targets(paths, output)
     sources: dict[str, str] = {}
@@ -100,6 +104,7 @@ def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tupl
         first_path = sources.setdefault(target, path)
         if first_path != path:
             raise UsageError(f"{first_path} and {path}: both would be written to {target}; pass them one at a time")
+        # An earlier fingerprint can be replaced, but no other file.
         if os.path.exists(target):
             outputs.check(target, inputs=paths, replaceable=fingerprint_file)
     return [(snapshot, targets[snapshot.path]) for snapshot in checkpoints]
@@ -128,6 +133,7 @@ def _relative_names(paths: Sequence[str]) -> dict[str, str]:
     """Return the path of each fingerprint below the common folder of all checkpoints."""
     if not paths:
         return {}
+
     folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
     common_folder = os.path.commonpath(folders)
     names = {}
@@ -145,11 +151,13 @@ def _describe(tensor: Tensor, files: Files) -> dict[str, Any]:
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
         return entry | _describe_refusal(tensor.refused)
+
     digest, moments = new_hasher(), Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         block = files.read(tensor, start, count, slot=0)
         digest.update(block)
         moments.add(block)
+
     entry |= {"digest": digest.hexdigest(), "nonfinite": moments.nonfinite} | moments.values()
     if tensor.sharding is not None:
         entry["sharding"] = asdict(tensor.sharding)

@@ -47,12 +47,14 @@ def read_file(path: str) -> Snapshot:
 
 def _describe_unread(path: str, head: bytes) -> NotACheckpoint:
     """Return the error for a file that no reader matches."""
-    from syncheck.readers.unread import NEEDED, describe_file  # for errors only, to start faster
+    # For errors only, to start faster.
+    from syncheck.readers.unread import NEEDED, describe_file
 
     try:
         unread = describe_file(path, head)
     except OSError as error:
         raise UnreadableFile.because(path, error) from None
+
     if unread is None:
         return NotACheckpoint(
             path,

@@ -77,6 +77,7 @@ def metadata(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be from 0 to world_size - 1 ({rank} given, world_size {world_size})")
+
     if type(model).__name__ == _WRAPPER:
         if buffers_synced is None:
             buffers_synced = get_buffers_synced(model)
@@ -109,6 +110,7 @@ def get_buffers_synced(module: Any) -> bool | None:
     """Whether DDP copies rank 0's buffers at each forward; None for other modules."""
     if type(module).__name__ != _WRAPPER:
         return None
+
     # torch 2.15 has the first name, older versions only the second.
     for name in ("forward_sync_buffers", "broadcast_buffers"):
         value = getattr(module, name, None)
@@ -129,6 +131,7 @@ def parse_metadata(block: object, path: str) -> Metadata:
             problem=_describe(block),
             needed="a mapping",
         )
+
     fields = _Fields(block, path)
     tied = fields.texts("tied")
     config = fields.bounded("config")
@@ -187,6 +190,7 @@ class _Fields:
         # bool is a subclass of int, but a rank of True is an error.
         if isinstance(value, bool):
             raise self._wrong(key, "int")
+
         most = MOST.get(key, MOST_STEPS)
         if not 0 <= value <= most:
             raise self._wrong(key, f"a number from 0 to {most}")
@@ -274,12 +278,14 @@ def _get_launcher_run_id() -> str | None:
 
 def _list_versions() -> dict[str, str]:
     """Return the versions of libraries that affect results, if they are already imported."""
-    from importlib import metadata as distributions  # only for writing, so that reading starts faster
+    # Only for writing, so that reading starts faster.
+    from importlib import metadata as distributions
 
     versions = {"python": ".".join(str(number) for number in sys.version_info[:3])}
     for name in ("torch", "numpy"):
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+
     try:
         versions["syncheck"] = distributions.version("syncheck")
     except distributions.PackageNotFoundError:  # run from a copied folder

@@ -37,11 +37,13 @@ def read(path: str) -> Snapshot:
 
 def describe_unread(folder: str) -> Unread | None:
     """Return the format of a folder without checkpoints, or of its first file in such a format. Raises OSError."""
-    from syncheck.readers.unread import describe_file, describe_folder  # for errors only, to start faster
+    # For errors only, to start faster.
+    from syncheck.readers.unread import describe_file, describe_folder
 
     unread = describe_folder(folder)
     if unread is not None:
         return unread
+
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
@@ -58,7 +60,8 @@ def sniff_folder(folder: str) -> ModuleType | None:
 
     Raises UnreadableFile for a folder that cannot be listed.
     """
-    from syncheck.readers.folders import FOLDERS  # imported for folders only, to start faster
+    # Imported for folders only, to start faster.
+    from syncheck.readers.folders import FOLDERS
 
     try:
         return next((reader for reader in FOLDERS.values() if reader.matches_folder(folder)), None)
@@ -75,6 +78,7 @@ def is_in_checkpoint(path: str, *, levels: int, only_parts: bool) -> bool:
     has_name = path.lower().endswith(EXTENSIONS) or os.path.basename(path) in TRACKERS
     if has_name and not only_parts:
         return True
+
     folder = path
     for _ in range(levels):
         folder = os.path.dirname(folder)

@@ -208,6 +208,7 @@ def _list_files(folder: str) -> Iterator[str]:
 
 def _is_same(path: str, target: str) -> bool:
     """Whether two paths lead to the same file. Missing inputs are reported later, when they are opened."""
-    with suppress(OSError, ValueError):  # a NUL in the path is a ValueError
+    # A NUL in the path is a ValueError.
+    with suppress(OSError, ValueError):
         return os.path.samefile(path, target)
     return False

@@ -77,6 +77,7 @@ def read(path: str) -> Snapshot:
         # Names of several trees start with their number.
         tree: Any = trees[0] if len(trees) == 1 else trees
         flat = flatten(tree, path, opened.st_size, rebuilt)
+
     tensors = {
         name: locate_tensor(name, location, path, storages.locate, opened) for name, location in flat.tensors.items()
     }
@@ -109,13 +110,16 @@ class _Storages:
             raise self._malformed("a storage that is not a torch.save file from before torch 1.6")
         if id(content) in self._loaded:
             return self._loaded[id(content)][1]
+
         # A pickle can make many copies of one text, which would take unbounded time.
         self._remaining -= len(content)
         if self._remaining < 0:
             raise self._malformed("storages with more bytes than the file")
+
         pickled, records = torch_legacy.read_stream(Stream(content), self.path)
         if not isinstance(pickled.tree, Storage):
             raise self._malformed("a torch.save file without a storage in it")
+
         inner = pickled.tree
         key = str(len(self._loaded))
         storage = Storage(inner.dtype, key, inner.numel, inner.itemsize, inner.start, inner.size)

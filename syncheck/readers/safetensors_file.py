@@ -53,6 +53,7 @@ def read(path: str) -> Snapshot:
     with open_regular_file(path) as file:
         opened = os.fstat(file.fileno())
         raw = _read_header(file, path, opened.st_size)
+
     header = parse_json_object(raw, path, "header", _AGAIN, entry=b'"data_offsets"')
     strings = header.pop("__metadata__", {})
     if len(header) > untrusted.MOST_TENSORS:
@@ -74,8 +75,10 @@ def read(path: str) -> Snapshot:
     tensors = {name: _check_tensor(path, name, entry, data_start, opened) for name, entry in header.items()}
     refused_names = [name for name, tensor in tensors.items() if tensor.refused]
     for name in refused_names:
+        # The bytes are compared in place of the numbers, which are unknown.
         bytes_name = make_unique_name(f"{name}.bytes", tensors)
         tensors[bytes_name] = _make_bytes(bytes_name, tensors[name], header[name]["data_offsets"], opened)
+
     _check_cover(path, header, opened.st_size - data_start)
     values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
     return Snapshot(
@@ -92,13 +95,15 @@ def read(path: str) -> Snapshot:
 def _read_header(file: BinaryIO, path: str, size: int) -> bytes:
     """Return the JSON header of a file of `size` bytes."""
     start = file.read(_LENGTH.size)
-    if len(start) < _LENGTH.size:  # the file was truncated after the format was detected
+    # The file was truncated after the format was detected.
+    if len(start) < _LENGTH.size:
         raise _malformed(
             path,
             "header",
             problem=f"{len(start)} bytes",
             needed=f"at least {_LENGTH.size}",
         )
+
     (length,) = _LENGTH.unpack(start)
     most = min(MAX_HEADER, size - _LENGTH.size)
     if length > most:
@@ -114,25 +119,7 @@ def _read_header(file: BinaryIO, path: str, size: int) -> bytes:
 def _check_tensor(path: str, name: str, entry: Any, data_start: int, opened: os.stat_result) -> Tensor:
     """Check one entry and return its tensor. data_start: offset of the tensor data in the file."""
     label = f"tensor '{name}'"
-    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
-        raise _malformed(
-            path,
-            label,
-            problem="an incomplete entry",
-            needed="dtype, shape and data_offsets",
-        )
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    has_right_types = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS)
-    if not has_right_types or not _are_offsets(offsets):
-        problem = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
-        needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
-        raise _malformed(
-            path,
-            label,
-            problem=problem,
-            needed=needed,
-        )
-    start, stop = offsets
+    code, shape, (start, stop) = _check_fields(path, label, entry)
     strides = contiguous_strides(shape)
     elements = math.prod(shape)
     dtype: DType | None = BY_SAFETENSORS.get(code)
@@ -175,6 +162,30 @@ def _check_tensor(path: str, name: str, entry: Any, data_start: int, opened: os.
     )
 
 
+def _check_fields(path: str, label: str, entry: Any) -> tuple[str, list[int], list[int]]:
+    """Return the dtype, the sizes and the offsets of an entry."""
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+        raise _malformed(
+            path,
+            label,
+            problem="an incomplete entry",
+            needed="dtype, shape and data_offsets",
+        )
+
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    has_right_types = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS)
+    if not has_right_types or not _are_offsets(offsets):
+        problem = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
+        needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
+        raise _malformed(
+            path,
+            label,
+            problem=problem,
+            needed=needed,
+        )
+    return code, shape, offsets
+
+
 def _make_bytes(name: str, tensor: Tensor, offsets: list[int], opened: os.stat_result) -> Tensor:
     """Return the bytes of a tensor of an unknown dtype: equal bytes are equal numbers of any dtype."""
     start, stop = offsets
@@ -203,6 +214,7 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
                 needed=f"{end}, the end of the previous tensor",
             )
         end = stop
+
     if end != size:
         raise _malformed(
             path,
@@ -239,6 +251,7 @@ def _to_number(text: str) -> Any:
 def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     if KEY not in strings:
         return None
+
     try:
         block = json.loads(strings[KEY])
     except (ValueError, RecursionError) as error:

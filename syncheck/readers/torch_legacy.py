@@ -16,7 +16,7 @@ from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Pickled, Stream, unpickle
-from syncheck.readers.untrusted import open_regular_file
+from syncheck.readers.untrusted import are_strings, open_regular_file
 from syncheck.snapshots import Snapshot
 from syncheck.text import brief
 
@@ -42,10 +42,11 @@ def read(path: str) -> Snapshot:
     Raises MalformedFile for a truncated or inconsistent file, RefusedFile for a pickle that would execute code,
     UnsupportedFormat for another version of the format.
     """
-    with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+    with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         opened = os.fstat(file.fileno())
-        pickled, records = read_stream(Stream(whole), path)
+        pickled, records = read_stream(Stream(mapped), path)
         flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
+
     tensors = {
         name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened)
         for name, location in flat.tensors.items()
@@ -74,6 +75,7 @@ def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
             found=brief(version),
             needed=str(_VERSION),
         )
+
     unpickle(stream, path, "system information")
     storages: dict[str, Storage] = {}
     pickled = unpickle(stream, path, "object", storages)
@@ -83,7 +85,7 @@ def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
 
 def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
     """Locate the bytes of each storage. stream: at the element count of the first storage."""
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+    if not isinstance(keys, list) or not are_strings(keys):
         raise MalformedFile(
             path,
             place="storage keys",
@@ -91,6 +93,7 @@ def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], pat
             needed="strings",
             next_step=_AGAIN,
         )
+
     end, records = len(stream.data), dict[str, Record]()
     for key in keys:
         label = f"storage {key!r:.40}"
@@ -115,6 +118,8 @@ def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], pat
             )
         records[key] = Record(label, start, size)
         stream.position = start + size
+
+    # Each storage of the object must have bytes, or tensors would lack theirs.
     missing = [key for key in storages if key not in records]
     if missing:
         raise MalformedFile(

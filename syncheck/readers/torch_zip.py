@@ -49,6 +49,7 @@ def read(path: str) -> Snapshot:
 
 def _read_several(directory: Directory) -> Snapshot:
     """Open a zip of torch.save files, or raise the error of another kind of zip."""
-    from syncheck.readers import zip_of_files  # a rare format
+    # A rare format.
+    from syncheck.readers import zip_of_files
 
     return zip_of_files.read(directory, FORMAT)

@@ -64,6 +64,7 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
     """Return the constants of the code by name: tensors, and plain values. Raises MalformedFile."""
     if archive.stem + _RECORD not in archive.directory.records:
         return {}, {}
+
     pickled = archive.unpickle_record(_RECORD)
     if not isinstance(pickled.tree, tuple):
         kind = type(pickled.tree).__name__
@@ -74,6 +75,7 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
             needed="a tuple",
             next_step=_AGAIN,
         )
+
     # Their names in the code.
     constants = {f"c{number}": constant for number, constant in enumerate(pickled.tree)}
     flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.rebuilt)
@@ -106,6 +108,7 @@ def _digest_code(archive: Archive) -> str:
         label = _MANGLED.sub("", name.removeprefix(archive.stem))
         # Classes with one name are in several files, or in one file if they are new in the process.
         definitions += [f"{label}\n{definition.strip()}" for definition in _DEFINITION.split(text)]
+
     text = "\0".join(sorted(definitions))
     digest = blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
     return f"{len(definitions)} definitions, blake2b-128 {digest}"

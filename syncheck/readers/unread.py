@@ -129,11 +129,14 @@ def describe_file(path: str, head: bytes) -> Unread | None:
     by_magic = _find_match(_MAGIC, [head])
     if by_magic is not None:
         return by_magic
+
     with open_regular_file(path) as file:
         file.seek(_TAR_OFFSET)
         mark = file.read(len(_TAR_MAGIC))
+
     if mark == _TAR_MAGIC:
         return _describe_tar(path)
+
     # A graph of TensorFlow may start like an ONNX model.
     name = os.path.basename(path).lower()
     by_name = _find_match(_EXTENSIONS, [name])
@@ -142,13 +145,15 @@ def describe_file(path: str, head: bytes) -> Unread | None:
 
 def _describe_tar(path: str) -> Unread | None:
     """Describe a tar archive by the names in it."""
-    import tarfile  # for a rare format
+    # For a rare format.
+    import tarfile
 
     names: list[str] = []
     # A damaged archive is described by the names before the damage; its own program reports the damage.
     with suppress(tarfile.TarError, ValueError, OverflowError, OSError), tarfile.open(path, "r:") as archive:
         for member in islice(archive, _MOST_MEMBERS):
             names += [member.name]
+
     # An archive without names is still an archive.
     names.append("")
     return _find_match(_TAR_MEMBERS, names)

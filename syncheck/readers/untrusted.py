@@ -85,37 +85,42 @@ def are_strings(value: Any) -> TypeGuard[Sequence[str]]:
 
 
 def parse_json_object(
-    raw: bytes, path: str, place: str, next_step: str, *, entry: bytes = b"", finite: bool = False
+    raw: bytes, path: str, label: str, next_step: str, *, entry: bytes = b"", finite: bool = False
 ) -> dict[str, Any]:
     """Parse a JSON object, limiting the number of its parts before parsing, and without duplicate names.
 
-    raw: UTF-8. path, place, next_step: for a MalformedFile. entry: a quoted key of every tensor, to count the tensors.
+    raw: UTF-8.
+    path, label, next_step: for a MalformedFile; the label is the place in the file.
+    entry: a quoted key of every tensor, to count the tensors.
     finite: refuse NaN and Infinity, which are not JSON but which Python accepts.
     """
 
-    def refuse(found: str, needed: str) -> NoReturn:
+    def refuse(problem: str, needed: str) -> NoReturn:
         raise MalformedFile(
             path,
-            place=place,
-            found=found,
+            place=label,
+            found=problem,
             needed=needed,
             next_step=next_step,
         ) from None
 
     if entry and raw.count(entry) > MOST_TENSORS:
         refuse(f"more than {MOST_TENSORS} tensors", "fewer")
+    # Each part of a container follows one of these characters.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
         refuse(f"more than {MOST_OBJECTS} parts", "fewer")
     try:
         # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.
-        found = json.loads(
-            raw.decode(), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant if finite else None
+        content = json.loads(
+            raw.decode(),
+            object_pairs_hook=_refuse_duplicates,
+            parse_constant=_refuse_constant if finite else None,
         )
     except (ValueError, RecursionError) as error:
         refuse(f"invalid JSON: {error!s:.100}", "a JSON object")
-    if not isinstance(found, dict):
-        refuse(type(found).__name__, "a JSON object")
-    return found
+    if not isinstance(content, dict):
+        refuse(type(content).__name__, "a JSON object")
+    return content
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

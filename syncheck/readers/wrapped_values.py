@@ -17,6 +17,7 @@ def unwrap_values(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint whose values have no prefix if its tensors have the prefix of a wrapper."""
     if not snapshot.model_values:
         return snapshot
+
     names = list(snapshot.model_values)
     if any(name.startswith(_PREFIX) for name in snapshot.tensors):
         # A value outside of the wrapped model does not keep the prefix of the tensors.

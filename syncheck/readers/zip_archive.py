@@ -85,6 +85,7 @@ class Directory:
                 needed=needed,
                 next_step=f"it is cut short or damaged: {_AGAIN}",
             ) from None
+
         records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             # A NUL ends the name for other readers.
@@ -96,12 +97,14 @@ class Directory:
                     next_step=_STRANGE,
                 )
             records[info.filename] = info
+
         if len(records) != len(infos):
             raise self.malformed(
                 _LABEL,
                 problem="two records with the same name",
                 next_step=_AGAIN,
             )
+
         first = min((info.header_offset for info in infos), default=0)
         # Several concatenated zips: the directory at the end belongs to the last zip.
         if first != 0:
@@ -146,6 +149,7 @@ class Directory:
                 problem="no such record",
                 next_step=_AGAIN,
             )
+
         self._check_stored(name, info.compress_type, info.flag_bits)
         if info.external_attr & _IS_FOLDER:
             raise self.malformed(
@@ -183,6 +187,7 @@ class Directory:
                 needed="a local header",
                 next_step=_AGAIN,
             )
+
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         self._check_stored(name, method, flags)
         # The sizes are 0 if they follow the data, and the maximum if the extra field contains them.
@@ -201,6 +206,7 @@ class Directory:
                 needed="the same name",
                 next_step=_AGAIN,
             )
+
         data_offset: int = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         return data_offset
 
@@ -280,9 +286,11 @@ class Archive:
                 found=f"a zip with {len(pickles)} records data.pkl",
                 needed="one, as torch.save writes",
             )
+
         self.stem = pickles[0].removesuffix("data.pkl")
         for name in _NUMBERS:
             self._check_number(name)
+
         for name in _BESIDE:
             if self.stem + name in directory.records:
                 directory.locate(self.stem + name)
@@ -292,6 +300,7 @@ class Archive:
         record = self.stem + name
         if record not in self.directory.records:
             return
+
         number = self.directory.read_record(record)
         if not number.strip().isdigit():
             raise self.directory.malformed(
@@ -319,7 +328,8 @@ class Archive:
     def read_text(self, name: str) -> str:
         """Return the text in a record, which may be compressed. name: with the stem. Raises as `zipfile` does."""
         directory = self.directory
-        with zipfile.ZipFile(directory.file) as archive:  # whose directory has been checked
+        # Whose directory has been checked.
+        with zipfile.ZipFile(directory.file) as archive:
             return archive.read(directory.records[name]).decode("utf-8", "replace")
 
     def _is_big_endian(self) -> bool:
@@ -327,6 +337,7 @@ class Archive:
         name = self.stem + "byteorder"
         if name not in self.directory.records:
             return False
+
         order = self.directory.read_record(name)
         if order not in (b"little", b"big"):
             raise self.directory.malformed(
@@ -388,15 +399,17 @@ def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | No
     infos: zipfile's entries of this file.
     Raises ValueError or struct.error if the file became shorter.
     """
-    directory_end = _find_end(file)  # unless zip64 records follow the directory
+    # Unless zip64 records follow the directory.
+    directory_end = _find_end(file)
     start_64 = directory_end - _LOCATOR.size - _END_64.size
     file.seek(max(0, start_64))
     before_end = file.read(min(directory_end, _LOCATOR.size + _END_64.size))
     _, *numbers, _ = _END.unpack(file.read(_END.size))
     end = _End(*numbers)
     has_further_disks = any(info.volume for info in infos)
-    if end.disk or end.first_disk or has_further_disks:
+    if has_further_disks or (end.disk, end.first_disk) != (0, 0):
         return _ONE_DISK
+
     locator = before_end[-_LOCATOR.size :]
     if locator.startswith(_LOCATOR_MAGIC):
         fault = _find_fault_64(locator, before_end, start_64)
@@ -407,10 +420,13 @@ def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | No
         fault = _compare_ends(end, end_64, len(infos))
         if fault is not None:
             return fault
+        # The zip64 record replaces the numbers that the old record cannot hold.
         end, directory_end = end_64, start_64
+    # zipfile finds entries by the size of the directory, torch by their number.
     for count in (end.entries_on_disk, end.entries):
         if count != len(infos):
             return _Fault(f"{len(infos)} records in a directory that lists {count}", "equal numbers")
+
     if end.size + end.offset != directory_end:
         problem = f"a directory of {end.size} bytes at byte {end.offset}"
         return _Fault(problem, f"an end at byte {directory_end}")
@@ -424,13 +440,15 @@ def _find_fault_64(locator: bytes, before_end: bytes, start_64: int) -> _Fault |
     start_64: where they must begin.
     """
     _, disk, start, disk_count = _LOCATOR.unpack(locator)
-    if disk or disk_count != 1:
+    if (disk, disk_count) != (0, 1):
         return _ONE_DISK
     if start != start_64 or not before_end.startswith(_END_64_MAGIC):
         return _Fault(f"a zip64 record at byte {start}", f"one at byte {start_64}, before its locator")
+
     _, length, _, _, disk, first_disk, *_ = _END_64.unpack_from(before_end)
-    if disk or first_disk:
+    if (disk, first_disk) != (0, 0):
         return _ONE_DISK
+
     # The length excludes the signature and itself.
     expected_length = _END_64.size - 12
     if length != expected_length:
@@ -472,6 +490,7 @@ def _find_end(file: BinaryIO) -> int:
     has_no_comment = last_bytes.endswith(b"\0\0")
     if has_no_comment and last_bytes.startswith(_END_MAGIC):
         return size - _END.size
+
     start = max(0, size - _SHORT - 1 - _END.size)
     file.seek(start)
     return start + file.read().rindex(_END_MAGIC)

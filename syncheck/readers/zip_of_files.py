@@ -37,6 +37,7 @@ def read(directory: Directory, format_name: str) -> Snapshot:
             files.add(name)
         except CheckpointError as error:
             raise type(error)(directory.path, place=name, found=error.reason) from None
+
     directory.check_overlaps()
     flat = flatten(files.tree, directory.path, files.pickled_bytes, files.rebuilt)
     tensors = {name: files.locate(name, location) for name, location in flat.tensors.items()}
@@ -69,6 +70,7 @@ def _list_files(directory: Directory) -> list[str]:
             needed=NEEDED,
             next_step=unread.next_step,
         )
+
     # A file of weights that is not read must not be missing from the comparison.
     for name in candidates:
         if name not in names:

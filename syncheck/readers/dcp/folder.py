@@ -50,6 +50,7 @@ def _with_extras(snapshot: Snapshot) -> Snapshot:
     paths = [path for path in possible_paths if os.path.lexists(path)]
     if not paths:
         return snapshot
+
     assembly = Assembly(snapshot.path, snapshot.format)
     assembly.add(snapshot)
     for path in paths:
@@ -211,8 +212,10 @@ class _Records:
         if entry.shape is None and not _is_zip(file, chunk):
             self._add_unknown(name)
             return
+
         view = io.BufferedReader(FileRange(file, chunk.offset, chunk.length))
         path = os.path.join(self.folder, chunk.file)
+        # Each record is a complete zip, whose offsets count from its own start.
         archive = Archive(Directory(view, path, chunk.offset))
         pickled = archive.unpickle()
         if entry.shape is None:
@@ -267,6 +270,7 @@ class _Records:
         """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
         if entry.shape is None:
             return self.objects[name]
+
         location = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
         self.tensors[id(location)] = self._combine_shards(name, entry)
         # Keeps the location alive, so that its id stays unique.
@@ -396,13 +400,16 @@ def _convert(node: Any) -> Any:
     """Convert branches to lists, and to state dicts of optimizers."""
     if not isinstance(node, _Branch):
         return node
+
     parts = {key: _convert(part) for key, part in node.items()}
+    # torch flattens lists too, with the indexes as keys.
     if _are_indexes(parts):
         return [parts[i] for i in range(len(parts))]
     if any(str(key).startswith(_GROUPS) for key in parts):
         if all(_is_flat_key(key) for key in parts):
             return _unflatten(parts)
         return parts
+
     has_groups = isinstance(parts.get("param_groups"), list)
     if has_groups and parts.keys() <= {"state", "param_groups"}:
         return _restore_optimizer(parts)
@@ -461,6 +468,7 @@ def _unflatten(parts: dict[str, Any]) -> dict[str, Any]:
     for parameter, settings_of_parameter in settings.items():
         items = sorted(settings_of_parameter.items())
         group_key = tuple((name, _make_comparable(value, parameter)) for name, value in items)
+        # The first parameter of a group determines the order of its settings.
         group = groups.setdefault(group_key, {**settings_of_parameter, "params": []})
         group["params"].append(parameter)
     return {"state": state, "param_groups": list(groups.values())}

@@ -86,6 +86,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
             METADATA,
             problem="no state_dict_metadata or storage_data",
         )
+
     planner_data = fields.get("planner_data")
     paths = planner_data if isinstance(planner_data, dict) else {}
     locations = _locate_chunks(storage_data, folder)
@@ -211,10 +212,12 @@ def _check_entry(name: str, path: tuple[str | int, ...], description: Any, locat
             label,
             problem=f"a tensor of size {brief(shape)} in chunks {brief(pickled_chunks)}",
         )
+
     chunks = []
     for pickled_chunk in pickled_chunks:
         start, size = _check_box(pickled_chunk, shape, label, folder)
-        if 0 in size:  # with more ranks than rows, some chunks are empty
+        # With more ranks than rows, some chunks are empty.
+        if 0 in size:
             continue
         if (name, start) not in locations:
             raise _malformed(
@@ -223,6 +226,8 @@ def _check_entry(name: str, path: tuple[str | int, ...], description: Any, locat
                 problem=f"the record of its chunk at {list(start)} is not listed",
             )
         chunks.append(Chunk(start, size, *locations[name, start]))
+
+    # The order of chunks depends on the ranks that saved them.
     chunks.sort(key=_start_of)
     fault = find_fault(shape, [(chunk.start, chunk.shape) for chunk in chunks])
     if fault:
@@ -245,6 +250,7 @@ def _check_box(pickled_chunk: Any, shape: tuple[int, ...], label: str, folder: s
     start, size = fields.get("offsets"), fields.get("sizes")
     if _are_sizes(start) and _are_sizes(size) and len(start) == len(size) == len(shape):
         return start, size
+
     problem = f"a chunk of size {brief(size)} at {brief(start)} of a tensor of size {list(shape)}"
     raise _malformed(
         folder,
@@ -257,9 +263,11 @@ def _read_dtype(properties: Any) -> DType | None:
     """Return the saved dtype, or None if it is not supported."""
     if not isinstance(properties, Inert) or not properties.arguments:
         return None
+
     state = properties.arguments[-1]
     if not isinstance(state, tuple) or not state:
         return None
+
     dtype = getattr(state[0], "dtype", None)
     return dtype if isinstance(dtype, DType) else None
 

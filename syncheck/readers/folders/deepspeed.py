@@ -69,6 +69,7 @@ def read(folder: str) -> Snapshot:
             needed="a checkpoint as DeepSpeed saves it",
             next_step="pass the folder that it was converted from, such as global_step500/",
         )
+
     names = os.listdir(folder)
     models = match_in_order(_MODEL, names)
     optimizers = match_in_order(_OPTIMIZER, names)
@@ -80,6 +81,7 @@ def read(folder: str) -> Snapshot:
     rank_files = [match for match in models if match.string.startswith("zero_pp_rank_")]
     if len(rank_files) > 1:
         assembly.notes.append(Note.RANKS_IN_FOLDER())
+    # The partitions of one ZeRO group are disjoint: they are no replicas.
     shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_zero_partition(match))
     return replace(assembly.snapshot(), shard_labels=shards)
 

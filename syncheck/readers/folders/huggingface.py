@@ -63,6 +63,7 @@ def _read_index(path: str) -> Snapshot:
     tensors_by_file: dict[str, list[str]] = {}
     for tensor, file in weight_map.items():
         tensors_by_file.setdefault(file, []).append(tensor)
+
     assembly = Assembly(folder, "")
     for file, tensors in sorted(tensors_by_file.items()):
         file_path = os.path.join(folder, file)
@@ -83,6 +84,8 @@ def _read_index(path: str) -> Snapshot:
                 needed=f"{len(tensors)} tensors in that file",
             )
         assembly.add(part)
+
+    # The index is a part of the checkpoint, too.
     assembly.bytes += os.stat(path).st_size
     # In the order of the index, which is the model's if the writer did not sort it.
     assembly.tensors = {tensor: assembly.tensors[tensor] for tensor in weight_map}
@@ -123,6 +126,7 @@ def _read_weight_map(path: str) -> dict[str, str]:
             needed="a file name for each tensor",
             next_step=_AGAIN,
         )
+
     for tensor, file in weight_map.items():
         if not _is_below(file):
             raise _malformed(
@@ -164,9 +168,11 @@ def matches_folder(folder: str) -> bool:
     names = os.listdir(folder)
     if any(_INDEX.fullmatch(name) for name in names):
         return True
+
     has_other_states = any(_matches_any(_BESIDE, name) for name in names)
     if has_other_states and _PROGRESS in names:
         return True
+
     has_companion = has_other_states or not _COMPANIONS.isdisjoint(names)
     return has_companion and has_weights(names)
 
@@ -194,6 +200,8 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
             label = _choose_label(prefix, match[1] or "", is_single=len(matches) == 1)
             part = read_file(os.path.join(folder, match.string))
             assembly.add(part, _make_rename(prefix, label))
+
+    # Only then does the order of the parameters show the ids of the optimizer.
     if in_model_order:
         _name_parameters(assembly)
     if _PROGRESS in names:
@@ -216,7 +224,8 @@ def _choose_label(prefix: str, number: str, *, is_single: bool) -> str:
         if is_first or prefix in _OF_RANKS:
             return ""
     if number or prefix == "rng_state":
-        return number  # empty for rng_state.pth, which belongs to a single process
+        # Empty for rng_state.pth, which belongs to a single process.
+        return number
     # Among several files, the one without a number is the first.
     return "0"
 
@@ -244,13 +253,14 @@ def _add_weights(assembly: Assembly, names: list[str]) -> bool:
     chosen_files = _choose_weights(names)
     for model, name in chosen_files.items():
         part = _read_weights(os.path.join(assembly.folder, name))
-        if model == next(iter(chosen_files)) and not _is_numbered(name):
-            assembly.add(part)
-        else:
-            assembly.add(part, _make_rename(model))
+        is_first = model == next(iter(chosen_files)) and not _is_numbered(name)
+        rename = str if is_first else _make_rename(model)
+        assembly.add(part, rename)
+
     _add_further_weights(assembly, names, chosen_files)
     if len(chosen_files) != 1:
         return False
+
     (name,) = chosen_files.values()
     return _WEIGHTS.fullmatch(name) is not None and name.endswith(".bin")
 
@@ -306,6 +316,7 @@ def _find_model(name: str) -> str | None:
     index = _INDEX.fullmatch(name)
     if index is not None:
         return index["stem"].removeprefix("pytorch_")
+
     weights = _WEIGHTS.fullmatch(name)
     if weights is not None:
         return weights["stem"].removeprefix("pytorch_") + (weights["number"] or "")

@@ -48,6 +48,7 @@ def read(folder: str) -> Snapshot:
         for name in _list_files(rank_folder):
             parts.append(Part(os.path.join(rank_folder, name), label, _FILES[name]))
         numbers.append(list_numbers(rank["numbers"]))
+
     assembly = read_parts(folder, FORMAT, parts)
     assembly.notes += note_missing_parts(numbers, "model-parallel parts")
     return assembly.snapshot()
@@ -59,6 +60,7 @@ def _list_files(rank_folder: str) -> list[str]:
         present_names = set(os.listdir(rank_folder))
     except OSError as error:
         raise UnreadableFile.because(rank_folder, error) from None
+
     names = [name for name in _FILES if name in present_names]
     if not names:
         raise MalformedFile(

@@ -17,6 +17,7 @@ def require(condition: bool, problem: str, *values: Any) -> None:
     """
     if condition:
         return
+
     if values:
         problem = problem.format(*[brief(value) for value in values])
     raise pickle.UnpicklingError(problem)

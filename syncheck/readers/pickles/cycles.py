@@ -47,6 +47,7 @@ def find_owners(roots: Sequence[Any], list_containers: Callable[[Any], list[tupl
     graph = _Graph(list_containers)
     for root in roots:
         graph.add(root)
+
     # The parts of a cycle lead to it, and are reached from it.
     looped = _strip(graph.edges) & _strip(graph.backwards)
     return Owners({node: graph.entries[node] for node in looped})
@@ -65,6 +66,7 @@ class _Graph:
         """Add a root and all containers below it, breadth first, so that entries have the shortest paths."""
         if id(root) in self.entries:
             return
+
         self._enter(root, None)
         waiting = deque([root])
         while waiting:
@@ -89,6 +91,7 @@ def _strip(edges: dict[int, list[int]]) -> set[int]:
     # A sorter with a cycle still returns all nodes that do not lead to it.
     with suppress(CycleError):
         sorter.prepare()
+
     remaining = set(edges)
     ready = sorter.get_ready()
     while ready:

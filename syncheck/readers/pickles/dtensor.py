@@ -91,6 +91,7 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
         return _rebuild_sharded_tensor(kind, args, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return _add_state(call(*args), state)
+
     reason = Refusal.SUBCLASS(name=brief(getattr(kind, "name", kind), 80))
     return tensor_in_parts(reason, {"class": kind, "given": args, "state": state})
 
@@ -101,6 +102,7 @@ def _rebuild_dtensor(args: Any, attributes: dict[Any, Any]) -> Compound:
     for name in ("_local_tensor", "_spec"):
         if name in attributes:
             replaced[name] = attributes.pop(name)
+
     try:
         tensor = _read_local_tensor(args, replaced.get("_local_tensor"), replaced.get("_spec"))
     except _Unknown:
@@ -167,11 +169,13 @@ def _format_placement(placement: Any) -> str:
     if name.endswith("Partial"):
         operation = _get_field(placement, "reduce_op")
         return f"P({operation})" if isinstance(operation, str) else "P"
+
     dim = _get_field(placement, "dim")
     _require(type(dim) is int)
     _require(name in ("Shard", "_StridedShard"))
     if name == "Shard":
         return f"S({dim})"
+
     split_factor = brief(_get_field(placement, "split_factor"))
     return f"_S({dim}, {split_factor})"
 
@@ -183,6 +187,7 @@ def _apply_order(placements: tuple[str, ...], sizes: tuple[int, ...], order: Any
     """
     if not isinstance(order, tuple):
         return placements
+
     strided = list(placements)
     for pickled_pair in order:
         _require(isinstance(pickled_pair, Inert))
@@ -232,6 +237,7 @@ def _read_root_coordinate(mesh: Inert, names: tuple[str, ...]) -> tuple[tuple[st
     root = _get_field(mesh, "_root_mesh")
     if not isinstance(root, Inert):
         return ()
+
     coordinate = _check_numbers(_get_field(root, "_coordinate_on_dim"))
     named_coordinate = zip(_read_names(root), coordinate, strict=False)
     return tuple((name, index) for name, index in named_coordinate if name not in names)
@@ -285,6 +291,7 @@ def _read_dims(layout: Any) -> list[_Dim]:
     axes = _get_field(layout, "axes")
     if axes is not None:
         return [_make_dim(_get_field(axis, "shape"), _get_field(axis, "stride")) for axis in _as_list(axes)]
+
     # Until torch 2.12, one layout had the shapes and strides of all dimensions.
     shapes = _as_list(_get_field(layout, "shape"))
     strides = _as_list(_get_field(layout, "stride"))
@@ -433,6 +440,7 @@ def _get_field(pickled: Any, *names: str) -> Any:
     """Return the first of the named attributes that an inert object has, or None."""
     if not isinstance(pickled, Inert):
         return None
+
     for argument in pickled.arguments:
         attributes = attributes_of(argument)
         for name in names:

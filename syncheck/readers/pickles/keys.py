@@ -29,7 +29,8 @@ class UnboundedKey(Exception):
 def to_plain(value: Any) -> Any:
     """Return a value for comparing and printing: integers beyond the range of floats become hexadecimal text."""
     if isinstance(value, complex):
-        return complex(value)  # without the stand-in's hash
+        # Without the stand-in's hash.
+        return complex(value)
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return Huge(hex(value))
     return value
@@ -63,6 +64,7 @@ def _list_arguments(key: Inert) -> list[Any]:
             arguments += argument.items()
         else:
             arguments.append(argument)
+
     if key.items or len(arguments) > _MOST_ARGUMENTS:
         return []
 
@@ -97,6 +99,7 @@ class _Writer:
             return str(to_plain(value))
         if isinstance(value, (str, bytes, bytearray, float, complex, type(None))):
             return repr(value)
+
         type_name = getattr(value, "name", "") or type(value).__name__
         return f"<{type_name}>"
 
@@ -109,6 +112,7 @@ def _write_container(container: Any, parts: list[str]) -> str:
         return f"({', '.join(parts)}{end}"
     if isinstance(container, list):
         return f"[{', '.join(parts)}]"
+
     elements = ", ".join(sorted(parts))
     if isinstance(container, frozenset):
         return f"frozenset({{{elements}}})" if parts else "frozenset()"

@@ -99,7 +99,8 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
     while position < end and objects <= most:
         run_start = position
         run = _RUN.match(data, run_start)
-        assert run is not None  # because a run may be empty
+        # Because a run may be empty.
+        assert run is not None
         position = run.end()
         bytes_in_runs += position - run_start
         if bytes_in_runs > _FEW_OPCODES:
@@ -130,6 +131,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
             position += 1 + _PUT_INDEX
         else:  # STOP, or no opcode
             break
+
     fault = f"it has more than {most} objects" if objects > most else ""
     return Scan(fault, slow, end - start)
 
@@ -146,6 +148,7 @@ def _find_memo_fault(data: bytes | mmap, position: int, start: int) -> str:
     if data[position] == ord("p"):
         line = bytes(data[position + 1 : position + 20])
         return f"it stores object {line!r}, beyond six digits"
+
     index = int.from_bytes(data[position + 1 : position + 1 + _PUT_INDEX], "little")
     if index > max(_FEW, position - start):
         return f"it stores object {index} after {position - start} bytes"
@@ -156,7 +159,8 @@ def check_nesting(*arguments: Any) -> None:
     """Check the arguments of a call. Raises UnpicklingError for tuples with more than MOST_PARTS nested parts."""
     for argument in arguments:
         if isinstance(argument, (tuple, frozenset)):
-            for part in argument:  # usually a few numbers
+            # Usually a few numbers.
+            for part in argument:
                 if isinstance(part, (tuple, frozenset)):
                     _count_parts(argument)
                     break

@@ -81,6 +81,7 @@ def locate_tensor(
     if extent.size > max(record.size, _MOST_VIEWED):
         refused = Refusal.HUGE_VIEW(stored=record.size, shown=extent.size)
         return _describe_refused(name, location, path, refused, location.strides)
+
     is_in_file = record.data is None
     return Tensor(
         name=name,
@@ -126,6 +127,7 @@ def _list_checksums(record: Record, extent: _Extent) -> dict[str, Any]:
     """Return the checksums of a tensor, as fields of `Tensor`."""
     if not record.crc32:
         return {}
+
     checksums: dict[str, Any] = {"record": (record.crc32, record.start, record.size)}
     # The checksum of a record is the checksum of a tensor only if the tensor has all of its bytes, each once.
     if extent.start == 0 and extent.end == extent.size == record.size:
@@ -137,7 +139,8 @@ def _measure(location: TensorLocation, dtype: DType) -> _Extent:
     """Return the bytes of a tensor in the record of its storage."""
     shape, strides = location.shape, location.strides
     start = location.offset * dtype.size
-    if len(shape) == 1:  # a shortcut for the most frequent shape
+    # A shortcut for the most frequent shape.
+    if len(shape) == 1:
         elements, last = shape[0], (shape[0] - 1) * strides[0]
     else:
         elements, last = math.prod(shape), 0
@@ -159,6 +162,7 @@ def _check_record(
             needed=f"{extent.end} bytes for {dtype.name} {list(location.shape)}",
             next_step=_AGAIN,
         )
+
     assert location.storage is not None
     numel = location.storage.numel
     itemsize = location.storage.itemsize or dtype.size

@@ -39,6 +39,7 @@ def match_parameters(
     ids = list_ids(state)
     if not ids or not _are_ids(ids):
         return {}
+
     groups = [_as_list(group, "params") for group in state["param_groups"]]
     # If the ids match the tensors outside of `ema` and similar keys, the tensors below these keys are averages.
     without_averages = [name for name in ordered if not is_average_key(name.partition(".")[0])]
@@ -86,6 +87,7 @@ def find_stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> di
         return {key: key for key in ids}
     if not _are_ids(ids):
         return {}
+
     names_in_groups = _join_groups(state, "param_names")
     described_names = () if metadata is None else metadata.optimizer_parameters
     for names in (names_in_groups, described_names):
@@ -107,6 +109,7 @@ def list_members(ids: Sequence[Any], names: Mapping[Any, str], *, ordered: bool)
     if names:
         short_names = normalize(names.values())
         return "params", sorted(short_names[names[key]] for key in ids)
+
     positions = [keys.to_text(key) for key in ids]
     if not ordered:
         # By number, so that a rank whose ids are matched to names has the same list as a rank whose ids are not.
@@ -144,8 +147,10 @@ def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[s
         shapes_by_id.setdefault(int(match["id"]), set()).add(shape)
 
     ids = range(len(shapes_by_id))
+    # Ids are consecutive numbers from 0; with gaps, states or parameters are missing.
     if groups != 1 or shapes_by_id.keys() != set(ids):
         return {}
+
     parameters = _align([shapes_by_id[key] for key in ids], list_parameters(models, None), shapes)
     if not parameters:
         return {}
@@ -174,12 +179,14 @@ def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[st
     """
     if len(states) == len(ordered):
         return list(ordered) if _all_fit(states, ordered, models) else []
+
     single_names = [[name] for name in ordered]
     modules = [list(names) for _, names in groupby(ordered, _name_module)]
     for runs in (single_names, modules):
         first = _choose_first(states, runs, models)
         last = _choose_last(states, runs, models)
         complete = [names for names in (first, last) if len(names) == len(states)]
+        # If only one direction fits, its names are still the only ones that fit completely.
         if complete and complete[0] == complete[-1]:
             return complete[0]
     return []

@@ -90,9 +90,11 @@ def _check_view(
     require(dtype is view.dtype, problem, view.size)
     if 0 in shape:
         return
+
     last = offset
     for size, stride in zip(shape, strides, strict=True):
         last += (size - 1) * stride
+
     require(last < view.size, problem, view.size)
 
 
@@ -120,12 +122,15 @@ def _rebuild_tensor_v3(
 ) -> TensorLocation:
     if not isinstance(dtype, DTypeName):
         return refused_tensor(Refusal.UNKNOWN_DTYPE(), shape)
+    # The storage is untyped, so the dtype is an argument.
     if dtype.dtype is not None:
         return _tensor_in_storage(storage, offset, shape, strides, dtype.dtype, bits)
+
     reason = Refusal.DTYPE(name=dtype.name)
     raw_dtype = DTYPES.get(RAW_DTYPES.get(dtype.name, ""))
     if raw_dtype is None:
         return refused_tensor(reason, shape)
+
     # The numbers of other dtypes are unknown here, but equal bytes are equal numbers.
     raw = _tensor_in_storage(storage, offset, shape, strides, raw_dtype, None)
     pending = ",".join(_list_pending(bits))
@@ -378,6 +383,7 @@ class _NumpyArray(Compound):
 
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
+
         strides = contiguous_strides(shape)
         if is_fortran:
             strides = tuple(math.prod(shape[:i]) for i in range(len(shape)))
@@ -417,9 +423,11 @@ def _read_scalar(kind: Any, data: Any = None) -> Any:
     data = restore_bytes(data)
     if not isinstance(kind, NumpyDType) or not isinstance(data, bytes):
         return None
+
     number = kind.unpack(data)
     if number is not None:
         return number
+
     has_own_details = not kind.details.keys().isdisjoint(("metadata", "fields"))
     return {"bytes": data, "dtype": kind} if has_own_details else data
 

@@ -31,7 +31,8 @@ class _Immutable:
     """
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"  # without an address, which differs between ranks
+        # Without an address, which differs between ranks.
+        return f"<{type(self).__name__}>"
 
     def __setstate__(self, state: Any) -> None:
         raise pickle.UnpicklingError(f"the pickle sets attributes of a {type(self).__name__}")
@@ -66,6 +67,7 @@ class Storage(_Immutable):
             return refused_tensor(Refusal.UNKNOWN_STORAGE())
         if self.dtype is not None:
             return TensorLocation(self, self.dtype, self.start, (self.size,), (1,))
+
         start = self.start * self.itemsize
         size = self.size * self.itemsize
         return TensorLocation(self, DTYPES["uint8"], start, (size,), (1,))
@@ -140,6 +142,7 @@ def attributes_of(state: Any) -> dict[Any, Any]:
         return dict(state)
     if not _is_state_with_slots(state):
         return {"state": state} if state else {}
+
     attributes: dict[Any, Any] = {}
     for part in state:
         if part is not None:
@@ -295,6 +298,7 @@ def name_class(value: Any) -> str:
     """Return the full name of a class that a pickle names, or of the class of an object."""
     if isinstance(value, TensorLocation):
         return "torch.Tensor"
+
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, Inert):
         return str(getattr(kind, "name", ""))
@@ -312,7 +316,8 @@ class Ordered(dict[Any, Any]):
     attributes: Any
 
     def __init__(self, *pairs: Any) -> None:
-        if pairs:  # torch passes none
+        # torch passes none.
+        if pairs:
             super().__init__(_check_pairs(pairs[0]))
 
     def __setstate__(self, state: Any) -> None:
@@ -369,4 +374,5 @@ class Complex(complex):
     __slots__ = ()
 
     def __hash__(self) -> int:
-        return hash(repr(self + 0))  # hashes of strings are randomized; + 0 makes -0.0 equal to 0.0
+        # Hashes of strings are randomized; + 0 makes -0.0 equal to 0.0.
+        return hash(repr(self + 0))

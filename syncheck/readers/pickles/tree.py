@@ -84,6 +84,7 @@ class Flat:
         has_long_names = self.letters > MAX_LETTERS
         if self.nodes <= self.most and not has_long_names:
             return
+
         problem = "containers unfold without end"
         # At the absolute limit, the file may really contain this many parts.
         if self.most == untrusted.MOST_ENTRIES and not has_long_names:
@@ -136,6 +137,7 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES, rebuilt: Sequence[Tenso
 def _flatten_all(tree: Any, path: str, flat: Flat, rebuilt: Sequence[TensorLocation]) -> Flat:
     """Flatten the tree, and the rebuilt tensors outside of it."""
     _flatten(tree, path, flat)
+    # Two tensors of one name: start again, with the keys of model containers in all names.
     if not flat.repeated.keys().isdisjoint(flat.tensors):
         flat = Flat(most=flat.most, whole_names=True, owners=flat.owners)
         _flatten(tree, path, flat)
@@ -186,6 +188,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     _walk([("", tree)], flat, path, optimizers)
     if not optimizers:
         return
+
     models = {name: location.full_shape for name, location in flat.tensors.items()}
     ordered = list_parameters(models, flat.metadata)
     is_only = len(optimizers) == 1
@@ -197,8 +200,10 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         if is_only and not stored_names and len(names) < max(len(ordered), 1):
             flat.numbered = _name_ids(state, names)
         parts = _name_optimizer_parts(state, prefix, names, stored_names)
+        # A list of members is one value, but as long as the names of all its members.
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
         flat.count(path, prefix, len(parts))
+        # Optimizers within an optimizer are not optimizers of the checkpoint.
         _walk(parts, flat, path)
 
 
@@ -214,6 +219,7 @@ def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
     lost = [location for location in rebuilt if id(location) not in reached]
     if not lost:
         return
+
     _reach_hidden([*flat.tensors.values(), *rebuilt], reached)
     for location in lost:
         if id(location) not in reached:
@@ -227,6 +233,7 @@ def _reach_hidden(tensors: Sequence[TensorLocation], reached: set[int]) -> None:
     waiting: list[Any] = []
     for compound in [tensor for tensor in tensors if isinstance(tensor, Compound)]:
         waiting += compound.hidden
+
     while waiting:
         node = waiting.pop()
         if id(node) in reached:
@@ -274,10 +281,12 @@ def _add_leaf(node: _Node, flat: Flat) -> bool:
     if isinstance(node.content, Storage):
         flat.add_tensor(node.name, node.content.as_tensor())
         return True
+
     is_plain = isinstance(node.content, _PLAIN)
     value = keys.to_plain(node.content) if is_plain else name_of_object(node.content)
     if value is None and not is_plain:
         return False
+
     flat.add_value(node.name, value, node.membership)
     return True
 
@@ -303,6 +312,7 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
     # A shortcut for most tensors, which have no further content.
     if type(node.content) is TensorLocation:
         return []
+
     parts = _list_counted_parts(node, flat, path)
     if isinstance(node.content, TensorLocation):
         prefix = f"{node.name or 'tensor'}."
@@ -336,6 +346,7 @@ def _list_counted_parts(node: _Node, flat: Flat, path: str) -> list[tuple[str, A
     # A tensor without further content, or a rebuild function that nothing used.
     if parts is None:
         return []
+
     # An empty tuple is the shape of a scalar.
     if node.content == () and node.name.startswith(_SHAPES):
         flat.values[flat.unique_name(node.name, flat.values)] = "()"
@@ -406,6 +417,7 @@ def _name_optimizer_parts(
     for key, entries in state["state"].items():
         parameter = names.get(key) or keys.to_text(key)
         parts.append((f"{prefix}.{parameter}", entries))
+
     for number, group in enumerate(state["param_groups"]):
         group_prefix = f"{prefix}.param_groups.{number}"
         settings = children(group)
@@ -414,6 +426,7 @@ def _name_optimizer_parts(
             continue
         for setting, value in settings:
             parts += _name_setting(setting, value, group_prefix, stored_names, ordered=not names)
+
     # Optimizers that wrap another one store more, like the slow weights of Lookahead.
     further_keys = [key for key in state if key not in ("state", "param_groups")]
     parts += [(f"{prefix}.{keys.to_text(key)}", state[key]) for key in further_keys]

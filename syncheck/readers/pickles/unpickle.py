@@ -108,6 +108,7 @@ class _Rules:
 
         if len(full_name) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full_name)} characters")
+        # Protocols before 4 have no names with dots.
         if full_name == "builtins.getattr":
             return StandIn(self._get_attribute)
         if full_name == "torch.storage._load_from_bytes" and self.load_storage is not None:
@@ -147,10 +148,12 @@ class _Rules:
         """
         if len(arguments) != 2 or not _is_attribute_name(arguments[1]):
             raise self._refuse("builtins.getattr")
+
         owner, name = arguments
         owner_name = name_class(owner)
         if is_refused_attribute(owner_name, name):
             raise self._refuse(f"builtins.getattr(..., {name!r})")
+
         stub = self._make_stub(f"{owner_name}.{name}")
         return stub if isinstance(owner, type) else stub(owner)
 
@@ -180,9 +183,11 @@ class _Rules:
         require(isinstance(location, (str, bytes)), "invalid storage class or location in {}", pid)
         require(isinstance(kind, (StorageType, type)), "invalid storage class or location in {}", pid)
 
+        # The location is a device, on which the storage was; the bytes are in the file.
         storage = self._make_storage(kind, key, numel)
         if self.storages is None:
             return storage
+
         self.storages.setdefault(key, storage)
         require(key not in self.views, "a storage with the key of a view, in {}", pid)
         if pid[5] is None:
@@ -290,6 +295,7 @@ def unpickle(
             found=f"the pickle would take all memory or time: {scanned.fault}",
             next_step="no library writes this; check the origin of the file",
         )
+
     options = _Options(key_prefix, load_storage)
     kind = _CheckedUnpickler if scanned.slow else _Unpickler
     unpickler: Any = kind(source, path, label, storages, options)
