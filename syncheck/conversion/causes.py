@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.conditions import (
-    are_readable,
     are_weights,
     are_whole,
     differ_widely,
+    have_floats,
     have_many_elements,
     have_same_dtype,
     have_same_shape,
@@ -26,7 +26,7 @@ from syncheck.conversion.merges import relate_merge
 from syncheck.conversion.missing_scales import relate_fitted, relate_unscaled
 from syncheck.conversion.model_pairs import FEW, Models
 from syncheck.conversion.operations import relate_operation
-from syncheck.conversion.other_positions import relate_boxes, relate_elsewhere
+from syncheck.conversion.other_positions import relate_elsewhere, relate_shards
 from syncheck.conversion.quantized import relate_quantized
 from syncheck.conversion.rounding_grids import relate_grid
 from syncheck.conversion.row_relations import relate_columns, relate_copies, relate_rows
@@ -59,24 +59,24 @@ class Step(NamedTuple):
 _PROOFS = (
     Step(relate_copies, (have_same_dtype, have_many_elements, are_whole)),
     Step(relate_operation),
-    Step(relate_local, (have_same_shape, have_many_elements, are_readable)),
+    Step(relate_local, (have_same_shape, have_many_elements, have_floats)),
     Step(relate_stored),
     Step(relate_unscaled, (have_same_shape,)),
     Step(relate_tied, (differ_widely,)),
     Step(relate_elsewhere, (differ_widely,)),
-    Step(relate_boxes, (have_same_dtype,)),
+    Step(relate_shards, (have_same_dtype,)),
     Step(relate_rows, (are_whole,)),
     Step(relate_columns, (have_same_shape, have_same_dtype, have_many_elements, are_whole)),
 )
 _FITS = (
     Step(relate_merge, (differ_widely, are_weights)),
     Step(relate_quantized, (differ_widely, are_weights, have_same_shape)),
-    Step(relate_grid, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_constants, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, are_readable)),
+    Step(relate_grid, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_constants, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_floats)),
     Step(relate_untied, (differ_widely, are_weights)),
-    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, are_readable)),
+    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, have_floats)),
 )
 
 

@@ -132,11 +132,11 @@ def _rename_sides(
 
     models: the tensors of the sides, without names that are ambiguous.
     """
-    divided_names: set[str] = set()
+    split_names: set[str] = set()
     for side, tensors in zip(sides, models, strict=True):
         if side.adapter is not None:
-            divided_names |= side.adapter.find_divided(names, tensors, variables)
-    mapped, coverage_notes = apply_map(names, models, variables, frozenset(divided_names))
+            split_names |= side.adapter.find_split_tensors(names, tensors, variables)
+    mapped, coverage_notes = apply_map(names, models, variables, frozenset(split_names))
     check_ignored(names, models, mapped, files)
     counts = [len(tensors.keys() - model.tensors.keys()) for tensors, model in zip(models, mapped, strict=True)]
     map_note = Note.MAP(map=names.title, count=counts[0], others=counts[1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.layout import views
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.clustering import cluster_replicas
@@ -66,7 +66,7 @@ class Models:
         """Return a view in the dtype of a tensor of B: itself if the dtypes are equal, None if it has no floats."""
         if view.dtype == b.dtype:
             return view
-        if not is_readable(view) or not is_readable(b):
+        if not are_readable(view, b):
             return None
         return convert(view, (b.dtype,), self.files)
 
@@ -122,6 +122,16 @@ class Models:
             if view is not None:
                 names_by_probe[self.probe(view)].append(name)
         return names_by_probe
+
+
+def find_different_dim(a: Tensor, b: Tensor) -> int | None:
+    """Return the only dimension in which two shapes differ; None if they differ in several, or in their number."""
+    if len(a.shape) != len(b.shape):
+        return None
+    different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
+    if len(different_dims) != 1:
+        return None
+    return different_dims[0]
 
 
 def _view(tensor: Tensor, *, transposed: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Maps of names: bring the tensors of two models to one set of names and layouts.
 
-A map is a table of rules. Each rule divides a stored tensor into its *parts*: the tensors of the same data in the files
-that divide it most, which are those of Hugging Face for language models. All rules apply to both models, so a table
+A map is a table of rules. Each rule splits a stored tensor into its *parts*: the tensors of the same data in the files
+that split it most, which are those of Hugging Face for language models. All rules apply to both models, so a table
 with the names of several libraries maps each of them to each other. Parts are views: no data is read or copied.
 
 Every operation is documented at its field of `Rule`; docs/same-model.md explains the file format.
@@ -13,13 +13,13 @@ import json
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.templates import Template, parse_template
 from syncheck.layout import views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -85,6 +85,17 @@ class Rule:
         return self.transpose and self.parts == (self.name,)
 
 
+class RuleMatch(NamedTuple):
+    """The rule of a map for a stored tensor."""
+
+    name: str
+    """The name of the tensor."""
+    rule: Rule
+    """The first rule that applies to the name."""
+    values: dict[str, str]
+    """The values of the placeholders in the name."""
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A table of rules."""
@@ -112,6 +123,13 @@ class NameMap:
         if position < len(self.rules):
             return self.rules[position], {}
         return None
+
+    def match_names(self, names: Iterable[str]) -> Iterator[RuleMatch]:
+        """Yield the rule of each stored tensor that has one."""
+        for name in names:
+            match = self.find_rule(name)
+            if match is not None:
+                yield RuleMatch(name, *match)
 
     @cached_property
     def _templates(self) -> list[tuple[int, Template]]:
@@ -194,7 +212,7 @@ def _split_one(
     parts = [tensor]
     # A tensor with one name may have any shape, even none.
     if len(rule.parts) > 1 or rule.rotary:
-        parts = _divide(rule, tensor, variables)
+        parts = _split_groups(rule, tensor, variables)
     if len(parts) != len(rule.parts):
         return None
     named_parts = {}
@@ -209,7 +227,7 @@ def _split_one(
     return named_parts
 
 
-def _divide(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
+def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
     """Return the parts of a tensor along the dimension of a rule; none if the rule does not fit its shape."""
     if rule.dim >= len(tensor.shape):
         return []
