@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
@@ -213,6 +213,13 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     if is_complete and is_contiguous(tensor.shape, tensor.strides):
         return data
     return None
+
+
+def are_finite(x: Any, y: Any) -> bool:
+    """Whether two arrays of floats have neither NaN nor infinity."""
+    import numpy as np
+
+    return bool(np.isfinite(x).all() and np.isfinite(y).all())
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
