@@ -114,18 +114,14 @@ class Adapter:
         parts = self._find_parts(group)
         base, partner = tensors.get(group.target), partners.get(group.target)
         settings = self._find_settings(next(iter(parts.values())))
-        module = group.target.rpartition(".")[0]
-        if base is None:
-            # A tensor that the adapter adds to the model, like a new head.
-            if group.kind == "saved" and partner is not None:
-                return replace(parts["new"], name=group.target)
-            return AdapterProblem.NO_MODULE()
         if group.kind == "saved":
-            obstacle = self._find_wrapper(group, module, settings)
-            return obstacle or replace_tensor(group.target, base, parts["new"], partner, files)
+            return self._merge_saved(group, base, partner, settings, files)
+        if base is None:
+            return AdapterProblem.NO_MODULE()
         # PEFT refuses two products of one weight, or adds them in an unknown order.
         if isinstance(find_adapted(base), Merged):
             return AdapterProblem.TAKEN()
+        module = group.target.rpartition(".")[0]
         if group.kind == "tokens":
             obstacle = settings.find_obstacle_of_tokens(module)
             return obstacle or replace_rows(base, parts["delta"], settings.find_tokens(module), files)
@@ -135,6 +131,19 @@ class Adapter:
         if group.kind == "bias":
             return self._add_bias(module, base, parts["B"], settings, files)
         return self._add_product(group, base, parts, settings, files)
+
+    def _merge_saved(
+        self, group: PartGroup, base: Tensor | None, partner: Tensor | None, settings: AdapterSettings, files: Files
+    ) -> Tensor | Message:
+        """Return a tensor that the adapter stores as a whole, or the reason why PEFT does not load it."""
+        new = self._find_parts(group)["new"]
+        if base is not None:
+            obstacle = self._find_wrapper(group, group.target.rpartition(".")[0], settings)
+            return obstacle or replace_tensor(group.target, base, new, partner, files)
+        if partner is None:
+            return AdapterProblem.NO_MODULE()
+        # A tensor that the adapter adds to the model, like a new head.
+        return replace(new, name=group.target)
 
     def _find_obstacle(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
         """Return the reason why PEFT does not load the factors of a module, None if it loads them."""

@@ -181,18 +181,33 @@ def split_tensor(
     # Names alone may select the rule, while no configuration states the number of heads.
     if not rule.variables <= variables.keys():
         return None
-    placeholders = parse_template(rule.parts[0]).placeholders
-    index_placeholders = [placeholder for placeholder in placeholders if placeholder not in values]
+    index_placeholder = _find_index_placeholder(rule, values)
     # A digest is of the whole tensor.
-    if tensor.digest is not None and (index_placeholders or rule.transpose or rule.rotary or len(rule.parts) > 1):
+    changes_tensor = (index_placeholder is not None, rule.transpose, rule.rotary, len(rule.parts) > 1)
+    if tensor.digest is not None and any(changes_tensor):
         return None
-    if not index_placeholders:
+    if index_placeholder is None:
         return _split_one(rule, values, tensor, variables)
+    return _split_stack(rule, values, index_placeholder, tensor, variables)
+
+
+def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None:
+    """Return the placeholder that counts the first dimension of a stack; None for a rule of other tensors."""
+    for placeholder in parse_template(rule.parts[0]).placeholders:
+        if placeholder not in values:
+            return placeholder
+    return None
+
+
+def _split_stack(
+    rule: Rule, values: Mapping[str, str], index_placeholder: str, tensor: Tensor, variables: Mapping[str, int]
+) -> dict[str, Tensor] | None:
+    """Return the parts at all indices of a stack by name; None if the rule does not fit one of them."""
     if not tensor.shape or tensor.shape[0] > MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}
     for index, indexed_tensor in enumerate(views.unstack(tensor)):
-        indexed_values = {**values, index_placeholders[0]: str(index)}
+        indexed_values = {**values, index_placeholder: str(index)}
         indexed_parts = _split_one(rule, indexed_values, indexed_tensor, variables)
         if indexed_parts is None:
             return None
@@ -215,16 +230,14 @@ def _split_one(
         parts = _split_groups(rule, tensor, variables)
     if len(parts) != len(rule.parts):
         return None
-    named_parts = {}
-    for name, part in zip(rule.parts, parts, strict=True):
-        if rule.rotary:
-            head_dim = variables["head_dim"]
-            # Rows of half a head would be compared with nothing.
-            if head_dim % 2 or part.shape[0] % head_dim:
-                return None
-            part = _separate_halves(part, head_dim)
-        named_parts[parse_template(name).fill(values)] = part
-    return named_parts
+    if rule.rotary:
+        head_dim = variables["head_dim"]
+        # Rows of half a head would be compared with nothing.
+        if head_dim % 2 or any(part.shape[0] % head_dim for part in parts):
+            return None
+        parts = [_separate_halves(part, head_dim) for part in parts]
+    names = [parse_template(name).fill(values) for name in rule.parts]
+    return dict(zip(names, parts, strict=True))
 
 
 def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
