@@ -49,13 +49,13 @@ class Step(NamedTuple):
     """The search for one relation between the tensors of one name."""
 
     relate: Callable[[str, Models], dict[str, Relation]]
-    """Returns the relation of the tensor, and those of other tensors that it shows; empty without a relation."""
+    """Returns the relation of the tensor, and the relations of other tensors with the same evidence; may be empty."""
     conditions: tuple[Callable[[str, Models], bool], ...] = ()
-    """The search is skipped for tensors that do not meet all of them."""
+    """The search is skipped for tensors that do not meet all conditions."""
 
 
 # In the order of precedence: relations that the bytes prove, and relations that fit the numbers. A relation of all
-# tensors is searched before the next one, because one tensor may show the relations of others.
+# tensors is searched before the next one, because one tensor may show the relations of other tensors.
 _PROOFS = (
     Step(relate_copies, (have_same_dtype, have_many_elements, are_whole)),
     Step(relate_operation),
@@ -99,7 +99,7 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
 
 
 def _run_steps(steps: Sequence[Step], names: Sequence[str], models: Models, relations: dict[str, Relation]) -> None:
-    """Add the relations of these tensors, each found by the first step that finds one."""
+    """Add the relations of these tensors, from the first step with a result."""
     for step in steps:
         for name in names:
             if name in relations:

@@ -1,4 +1,4 @@
-"""Conditions of two tensors with one name, without which a relation between them is not searched."""
+"""Conditions of two tensors with one name, without which no relation between the tensors is searched."""
 
 from __future__ import annotations
 

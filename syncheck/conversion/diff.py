@@ -194,7 +194,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
 
 
 def _note_map(mapped: MappedSides, options: DiffOptions) -> list[Message]:
-    """Return notes about the map, and about the guesses that it contains."""
+    """Return notes about the map, and about its guesses."""
     notes = [*mapped.notes]
     if mapped.inferred and options.accept_inferred:
         notes.append(Note.ACCEPTED_MAP())
@@ -206,7 +206,7 @@ def _note_map(mapped: MappedSides, options: DiffOptions) -> list[Message]:
 def _build_report(
     comparison: Comparison, sides: Sequence[Side], copies: Sequence[Group | None], options: DiffOptions
 ) -> Report:
-    """Diagnose the differences of two models, and return them with the groups of copies that differ."""
+    """Diagnose the differences of two models, and return a report with the groups of copies that differ."""
     groups = [group for group in copies if group is not None and _is_doubtful(group)]
     groups.append(judge_difference(comparison, _list_allowed(options)))
     aliases: list[Alias] = []

@@ -107,7 +107,7 @@ def _write_map(
     stated_variables: Mapping[str, int],
     options: DiffOptions,
 ) -> list[Message]:
-    """Write the map to the file of the options, if there is one. Return a note if no map was needed or found."""
+    """Write the map to the file of the options. Return a note if no map was needed or found."""
     path = options.write_map
     if path is None:
         return []
@@ -128,7 +128,7 @@ def _rename_sides(
     variables: Mapping[str, int],
     files: Files,
 ) -> tuple[tuple[Side, ...], Message, list[Message]]:
-    """Return the sides after a map, a note about the map, and notes about what it does not cover.
+    """Return the sides after a map, a note about the map, and notes about the tensors without a rule.
 
     models: the tensors of the sides, without names that are ambiguous.
     """

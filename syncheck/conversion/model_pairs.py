@@ -63,7 +63,7 @@ class Models:
         return {} if converted is view else {"dtype": b.dtype}
 
     def _convert(self, view: Tensor, b: Tensor) -> Tensor | None:
-        """Return a view in the dtype of a tensor of B: itself if the dtypes are equal, None if it has no floats."""
+        """Return a view in the dtype of a tensor of B: unchanged if the dtypes are equal, None without floats."""
         if view.dtype == b.dtype:
             return view
         if not are_readable(view, b):
@@ -125,7 +125,7 @@ class Models:
 
 
 def find_different_dim(a: Tensor, b: Tensor) -> int | None:
-    """Return the only dimension in which two shapes differ; None if they differ in several, or in their number."""
+    """Return the only dimension in which two shapes differ; None for several dimensions, or another number."""
     if len(a.shape) != len(b.shape):
         return None
     different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
@@ -135,7 +135,7 @@ def find_different_dim(a: Tensor, b: Tensor) -> int | None:
 
 
 def _view(tensor: Tensor, *, transposed: bool) -> Tensor:
-    """Return a tensor, with exchanged dimensions if it is compared as a transposed matrix."""
+    """Return a tensor, or the transposed matrix."""
     if transposed:
         return views.permute(tensor, (1, 0))
     return tensor

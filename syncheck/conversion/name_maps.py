@@ -125,7 +125,7 @@ class NameMap:
         return None
 
     def match_names(self, names: Iterable[str]) -> Iterator[RuleMatch]:
-        """Yield the rule of each stored tensor that has one."""
+        """Yield the rules of stored tensors, without tensors that no rule matches."""
         for name in names:
             match = self.find_rule(name)
             if match is not None:
@@ -202,7 +202,7 @@ def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None
 def _split_stack(
     rule: Rule, values: Mapping[str, str], index_placeholder: str, tensor: Tensor, variables: Mapping[str, int]
 ) -> dict[str, Tensor] | None:
-    """Return the parts at all indices of a stack by name; None if the rule does not fit one of them."""
+    """Return the parts at all indices of a stack by name; None if the rule does not fit all indices."""
     if not tensor.shape or tensor.shape[0] > MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}

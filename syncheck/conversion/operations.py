@@ -67,7 +67,7 @@ def _list_earlier(name: str, models: Models) -> Iterator[Candidate]:
 
 
 def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
-    """Yield conversions of each model to another dtype: to that of the other model, or to a dtype in between."""
+    """Yield conversions of each model to another dtype: to the dtype of the other model, or to a dtype in between."""
     a, b = models.a[name], models.b[name]
     if a.shape != b.shape or not are_readable(a, b):
         return
@@ -83,7 +83,7 @@ def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
 
 
 def _list_transpositions(name: str, models: Models) -> Iterator[Candidate]:
-    """Yield the tensor of A with two dimensions exchanged, if it has the shape of B."""
+    """Yield the tensor of A with two dimensions exchanged, if the shapes agree then."""
     a, b = models.a[name], models.b[name]
     for first, second in itertools.combinations(range(len(a.shape)), 2):
         # The elements stay in order if one of the dimensions has a single index.
@@ -128,7 +128,7 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
 
 
 def _cut(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """Return the first indices of a dimension; the tensor itself if it has no others."""
+    """Return the first indices of a dimension; the whole tensor if the dimension has no further indices."""
     if tensor.shape[dim] == length:
         return tensor
     return views.narrow(tensor, dim, 0, length)

@@ -191,7 +191,7 @@ def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Fil
 
 
 def _read_shape(shape: Tensor | None, files: Files) -> tuple[int, int] | None:
-    """Return the stored numbers of rows and columns of a weight; None if they are missing or no two integers."""
+    """Return the stored numbers of rows and columns of a weight; None for a missing or invalid shape."""
     if shape is None or not has_elements(shape):
         return None
     if shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
@@ -207,7 +207,7 @@ def _may_be_quantized(tensor: Tensor) -> bool:
 
 
 def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor, files: Files) -> Quantized | None:
-    """Return the values of a weight of this shape; None if the scales do not fit it, or are not finite."""
+    """Return the values of a weight of this shape; None for unfit or infinite scales."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64

@@ -38,7 +38,7 @@ class _Joined(NamedTuple):
     """A stored tensor of one model whose parts the other model may store separately."""
 
     rule: Rule
-    """The rule that splits it."""
+    """The rule that splits the tensor."""
     values: Mapping[str, str]
     """The values of the placeholders of the rule."""
     tensor: Tensor
@@ -59,7 +59,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     best: NameMap | None = None
     # A name or two, like `output.weight`, do not show a library.
     most = matches_without_map + (min(sizes) - matches_without_map) // 2
-    # Placeholders for unknown variables: the names of the parts do not depend on them.
+    # Placeholders for unknown variables: the names of the parts do not depend on variables.
     placeholders = {"heads": 1, "kv_heads": 1, "head_dim": 2}
     for title in list_built_in():
         names = read_map(title)

@@ -95,7 +95,7 @@ def relate_rows(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _convert_rows(a: Tensor, b: Tensor, models: Models) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors whose rows can be compared, in the dtype of B; None if they have no such rows."""
+    """Return two tensors whose rows can be compared, in the dtype of B; None without comparable rows."""
     if not a.shape or a.shape[1:] != b.shape[1:]:
         return None
     if 0 in (a.numel, b.numel):

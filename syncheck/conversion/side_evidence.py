@@ -108,7 +108,7 @@ def add_relations_of_sides(
 ) -> Comparison:
     """Add how the tensors of B that differ follow from A, and from the model before the update."""
     names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
-    # An unreadable base is an error, whether it is needed or not.
+    # An unreadable base is an error, even if no tensor differs.
     stated_base = None if options.base is None else open_side("base", options.base)
     if not names:
         return comparison

@@ -139,7 +139,7 @@ def list_shards(source: Source) -> dict[str, Any]:
         empty_row = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
         row = rows.setdefault(name, empty_row)
         for shard in [None] if shards is None else shards:
-            # Boxes without a position are those of a rank.
+            # Without a position, all shards of a rank are one box.
             position: Any = rank
             empty_box: dict[str, Any] = {"start": None, "shape": None, "ranks": [], "files": []}
             path = tensor.path

@@ -29,7 +29,7 @@ class Alternative(NamedTuple):
     variables: Mapping[str, int]
     """The numbers of heads and their size."""
     relation: Relation
-    """The relation of the parts, if they equal those of the other model."""
+    """The relation of the parts, if the tensors of the other model are equal."""
 
 
 def relate_stored(name: str, models: Models) -> dict[str, Relation]:
@@ -66,7 +66,7 @@ def _list_other_parts(stored: Tensor, side: int, tensors: Mapping[str, Tensor], 
 
 
 def _equal_targets(parts: Mapping[str, Tensor], targets: Mapping[str, Tensor], side: int, models: Models) -> bool:
-    """Whether all parts of a model that the other model has are equal, and there is one at least."""
+    """Whether all parts that the other model has are equal, at least one part."""
     shared_names = [name for name in targets if name in parts]
     for name in shared_names:
         pair = (parts[name], targets[name])
