@@ -21,7 +21,7 @@ from syncheck.conversion.adapter_parts import (
 from syncheck.conversion.adapter_settings import AdapterSettings
 from syncheck.conversion.merges import LowRank, Merged, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.name_maps import read_json, split_tensor
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.conversion.replacements import replace_rows, replace_tensor
 from syncheck.messages import AdapterProblem, Refusal
 from syncheck.readers.adapter_config import NAME
@@ -114,18 +114,14 @@ class Adapter:
         parts = self._find_parts(group)
         base, partner = tensors.get(group.target), partners.get(group.target)
         settings = self._find_settings(next(iter(parts.values())))
-        module = group.target.rpartition(".")[0]
-        if base is None:
-            # A tensor that the adapter adds to the model, like a new head.
-            if group.kind == "saved" and partner is not None:
-                return replace(parts["new"], name=group.target)
-            return AdapterProblem.NO_MODULE()
         if group.kind == "saved":
-            obstacle = self._find_wrapper(group, module, settings)
-            return obstacle or replace_tensor(group.target, base, parts["new"], partner, files)
+            return self._merge_saved(group, base, partner, settings, files)
+        if base is None:
+            return AdapterProblem.NO_MODULE()
         # PEFT refuses two products of one weight, or adds them in an unknown order.
         if isinstance(find_adapted(base), Merged):
             return AdapterProblem.TAKEN()
+        module = group.target.rpartition(".")[0]
         if group.kind == "tokens":
             obstacle = settings.find_obstacle_of_tokens(module)
             return obstacle or replace_rows(base, parts["delta"], settings.find_tokens(module), files)
@@ -135,6 +131,19 @@ class Adapter:
         if group.kind == "bias":
             return self._add_bias(module, base, parts["B"], settings, files)
         return self._add_product(group, base, parts, settings, files)
+
+    def _merge_saved(
+        self, group: PartGroup, base: Tensor | None, partner: Tensor | None, settings: AdapterSettings, files: Files
+    ) -> Tensor | Message:
+        """Return a tensor that the adapter stores as a whole, or the reason why PEFT does not load it."""
+        new = self._find_parts(group)["new"]
+        if base is not None:
+            obstacle = self._find_wrapper(group, group.target.rpartition(".")[0], settings)
+            return obstacle or replace_tensor(group.target, base, new, partner, files)
+        if partner is None:
+            return AdapterProblem.NO_MODULE()
+        # A tensor that the adapter adds to the model, like a new head.
+        return replace(new, name=group.target)
 
     def _find_obstacle(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
         """Return the reason why PEFT does not load the factors of a module, None if it loads them."""
@@ -185,8 +194,7 @@ class Adapter:
         factor = self._factors.get(module)
         if factor is None:
             return AdapterProblem.INCOMPLETE()
-        readable = is_readable(base) and is_readable(addend)
-        if not readable or base.shape != addend.shape:
+        if base.shape != addend.shape or not are_readable(base, addend):
             return AdapterProblem.SHAPES()
         scale = settings.find_scale(module, factor.shape[0])
         if not isinstance(scale, float):
@@ -218,25 +226,24 @@ class Adapter:
             self._settings[folder] = _read_settings(part, memory=self.memory)
         return self._settings[folder]
 
-    def find_divided(self, names: NameMap, tensors: Mapping[str, Tensor], variables: Mapping[str, int]) -> set[str]:
-        """Return the tensors that a map divides into parts, one of which has a factor of the adapter.
+    def find_split_tensors(
+        self, names: NameMap, tensors: Mapping[str, Tensor], variables: Mapping[str, int]
+    ) -> set[str]:
+        """Return the tensors that a map splits into parts, one of which has a factor of the adapter.
 
-        The map must divide them in both models, although their names are equal.
+        The map must split them in both models, although their names are equal.
         """
         targets = {group.target for group in self._list_groups()}
-        divided = set()
-        for name, tensor in tensors.items():
-            match = names.find_rule(name)
-            if match is None or tensor.refused:
-                continue
-            rule, values = match
-            # A rule without parts ignores the tensor.
+        split_names = set()
+        stored_names = [name for name, tensor in tensors.items() if not tensor.refused]
+        for name, rule, values in names.match_names(stored_names):
+            # A rule without parts ignores the tensor, and a single part is the tensor itself.
             if not rule.parts or not rule.variables <= variables.keys():
                 continue
-            parts = split_tensor(rule, values, tensor, variables)
-            if parts and len(parts) > 1 and not targets.isdisjoint(parts):
-                divided.add(name)
-        return divided
+            parts = split_tensor(rule, values, tensors[name], variables) or {}
+            if len(parts) > 1 and not targets.isdisjoint(parts):
+                split_names.add(name)
+        return split_names
 
     def list_remaining(self) -> dict[str, Tensor]:
         """Return the parts that were not merged, refused with their problems."""
@@ -275,14 +282,14 @@ def merge_adapters(
     memory: whether each model is in memory. Two models with adapters are compared as they are stored, and so is an
     adapter without its base model. Their settings are values of the models.
     """
-    divided = [split_parts(model) for model in models]
-    with_parts = [index for index, (_, parts) in enumerate(divided) if parts]
+    split_models = [split_parts(model) for model in models]
+    with_parts = [index for index, (_, parts) in enumerate(split_models) if parts]
     results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
     if len(with_parts) == 2:
         return results[0], results[1]
     for index in with_parts:
         # Without a base model, the names of the parts are all that can be compared.
-        base, parts = divided[index]
+        base, parts = split_models[index]
         if base:
             adapter = Adapter(parts, frozenset(base), memory[index])
             merged = adapter.merge(base, models[1 - index], files)

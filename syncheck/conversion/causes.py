@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.conditions import (
-    are_readable,
     are_weights,
     are_whole,
     differ_widely,
+    have_floats,
     have_many_elements,
     have_same_dtype,
     have_same_shape,
@@ -26,7 +26,7 @@ from syncheck.conversion.merges import relate_merge
 from syncheck.conversion.missing_scales import relate_fitted, relate_unscaled
 from syncheck.conversion.model_pairs import FEW, Models
 from syncheck.conversion.operations import relate_operation
-from syncheck.conversion.other_positions import relate_boxes, relate_elsewhere
+from syncheck.conversion.other_positions import relate_elsewhere, relate_shards
 from syncheck.conversion.quantized import relate_quantized
 from syncheck.conversion.rounding_grids import relate_grid
 from syncheck.conversion.row_relations import relate_columns, relate_copies, relate_rows
@@ -49,34 +49,34 @@ class Step(NamedTuple):
     """The search for one relation between the tensors of one name."""
 
     relate: Callable[[str, Models], dict[str, Relation]]
-    """Returns the relation of the tensor, and those of other tensors that it shows; empty without a relation."""
+    """Returns the relation of the tensor, and the relations of other tensors with the same evidence; may be empty."""
     conditions: tuple[Callable[[str, Models], bool], ...] = ()
-    """The search is skipped for tensors that do not meet all of them."""
+    """The search is skipped for tensors that do not meet all conditions."""
 
 
 # In the order of precedence: relations that the bytes prove, and relations that fit the numbers. A relation of all
-# tensors is searched before the next one, because one tensor may show the relations of others.
+# tensors is searched before the next one, because one tensor may show the relations of other tensors.
 _PROOFS = (
     Step(relate_copies, (have_same_dtype, have_many_elements, are_whole)),
     Step(relate_operation),
-    Step(relate_local, (have_same_shape, have_many_elements, are_readable)),
+    Step(relate_local, (have_same_shape, have_many_elements, have_floats)),
     Step(relate_stored),
     Step(relate_unscaled, (have_same_shape,)),
     Step(relate_tied, (differ_widely,)),
     Step(relate_elsewhere, (differ_widely,)),
-    Step(relate_boxes, (have_same_dtype,)),
+    Step(relate_shards, (have_same_dtype,)),
     Step(relate_rows, (are_whole,)),
     Step(relate_columns, (have_same_shape, have_same_dtype, have_many_elements, are_whole)),
 )
 _FITS = (
     Step(relate_merge, (differ_widely, are_weights)),
     Step(relate_quantized, (differ_widely, are_weights, have_same_shape)),
-    Step(relate_grid, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_constants, (differ_widely, are_weights, have_same_shape, are_readable)),
-    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, are_readable)),
+    Step(relate_grid, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_constants, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_floats)),
     Step(relate_untied, (differ_widely, are_weights)),
-    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, are_readable)),
+    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, have_floats)),
 )
 
 
@@ -99,7 +99,7 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
 
 
 def _run_steps(steps: Sequence[Step], names: Sequence[str], models: Models, relations: dict[str, Relation]) -> None:
-    """Add the relations of these tensors, each found by the first step that finds one."""
+    """Add the relations of these tensors, from the first step with a result."""
     for step in steps:
         for name in names:
             if name in relations:

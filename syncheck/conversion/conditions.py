@@ -1,11 +1,11 @@
-"""Conditions of two tensors with one name, without which a relation between them is not searched."""
+"""Conditions of two tensors with one name, without which no relation between the tensors is searched."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.model_pairs import FEW
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ def have_same_dtype(name: str, models: Models) -> bool:
     return models.a[name].dtype == models.b[name].dtype
 
 
-def are_readable(name: str, models: Models) -> bool:
+def have_floats(name: str, models: Models) -> bool:
     """Whether both tensors have floating-point numbers."""
-    return is_readable(models.a[name]) and is_readable(models.b[name])
+    return are_readable(models.a[name], models.b[name])
 
 
 def have_many_elements(name: str, models: Models) -> bool:

@@ -37,7 +37,7 @@ def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
     # The constants of other code are not loaded from A.
     if is_code_constant(name) or a.numel < _LEAST:
         return {}
-    unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
+    unit = max(unit_roundoff(a.dtype), unit_roundoff(b.dtype))
     plain, clipped = _Correlation(), _Correlation()
     bounds = None
     equal = nonzero = 0
@@ -45,7 +45,8 @@ def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
         if not plain.add(x, y):
             return {}  # NaN and infinity have no correlation
         if bounds is None:
-            bounds = [_find_bounds(values) for values in (x, y)]
+            # The first block shows which values are typical.
+            bounds = _find_bounds(x), _find_bounds(y)
         clipped.add(x.clip(*bounds[0]), y.clip(*bounds[1]))
         equal += _count_equal(x, y, unit)
         nonzero += int(((x != 0) | (y != 0)).sum())

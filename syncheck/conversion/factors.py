@@ -11,13 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
-from syncheck.conversion.recognition import read_pairs
+from syncheck.conversion.recognition import are_finite, read_pairs
 from syncheck.findings import Relation, RelationKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.conversion.model_pairs import Models
+    from syncheck.snapshots import Tensor
 
 # Bits that a constant must explain: with 2**40 tries, a fit by chance is likely.
 _LEAST_BITS = 40.0
@@ -38,17 +39,26 @@ def relate_constants(name: str, models: Models) -> dict[str, Relation]:
     a, b = models.a[name], models.b[name]
     if a.numel < 2:
         return {}
-    unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
-    fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
+    unit, smallest = _find_rounding(a, b)
+    remaining_fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
     for x, y in read_pairs(a, b, models.files):
-        fits = [fit for fit in fits if fit.add(x, y)]
-        if not fits:
+        for fit in [*remaining_fits]:
+            if not fit.add(x, y):
+                remaining_fits.remove(fit)
+        # Without a fit, nothing more is read.
+        if not remaining_fits:
             return {}
-    for fit in fits:
+    for fit in remaining_fits:
         if fit.is_evident():
             return {name: fit.describe()}
     return {}
+
+
+def _find_rounding(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Return the unit roundoff and the smallest number of the less precise dtype."""
+    unit = max(unit_roundoff(a.dtype), unit_roundoff(b.dtype))
+    smallest = max(_SMALLEST.get(a.dtype, 0.0), _SMALLEST.get(b.dtype, 0.0))
+    return unit, smallest
 
 
 class _Fit:
@@ -65,10 +75,11 @@ class _Fit:
         """Return whether the constant fits a block."""
         import numpy as np
 
-        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        if not are_finite(x, y):
             return False
         if self._constant is None:
-            if not (x.any() or y.any()):
+            # Zeros fit every factor, and show no offset.
+            if not x.any() and not y.any():
                 return True
             self._constant = self._compute(x, y)
             self._spread = float(np.std(y))
@@ -163,8 +174,7 @@ def relate_blocks(name: str, models: Models) -> dict[str, Relation]:
     rows, columns = a.shape[0], math.prod(a.shape[1:])
     if min(rows, columns) < 2:
         return {}
-    unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
+    unit, smallest = _find_rounding(a, b)
     blocks = BlockFactors(rows, columns, _ROUNDINGS * unit, _ROUNDINGS * smallest)
     if not blocks.fit(partial(_read_rows, name, models)):
         return {}
@@ -238,7 +248,7 @@ class BlockFactors:
         """Return the factor of each element of some rows, from the largest element of each block."""
         import numpy as np
 
-        blocks_x, blocks_y = (self._divide(values, height) for values in (x, y))
+        blocks_x, blocks_y = self._split_blocks(x, height), self._split_blocks(y, height)
         largest = np.abs(blocks_x).argmax(-1)[..., None]
         divisors = np.take_along_axis(blocks_x, largest, -1)[..., 0]
         quotients = np.take_along_axis(blocks_y, largest, -1)[..., 0]
@@ -254,7 +264,7 @@ class BlockFactors:
             self._bits += math.log2(self._tolerance) * sizes.size
         return values.repeat(height, 0).repeat(self._block[1], 1)[: len(x), : self._columns]
 
-    def _divide(self, values: Any, height: int) -> Any:
+    def _split_blocks(self, values: Any, height: int) -> Any:
         """Return the elements of each block of some rows: (blocks of rows, blocks of columns, elements)."""
         import numpy as np
 
@@ -269,7 +279,7 @@ class BlockFactors:
 
         # Rows of one high block have the factors of the first rows.
         expected = x * factors[: len(x)]
-        if not (np.isfinite(expected).all() and np.isfinite(y).all()):
+        if not are_finite(expected, y):
             return False
         bounds = self._tolerance * np.abs(y)
         if not (np.abs(y - expected) <= bounds + self._smallest).all():

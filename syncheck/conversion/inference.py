@@ -123,12 +123,9 @@ def _find_head_dim(assignment: Assignment) -> dict[str, int]:
 def _list_guessed(names: NameMap, guesses: Guesses) -> tuple[Rule, ...]:
     """Return the rules of a map for pairings that no data shows."""
     guessed: dict[Rule, None] = {}
-    for pairing in guesses.pairings:
-        match = names.find_rule(pairing.stored)
-        # A stack whose parts do not count from 0 has no rule.
-        if match is not None:
-            rule, _ = match
-            guessed[rule] = None
+    # A stack whose parts do not count from 0 has no rule.
+    for _, rule, _ in names.match_names(pairing.stored for pairing in guesses.pairings):
+        guessed[rule] = None
     return tuple(guessed)
 
 

@@ -49,18 +49,18 @@ def apply_map(
     names: NameMap,
     models: Sequence[Mapping[str, Tensor]],
     variables: Mapping[str, int],
-    divided: frozenset[str] = frozenset(),
+    split_names: frozenset[str] = frozenset(),
 ) -> tuple[list[Mapped], list[Message]]:
     """Return two models with equal names, as far as the map goes, and notes.
 
     models: tensors by name. A tensor of both models keeps its name if its shapes are equal.
-    divided: names of tensors that are divided although both models have them.
+    split_names: names of tensors that are split although both models have them.
     Raises UsageError if two rules of a file give one part.
     """
     model_a, model_b = models
-    # Tensors that are divided anyway have no partner.
-    partners_a = {name: tensor for name, tensor in model_b.items() if name not in divided}
-    partners_b = {name: tensor for name, tensor in model_a.items() if name not in divided}
+    # Tensors that are split anyway have no partner.
+    partners_a = {name: tensor for name, tensor in model_b.items() if name not in split_names}
+    partners_b = {name: tensor for name, tensor in model_a.items() if name not in split_names}
     mapper_a = _Mapper(names, model_a, partners_a, variables, "A")
     mapper_b = _Mapper(names, model_b, partners_b, variables, "B")
     turned = _has_other_orientation(names, models)
@@ -113,21 +113,20 @@ def _has_other_orientation(names: NameMap, models: Sequence[Mapping[str, Tensor]
     """
     model_a, model_b = models
     votes: Counter[bool] = Counter()
-    for name, tensor in model_a.items():
-        match = names.find_rule(name)
+    common_names = [name for name in model_a if name in model_b]
+    for name, rule, _ in names.match_names(common_names):
+        shape, partner_shape = model_a[name].shape, model_b[name].shape
         # A vector has no orientation.
-        if match is None or name not in model_b or len(tensor.shape) < 2:
+        if len(shape) < 2 or not rule.turns:
             continue
-        rule, _ = match
-        shape, partner_shape = tensor.shape, model_b[name].shape
         exchanged = (*shape[:-2], shape[-1], shape[-2])
-        if rule.turns and shape != exchanged and partner_shape in (shape, exchanged):
+        if shape != exchanged and partner_shape in (shape, exchanged):
             votes[partner_shape == exchanged] += 1
     return votes[True] > votes[False]
 
 
 class _Mapper:
-    """Divides the tensors of one model by the rules of a map."""
+    """Splits the tensors of one model by the rules of a map."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class _Mapper:
             if self._keeps_name(rule, name, turned=turned):
                 self._claims[name] = {name: tensor}
             else:
-                self._divide(rule, values, name)
+                self._split(rule, values, name)
         self._resolve_collisions()
         for name, parts in self._claims.items():
             self._add_parts(name, parts, padding.get(name, False))
@@ -185,7 +184,7 @@ class _Mapper:
             return True
         return rule.parts == (rule.name,)
 
-    def _divide(self, rule: Rule, values: Mapping[str, str], name: str) -> None:
+    def _split(self, rule: Rule, values: Mapping[str, str], name: str) -> None:
         """Claim the parts of a tensor by a rule. values: of the placeholders."""
         if not rule.parts:
             self._mapped.ignored.append(name)
@@ -225,9 +224,9 @@ class _Mapper:
             clashing = self._find_clashing(must_differ=False)
 
     def _find_clashing(self, *, must_differ: bool) -> list[str]:
-        """Return the divided tensors with a part that another tensor has too.
+        """Return the split tensors with a part that another tensor has too.
 
-        must_differ: whether two divided tensors with one part are an error.
+        must_differ: whether two split tensors with one part are an error.
         """
         owners: dict[str, list[str]] = defaultdict(list)
         for name, parts in self._claims.items():
@@ -237,14 +236,14 @@ class _Mapper:
         for part, stored_names in owners.items():
             if len(stored_names) == 1:
                 continue
-            divided = [name for name in stored_names if [*self._claims[name]] != [name]]
+            split_names = [name for name in stored_names if [*self._claims[name]] != [name]]
             # Tensors that keep their names may have the name of one part.
-            if len(divided) > 1 and must_differ:
+            if len(split_names) > 1 and must_differ:
                 raise UsageError(
-                    f"{self._names.title}: {divided[0]} and {divided[1]} of {self._side} both become {part}; "
+                    f"{self._names.title}: {split_names[0]} and {split_names[1]} of {self._side} both become {part}; "
                     "give each its own part"
                 )
-            clashing |= dict.fromkeys(divided)
+            clashing |= dict.fromkeys(split_names)
         return list(clashing)
 
 

@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, round_values
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
@@ -149,7 +149,7 @@ class Replaced:
     base: Tensor
     """The tensor without the adapter."""
     new: Tensor
-    """The tensor of the adapter, or both tensors in boxes if only some rows are replaced."""
+    """The tensor of the adapter, or shards of both tensors if only some rows are replaced."""
     files: Files
     whole_name: str = ""
     """The name of a tensor that is replaced as a whole; empty for some rows. Then tied weights differ."""
@@ -208,8 +208,8 @@ def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
 
 def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
     """Return the data of a tensor with an adapter, or of a view of it; None for other tensors."""
-    sources = {id(box.tensor.data): box.tensor.data for box in views.list_shards(tensor)}
-    # Boxes of different tensors are not a view of one of them.
+    sources = {id(shard.tensor.data): shard.tensor.data for shard in views.list_shards(tensor)}
+    # Shards of different tensors are not a view of one of them.
     if len(sources) != 1:
         return None
     (data,) = sources.values()
@@ -220,9 +220,7 @@ def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
 
 def are_comparable(tensor: Tensor, partner: Tensor) -> bool:
     """Whether two tensors have one shape, and readable numbers."""
-    if tensor.shape != partner.shape:
-        return False
-    return is_readable(tensor) and is_readable(partner)
+    return tensor.shape == partner.shape and are_readable(tensor, partner)
 
 
 def view_base(tensor: Tensor, data: Merged | Replaced) -> Tensor | None:
@@ -241,8 +239,8 @@ def _reread(view: Tensor, dtype: str, data: Sliced) -> Tensor:
     old, new = DTYPES[view.dtype].size, DTYPES[dtype].size
     if not view.shards:
         return replace(view, dtype=dtype, data=data, offset=view.offset // old * new)
-    boxes = [Shard(_reread(box.tensor, dtype, data), box.start) for box in view.shards]
-    return replace(view, dtype=dtype, shards=tuple(boxes))
+    shards = [Shard(_reread(shard.tensor, dtype, data), shard.start) for shard in view.shards]
+    return replace(view, dtype=dtype, shards=tuple(shards))
 
 
 def is_merge(tensor: Tensor, partner: Tensor, dtype: str | None, files: Files, *, to_partner: bool) -> bool | None:
@@ -461,7 +459,7 @@ def fits_weight(base: Tensor, up: Tensor, down: Tensor, most: int, *, transposed
     transposed: whether the weight gets the transposed product.
     """
     tensors = (base, up, down)
-    if not all(is_readable(tensor) for tensor in tensors):
+    if not are_readable(*tensors):
         return False
     largest = max(up.numel, down.numel)
     if largest > most or not base.numel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.layout import views
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.clustering import cluster_replicas
@@ -63,10 +63,10 @@ class Models:
         return {} if converted is view else {"dtype": b.dtype}
 
     def _convert(self, view: Tensor, b: Tensor) -> Tensor | None:
-        """Return a view in the dtype of a tensor of B: itself if the dtypes are equal, None if it has no floats."""
+        """Return a view in the dtype of a tensor of B: unchanged if the dtypes are equal, None without floats."""
         if view.dtype == b.dtype:
             return view
-        if not is_readable(view) or not is_readable(b):
+        if not are_readable(view, b):
             return None
         return convert(view, (b.dtype,), self.files)
 
@@ -124,8 +124,18 @@ class Models:
         return names_by_probe
 
 
+def find_different_dim(a: Tensor, b: Tensor) -> int | None:
+    """Return the only dimension in which two shapes differ; None for several dimensions, or another number."""
+    if len(a.shape) != len(b.shape):
+        return None
+    different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
+    if len(different_dims) != 1:
+        return None
+    return different_dims[0]
+
+
 def _view(tensor: Tensor, *, transposed: bool) -> Tensor:
-    """Return a tensor, with exchanged dimensions if it is compared as a transposed matrix."""
+    """Return a tensor, or the transposed matrix."""
     if transposed:
         return views.permute(tensor, (1, 0))
     return tensor

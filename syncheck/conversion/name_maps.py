@@ -1,7 +1,7 @@
 """Maps of names: bring the tensors of two models to one set of names and layouts.
 
-A map is a table of rules. Each rule divides a stored tensor into its *parts*: the tensors of the same data in the files
-that divide it most, which are those of Hugging Face for language models. All rules apply to both models, so a table
+A map is a table of rules. Each rule splits a stored tensor into its *parts*: the tensors of the same data in the files
+that split it most, which are those of Hugging Face for language models. All rules apply to both models, so a table
 with the names of several libraries maps each of them to each other. Parts are views: no data is read or copied.
 
 Every operation is documented at its field of `Rule`; docs/same-model.md explains the file format.
@@ -13,13 +13,13 @@ import json
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.templates import Template, parse_template
 from syncheck.layout import views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -85,6 +85,17 @@ class Rule:
         return self.transpose and self.parts == (self.name,)
 
 
+class RuleMatch(NamedTuple):
+    """The rule of a map for a stored tensor."""
+
+    name: str
+    """The name of the tensor."""
+    rule: Rule
+    """The first rule that applies to the name."""
+    values: dict[str, str]
+    """The values of the placeholders in the name."""
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A table of rules."""
@@ -112,6 +123,13 @@ class NameMap:
         if position < len(self.rules):
             return self.rules[position], {}
         return None
+
+    def match_names(self, names: Iterable[str]) -> Iterator[RuleMatch]:
+        """Yield the rules of stored tensors, without tensors that no rule matches."""
+        for name in names:
+            match = self.find_rule(name)
+            if match is not None:
+                yield RuleMatch(name, *match)
 
     @cached_property
     def _templates(self) -> list[tuple[int, Template]]:
@@ -163,18 +181,33 @@ def split_tensor(
     # Names alone may select the rule, while no configuration states the number of heads.
     if not rule.variables <= variables.keys():
         return None
-    placeholders = parse_template(rule.parts[0]).placeholders
-    index_placeholders = [placeholder for placeholder in placeholders if placeholder not in values]
+    index_placeholder = _find_index_placeholder(rule, values)
     # A digest is of the whole tensor.
-    if tensor.digest is not None and (index_placeholders or rule.transpose or rule.rotary or len(rule.parts) > 1):
+    changes_tensor = (index_placeholder is not None, rule.transpose, rule.rotary, len(rule.parts) > 1)
+    if tensor.digest is not None and any(changes_tensor):
         return None
-    if not index_placeholders:
+    if index_placeholder is None:
         return _split_one(rule, values, tensor, variables)
+    return _split_stack(rule, values, index_placeholder, tensor, variables)
+
+
+def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None:
+    """Return the placeholder that counts the first dimension of a stack; None for a rule of other tensors."""
+    for placeholder in parse_template(rule.parts[0]).placeholders:
+        if placeholder not in values:
+            return placeholder
+    return None
+
+
+def _split_stack(
+    rule: Rule, values: Mapping[str, str], index_placeholder: str, tensor: Tensor, variables: Mapping[str, int]
+) -> dict[str, Tensor] | None:
+    """Return the parts at all indices of a stack by name; None if the rule does not fit all indices."""
     if not tensor.shape or tensor.shape[0] > MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}
     for index, indexed_tensor in enumerate(views.unstack(tensor)):
-        indexed_values = {**values, index_placeholders[0]: str(index)}
+        indexed_values = {**values, index_placeholder: str(index)}
         indexed_parts = _split_one(rule, indexed_values, indexed_tensor, variables)
         if indexed_parts is None:
             return None
@@ -194,22 +227,20 @@ def _split_one(
     parts = [tensor]
     # A tensor with one name may have any shape, even none.
     if len(rule.parts) > 1 or rule.rotary:
-        parts = _divide(rule, tensor, variables)
+        parts = _split_groups(rule, tensor, variables)
     if len(parts) != len(rule.parts):
         return None
-    named_parts = {}
-    for name, part in zip(rule.parts, parts, strict=True):
-        if rule.rotary:
-            head_dim = variables["head_dim"]
-            # Rows of half a head would be compared with nothing.
-            if head_dim % 2 or part.shape[0] % head_dim:
-                return None
-            part = _separate_halves(part, head_dim)
-        named_parts[parse_template(name).fill(values)] = part
-    return named_parts
+    if rule.rotary:
+        head_dim = variables["head_dim"]
+        # Rows of half a head would be compared with nothing.
+        if head_dim % 2 or any(part.shape[0] % head_dim for part in parts):
+            return None
+        parts = [_separate_halves(part, head_dim) for part in parts]
+    names = [parse_template(name).fill(values) for name in rule.parts]
+    return dict(zip(names, parts, strict=True))
 
 
-def _divide(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
+def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
     """Return the parts of a tensor along the dimension of a rule; none if the rule does not fit its shape."""
     if rule.dim >= len(tensor.shape):
         return []

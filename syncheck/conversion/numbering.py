@@ -34,10 +34,10 @@ def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
     """Return the name with these numbers."""
-    pieces = [pattern[0]]
+    segments = [pattern[0]]
     for number, text in zip(numbers, pattern[1:], strict=True):
-        pieces += [str(number), text]
-    return "".join(pieces)
+        segments += [str(number), text]
+    return "".join(segments)
 
 
 def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:

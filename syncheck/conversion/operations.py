@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import Replaced, find_adapted, view_base
-from syncheck.conversion.recognition import HEAD_SIZES, is_readable
+from syncheck.conversion.model_pairs import find_different_dim
+from syncheck.conversion.recognition import HEAD_SIZES, are_readable
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.tensors.dtypes import DTYPES
@@ -66,9 +67,9 @@ def _list_earlier(name: str, models: Models) -> Iterator[Candidate]:
 
 
 def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
-    """Yield conversions of each model to another dtype: to that of the other model, or to a dtype in between."""
+    """Yield conversions of each model to another dtype: to the dtype of the other model, or to a dtype in between."""
     a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or not is_readable(a) or not is_readable(b):
+    if a.shape != b.shape or not are_readable(a, b):
         return
     for side, source, copy in (("B", a, b), ("A", b, a)):
         if source.dtype != copy.dtype:
@@ -82,7 +83,7 @@ def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
 
 
 def _list_transpositions(name: str, models: Models) -> Iterator[Candidate]:
-    """Yield the tensor of A with two dimensions exchanged, if it has the shape of B."""
+    """Yield the tensor of A with two dimensions exchanged, if the shapes agree then."""
     a, b = models.a[name], models.b[name]
     for first, second in itertools.combinations(range(len(a.shape)), 2):
         # The elements stay in order if one of the dimensions has a single index.
@@ -116,19 +117,18 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
     """Yield the common part of both tensors, if their shapes differ in one dimension."""
     a, b = models.a[name], models.b[name]
     # The values of a sparse tensor have any length.
-    if len(a.shape) != len(b.shape) or models.is_part(name):
+    if models.is_part(name):
         return
-    different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
-    if len(different_dims) != 1 or not a.numel or not b.numel:
+    dim = find_different_dim(a, b)
+    if dim is None or 0 in (a.numel, b.numel):
         return
-    (dim,) = different_dims
     length = min(a.shape[dim], b.shape[dim])
     parameters = {"dim": dim, "added": b.shape[dim] - a.shape[dim]}
     yield Candidate(RelationKind.PADDED, parameters, _cut(a, dim, length), _cut(b, dim, length))
 
 
 def _cut(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """Return the first indices of a dimension; the tensor itself if it has no others."""
+    """Return the first indices of a dimension; the whole tensor if the dimension has no further indices."""
     if tensor.shape[dim] == length:
         return tensor
     return views.narrow(tensor, dim, 0, length)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # The name of a tensor of an expert: before its number, the number, and the rest.
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
-# Limit of the compared boxes of a tensor.
-_MOST_BOXES = 1 << 12
+# Limit of the compared shards of a tensor.
+_MOST_SHARDS = 1 << 12
 
 
 def relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
@@ -58,7 +58,7 @@ def _relate_transposed_elsewhere(name: str, models: Models) -> dict[str, Relatio
     return {name: Relation(RelationKind.SHARD, {**conversion, "other": source, "dims": (0, 1)})}
 
 
-class _Box(NamedTuple):
+class _NamedShard(NamedTuple):
     """A shard of one model, beside the whole tensor of the other model."""
 
     name: str
@@ -67,8 +67,8 @@ class _Box(NamedTuple):
     """The position in the tensor, and the bytes."""
 
 
-def relate_boxes(name: str, models: Models) -> dict[str, Relation]:
-    """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor. Or the reverse.
+def relate_shards(name: str, models: Models) -> dict[str, Relation]:
+    """Find the shards of B among the shards of A, and of the other parts of A's stored tensor. Or the reverse.
 
     Uneven shards, like shards of a padded vocabulary, are compared as far as the smallest of them.
     """
@@ -76,15 +76,15 @@ def relate_boxes(name: str, models: Models) -> dict[str, Relation]:
     for side, sharded, partner in (("B", model_b, model_a), ("A", model_a, model_b)):
         stored = models.stored["AB".index(side)]
         names = _list_parts_of_one(name, stored, sharded, partner)
-        boxes = []
+        shards = []
         for part_name in names:
-            boxes += [_Box(part_name, shard) for shard in views.list_shards(sharded[part_name])]
-        if not _are_comparable(boxes, names, sharded, partner):
+            shards += [_NamedShard(part_name, shard) for shard in views.list_shards(sharded[part_name])]
+        if not _are_comparable(shards, names, sharded, partner):
             continue
-        wrong_boxes = _find_wrong_boxes(name, boxes, partner, models.files)
-        if wrong_boxes:
-            count = sum(box.name == name for box in boxes)
-            return {name: _describe_wrong_boxes(name, wrong_boxes, count, side)}
+        wrong_shards = _find_wrong_shards(name, shards, partner, models.files)
+        if wrong_shards:
+            count = sum(named.name == name for named in shards)
+            return {name: _describe_wrong_shards(name, wrong_shards, count, side)}
     return {}
 
 
@@ -109,58 +109,60 @@ def _list_parts_of_one(
 
 
 def _are_comparable(
-    boxes: Sequence[_Box], names: Sequence[str], sharded: Mapping[str, Tensor], partner: Mapping[str, Tensor]
+    shards: Sequence[_NamedShard], names: Sequence[str], sharded: Mapping[str, Tensor], partner: Mapping[str, Tensor]
 ) -> bool:
-    """Whether there are several boxes of equal dimensions, and the other model has tensors of the same shapes."""
-    if not 1 < len(boxes) <= _MOST_BOXES:
+    """Whether there are several shards of equal dimensions, and the other model has tensors of the same shapes."""
+    if not 1 < len(shards) <= _MOST_SHARDS:
         return False
     if any(sharded[name].shape != partner[name].shape for name in names):
         return False
-    dimensions = {len(box.shard.start) for box in boxes}
+    dimensions = {len(named.shard.start) for named in shards}
     return len(dimensions) == 1
 
 
-def _find_wrong_boxes(
-    name: str, boxes: Sequence[_Box], partner: Mapping[str, Tensor], files: Files
-) -> list[tuple[_Box, str]]:
-    """Return the boxes of a tensor that differ, each with the name of the tensor that has its elements.
+def _find_wrong_shards(
+    name: str, shards: Sequence[_NamedShard], partner: Mapping[str, Tensor], files: Files
+) -> list[tuple[_NamedShard, str]]:
+    """Return the shards of a tensor that differ, each with the name of the tensor that has its elements.
 
-    Empty if there is no such tensor for one of the boxes.
+    Empty if there is no such tensor for one of the shards.
     partner: the whole tensors of the other model.
     """
-    shapes = [box.shard.tensor.shape for box in boxes]
+    shapes = [named.shard.tensor.shape for named in shards]
     least = [min(sizes) for sizes in zip(*shapes, strict=True)]
-    digests = [_digest_region(partner[box.name], box.shard.start, least, files) for box in boxes]
+    digests = [_digest_box(partner[named.name], named.shard.start, least, files) for named in shards]
     names_by_digest: dict[bytes, str] = {}
-    for box, digest in zip(boxes, digests, strict=True):
-        # Equal boxes belong to the first part.
-        names_by_digest.setdefault(digest, box.name)
+    for named, digest in zip(shards, digests, strict=True):
+        # Equal shards belong to the first part.
+        names_by_digest.setdefault(digest, named.name)
     zeros = (0,) * len(least)
-    wrong_boxes = []
-    for box, expected in zip(boxes, digests, strict=True):
-        if box.name != name:
+    wrong_shards = []
+    for named, expected in zip(shards, digests, strict=True):
+        if named.name != name:
             continue
-        digest = _digest_region(box.shard.tensor, zeros, least, files)
+        digest = _digest_box(named.shard.tensor, zeros, least, files)
         if digest == expected:
             continue
         if digest not in names_by_digest:
             return []
-        wrong_boxes.append((box, names_by_digest[digest]))
-    return wrong_boxes
+        wrong_shards.append((named, names_by_digest[digest]))
+    return wrong_shards
 
 
-def _describe_wrong_boxes(name: str, wrong_boxes: Sequence[tuple[_Box, str]], count: int, side: str) -> Relation:
-    """Return the relation of a tensor with wrong boxes. count: the number of its boxes."""
-    paths = {box.shard.tensor.path for box, _ in wrong_boxes}
+def _describe_wrong_shards(
+    name: str, wrong_shards: Sequence[tuple[_NamedShard, str]], count: int, side: str
+) -> Relation:
+    """Return the relation of a tensor with wrong shards. count: the number of its shards."""
+    paths = {named.shard.tensor.path for named, _ in wrong_shards}
     # Rows of another part are an error of the order of parts, all others of the order of ranks.
     kind = RelationKind.SHARD
-    if any(source != name for _, source in wrong_boxes):
+    if any(source != name for _, source in wrong_shards):
         kind = RelationKind.FUSED_ORDER
-    parameters: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong_boxes), "of": count}
+    parameters: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong_shards), "of": count}
     return Relation(kind, {**parameters, "files": ", ".join(sorted(paths)), "side": side})
 
 
-def _digest_region(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:
+def _digest_box(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:
     """Return the digest of a box of a tensor."""
     for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
         tensor = views.narrow(tensor, dim, first, size)

@@ -179,15 +179,25 @@ def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Fil
     """
     if tensor.dtype != "int32" or not _may_be_quantized(tensor):
         return None
-    if shape is None or not has_elements(shape) or shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
+    stored_shape = _read_shape(shape, files)
+    if stored_shape is None:
         return None
-    data = bytes(files.read(shape, 0, 2, 0))
-    rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], data)
+    rows, columns = stored_shape
     for bits in (2, 4):
         packed_columns = -(-columns * bits // 32)
         if tensor.shape == (rows, packed_columns):
             return _add_scales(tensor, (rows, columns), bits, scale, files)
     return None
+
+
+def _read_shape(shape: Tensor | None, files: Files) -> tuple[int, int] | None:
+    """Return the stored numbers of rows and columns of a weight; None for a missing or invalid shape."""
+    if shape is None or not has_elements(shape):
+        return None
+    if shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
+        return None
+    rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], bytes(files.read(shape, 0, 2, 0)))
+    return rows, columns
 
 
 def _may_be_quantized(tensor: Tensor) -> bool:
@@ -197,7 +207,7 @@ def _may_be_quantized(tensor: Tensor) -> bool:
 
 
 def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor, files: Files) -> Quantized | None:
-    """Return the values of a weight of this shape; None if the scales do not fit it, or are not finite."""
+    """Return the values of a weight of this shape; None for unfit or infinite scales."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64
@@ -289,12 +299,11 @@ class Rounding(NamedTuple):
 def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
     """Compare quantized values with the original values, within half a step of plausible scales."""
     for tensors, partner in ((models.b, models.a), (models.a, models.b)):
-        tensor, original = tensors[name], partner[name]
+        original = partner[name]
+        # Two quantized tensors have no original.
         if not is_readable(original) or isinstance(original.data, Quantized):
             continue
-        quantized = get_computed(tensor, Quantized)
-        if quantized is None and not has_scales(name, tensors):
-            quantized = fit_scales(tensor, original, models.files)
+        quantized = _find_scales(name, tensors, original, models.files)
         if quantized is None:
             continue
         rounding = measure_rounding(quantized, original, models.files)
@@ -302,6 +311,15 @@ def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
             steps = rounding.largest / 2
             return {name: Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": steps})}
     return {}
+
+
+def _find_scales(name: str, tensors: Mapping[str, Tensor], original: Tensor, files: Files) -> Quantized | None:
+    """Return the values of a quantized tensor, with scales of its file or fitted scales; None for other tensors."""
+    quantized = get_computed(tensors[name], Quantized)
+    # Scales in the file that were not used are invalid, which fitted scales would hide.
+    if quantized is not None or has_scales(name, tensors):
+        return quantized
+    return fit_scales(tensors[name], original, files)
 
 
 def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Rounding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
@@ -38,7 +38,7 @@ class _Joined(NamedTuple):
     """A stored tensor of one model whose parts the other model may store separately."""
 
     rule: Rule
-    """The rule that divides it."""
+    """The rule that splits the tensor."""
     values: Mapping[str, str]
     """The values of the placeholders of the rule."""
     tensor: Tensor
@@ -59,7 +59,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     best: NameMap | None = None
     # A name or two, like `output.weight`, do not show a library.
     most = matches_without_map + (min(sizes) - matches_without_map) // 2
-    # Placeholders for unknown variables: the names of the parts do not depend on them.
+    # Placeholders for unknown variables: the names of the parts do not depend on variables.
     placeholders = {"heads": 1, "kv_heads": 1, "head_dim": 2}
     for title in list_built_in():
         names = read_map(title)
@@ -103,16 +103,13 @@ def complete_variables(
 
 
 def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list[_Joined]:
-    """Return the stored tensors of both models that a rule with variables divides."""
+    """Return the stored tensors of both models that a rule with variables splits."""
     joined_tensors = []
     for model, partner in (models, models[::-1]):
-        for name, tensor in model.items():
-            match = names.find_rule(name)
-            if match is None or name in partner:
-                continue
-            rule, values = match
+        stored_names = [name for name in model if name not in partner]
+        for name, rule, values in names.match_names(stored_names):
             if rule.variables:
-                joined_tensors.append(_Joined(rule, values, tensor, partner))
+                joined_tensors.append(_Joined(rule, values, model[name], partner))
     return joined_tensors
 
 
@@ -143,11 +140,7 @@ def find_guessed(
     """
     guessed: set[str] = set()
     for model, partner in (models, models[::-1]):
-        for name in model.keys() - partner.keys():
-            match = names.find_rule(name)
-            if match is None:
-                continue
-            rule, _ = match
+        for _, rule, _ in names.match_names(model.keys() - partner.keys()):
             # Without groups and rotary order, the shapes of the parts determine their rows.
             if rule.rotary or isinstance(rule.groups, str):
                 guessed |= rule.variables - variables.keys()
@@ -190,7 +183,7 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
     """
     import numpy as np
 
-    if not is_readable(a) or not is_readable(b):
+    if not are_readable(a, b):
         return None
     products = np.zeros(3)
     with np.errstate(all="ignore"):
@@ -206,6 +199,11 @@ def is_readable(tensor: Tensor) -> bool:
     return has_elements(tensor) and DTYPES[tensor.dtype].family == "float"
 
 
+def are_readable(*tensors: Tensor) -> bool:
+    """Whether all of the tensors have floating-point numbers that can be read."""
+    return all(is_readable(tensor) for tensor in tensors)
+
+
 def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     """Return the computed data of a tensor; None if it has other data, or is a view of a part of it."""
     data = tensor.data
@@ -215,6 +213,13 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     if is_complete and is_contiguous(tensor.shape, tensor.strides):
         return data
     return None
+
+
+def are_finite(x: Any, y: Any) -> bool:
+    """Whether two arrays of floats have neither NaN nor infinity."""
+    import numpy as np
+
+    return bool(np.isfinite(x).all() and np.isfinite(y).all())
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import Replaced, make_adapted
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import are_readable
 from syncheck.layout import views
 from syncheck.messages import AdapterProblem
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
@@ -28,7 +28,7 @@ def replace_tensor(name: str, base: Tensor, new: Tensor, partner: Tensor | None,
     new: the tensor of the adapter.
     partner: the tensor of the other model; None if it has no tensor of this name.
     """
-    if not _are_readable(base, new):
+    if not are_readable(base, new):
         return AdapterProblem.SHAPES()
     # Libraries that load each tensor in its own dtype keep that of the adapter.
     keeps_dtype = partner is not None and partner.dtype == new.dtype
@@ -51,20 +51,16 @@ def replace_rows(base: Tensor, new: Tensor, rows: Sequence[int] | None, files: F
         return AdapterProblem.SHAPES()
     # PEFT copies the rows into the weight, which keeps its dtype.
     new = _load_as(base, new, files)
-    boxes = _list_boxes(base, new, rows)
+    shards = _list_shards(base, new, rows)
     strides = contiguous_strides(base.shape)
-    joined = Tensor(base.name, base.dtype, base.shape, strides, base.path, 0, shards=tuple(boxes))
+    joined = Tensor(base.name, base.dtype, base.shape, strides, base.path, 0, shards=tuple(shards))
     data = Replaced(base, joined, files)
     return make_adapted(base.name, data)
 
 
-def _are_readable(base: Tensor, new: Tensor) -> bool:
-    return is_readable(base) and is_readable(new)
-
-
 def _fits_rows(base: Tensor, new: Tensor, rows: Sequence[int]) -> bool:
     """Whether the adapter has one row for each number, and the matrix has rows of these numbers."""
-    if len(base.shape) != 2 or not _are_readable(base, new):
+    if len(base.shape) != 2 or not are_readable(base, new):
         return False
     length, columns = base.shape
     expected_shape = (len(rows), columns)
@@ -80,33 +76,33 @@ def _load_as(base: Tensor, new: Tensor, files: Files) -> Tensor:
     return convert(new, (base.dtype,), files)
 
 
-def _list_boxes(base: Tensor, new: Tensor, rows: Sequence[int]) -> list[Shard]:
-    """Return the boxes of a matrix with replaced rows: rows of the adapter, and the rows of the base between them."""
-    boxes: list[Shard] = []
+def _list_shards(base: Tensor, new: Tensor, rows: Sequence[int]) -> list[Shard]:
+    """Return the shards of a matrix with replaced rows: rows of the adapter, and the rows of the base between them."""
+    shards: list[Shard] = []
     position = 0
     # In the order of the matrix, which need not be that of the adapter.
     indices = range(len(rows))
     replaced_rows = sorted(zip(rows, indices, strict=True))
     for row, index in replaced_rows:
-        boxes += _copy_rows(base, position, row, position)
-        boxes += _copy_rows(new, index, index + 1, row)
+        shards += _copy_rows(base, position, row, position)
+        shards += _copy_rows(new, index, index + 1, row)
         position = row + 1
     length = base.shape[0]
-    boxes += _copy_rows(base, position, length, position)
-    return boxes
+    shards += _copy_rows(base, position, length, position)
+    return shards
 
 
 def _copy_rows(source: Tensor, start: int, stop: int, position: int) -> list[Shard]:
-    """Return the boxes of the rows from `start` to `stop` of a matrix, none if there is no row between them.
+    """Return the shards of the rows from `start` to `stop` of a matrix, none if there is no row between them.
 
     position: of the first row in the result.
     """
-    boxes: list[Shard] = []
+    shards: list[Shard] = []
     if start >= stop:
-        return boxes
+        return shards
     part = views.narrow(source, 0, start, stop - start)
-    for box in views.list_shards(part):
-        first_row, *other_dimensions = box.start
+    for shard in views.list_shards(part):
+        first_row, *other_dimensions = shard.start
         moved = (first_row + position, *other_dimensions)
-        boxes.append(Shard(box.tensor, moved))
-    return boxes
+        shards.append(Shard(shard.tensor, moved))
+    return shards

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
 from syncheck.conversion.quantized import Quantized
-from syncheck.conversion.recognition import get_computed
+from syncheck.conversion.recognition import are_finite, get_computed
 from syncheck.findings import Relation, RelationKind
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class _Grid:
         """Return whether the values of each block are multiples of a step, and near the original values."""
         import numpy as np
 
-        if not (np.isfinite(values).all() and np.isfinite(before).all()):
+        if not are_finite(values, before):
             return False
         noise = _ROUNDINGS * self._unit * np.abs(values).max(1, keepdims=True)
         ordered = np.sort(values, 1)

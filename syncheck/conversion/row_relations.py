@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.fused_parts import has_rotary_rows
-from syncheck.conversion.model_pairs import FEW
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.model_pairs import FEW, find_different_dim
+from syncheck.conversion.recognition import are_readable
 from syncheck.conversion.rows import (
     MOST_ROWS,
     describe_copies,
@@ -49,19 +49,16 @@ class _Digests(NamedTuple):
 def relate_copies(name: str, models: Models) -> dict[str, Relation]:
     """Find a part of one model that the other model holds several times, so that one dimension is longer."""
     a, b = models.a[name], models.b[name]
-    if len(a.shape) != len(b.shape):
+    dim = find_different_dim(a, b)
+    if dim is None:
         return {}
-    different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
-    if len(different_dims) != 1:
-        return {}
-    (dim,) = different_dims
     side, longer, shorter = "A", a, b
     if b.shape[dim] > a.shape[dim]:
         side, longer, shorter = "B", b, a
     if longer.shape[dim] % shorter.shape[dim] or models.is_constant(shorter):
         return {}
-    digests = _digest_rows(_move_first(shorter, dim), _move_first(longer, dim), models)
-    if digests is None or not digests.are_distinct:
+    digests = _digest_distinct_rows(_move_first(shorter, dim), _move_first(longer, dim), models)
+    if digests is None:
         return {}
     copies = describe_copies(digests.a, digests.b)
     if copies is None or copies["pattern"] == "other":
@@ -98,14 +95,14 @@ def relate_rows(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _convert_rows(a: Tensor, b: Tensor, models: Models) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors whose rows can be compared, in the dtype of B; None if they have no such rows."""
+    """Return two tensors whose rows can be compared, in the dtype of B; None without comparable rows."""
     if not a.shape or a.shape[1:] != b.shape[1:]:
         return None
-    if not a.numel or not b.numel:
+    if 0 in (a.numel, b.numel):
         return None
     if a.dtype == b.dtype:
         return a, b
-    if not is_readable(a) or not is_readable(b):
+    if not are_readable(a, b):
         return None
     return convert(a, (b.dtype,), models.files), b
 
@@ -132,8 +129,8 @@ def relate_columns(name: str, models: Models) -> dict[str, Relation]:
     # The first row has the same elements in another order. Columns are read slowly.
     if len(a.shape) != 2 or _sort_row(a, models) != _sort_row(b, models):
         return {}
-    digests = _digest_rows(views.permute(a, (1, 0)), views.permute(b, (1, 0)), models)
-    if digests is None or not digests.are_distinct:
+    digests = _digest_distinct_rows(views.permute(a, (1, 0)), views.permute(b, (1, 0)), models)
+    if digests is None:
         return {}
     order = find_order(digests.a, digests.b)
     if order is None:
@@ -148,7 +145,7 @@ def _sort_row(tensor: Tensor, models: Models) -> list[bytes]:
     return sorted(row[start : start + size] for start in range(0, len(row), size))
 
 
-def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int = 1) -> _Digests | None:
+def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int) -> _Digests | None:
     """Return the digests of the rows of two tensors; None for too many rows, and if their rows differ.
 
     level: the number of leading dimensions whose elements are rows.
@@ -159,6 +156,14 @@ def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int = 1) -> _Diges
     if not may_have_rows(a, b, rows_b, models.files):
         return None
     return _Digests(digest_rows(a, models.files, rows_a), digest_rows(b, models.files, rows_b))
+
+
+def _digest_distinct_rows(a: Tensor, b: Tensor, models: Models) -> _Digests | None:
+    """Return the digests of the rows of two tensors; None as well if rows of the first one are equal by chance."""
+    digests = _digest_rows(a, b, models, 1)
+    if digests is None or not digests.are_distinct:
+        return None
+    return digests
 
 
 def _compare_rows(name: str, pair: tuple[Tensor, Tensor], digests: _Digests, level: int) -> Relation | None:

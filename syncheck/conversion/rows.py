@@ -77,7 +77,7 @@ def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
 
     Equal rows are taken in their order.
     """
-    # The last position of each digest is the next one in order.
+    # The last position of each digest is the next in order.
     positions: dict[bytes, list[int]] = defaultdict(list)
     for position in range(len(a) - 1, -1, -1):
         positions[a[position]].append(position)

@@ -37,21 +37,26 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a difference.
-
-    label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
-    map, stored: the map of its names, and the stored tensor of each tensor of the model. adapter: beside the model.
-    """
+    """One side of a difference."""
 
     label: str
+    """A or B."""
     group: ReplicaGroup
+    """The files by rank."""
     model: Snapshot
+    """The model, with whole tensors."""
     skipped: int = 0
+    """The number of files that were not read."""
     aliases: tuple[Alias, ...] = ()
+    """Files that are other names of files in the group."""
     variables: Mapping[str, int] = field(default_factory=dict)
+    """The numbers of heads and their size, as far as a configuration states them."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)
+    """The stored tensor of each tensor of the model, after a map."""
     map: NameMap | None = None
+    """The map of the names."""
     adapter: Adapter | None = None
+    """The adapter beside the model."""
 
     @property
     def title(self) -> str:
@@ -60,19 +65,31 @@ class Side:
 
     def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
         """Return the rank and file with an element of a tensor of the model."""
-        holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
-        path = (holders[0] if holders else tensor).path
-        ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
+        path = tensor.path
+        for shard in tensor.shards:
+            if _contains(shard, index):
+                path = shard.tensor.path
+                break
+        rank = self._find_rank(path)
         stored = self.stored.get(tensor.name)
         if stored is None or stored.name == tensor.name:
-            return Place(path, next(ranks, None))
-        return Place(path, next(ranks, None), stored.name, views.find_element(stored, tensor, index))
+            return Place(path, rank)
+        return Place(path, rank, stored.name, views.find_element(stored, tensor, index))
+
+    def _find_rank(self, path: str) -> int | None:
+        """Return the first rank with this file; None for a side in one file."""
+        if len(self.group.ranks) < 2:
+            return None
+        for rank, snapshot in self.group.ranks:
+            if snapshot.path == path:
+                return rank
+        return None
 
 
 def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
-    return all(
-        start <= at < start + size for at, start, size in zip(index, shard.start, shard.tensor.shape, strict=True)
-    )
+    """Whether a shard holds an element of the whole tensor."""
+    spans = zip(index, shard.start, shard.tensor.shape, strict=True)
+    return all(start <= i < start + size for i, start, size in spans)
 
 
 def open_side(label: str, source: Source) -> Side:
@@ -87,19 +104,22 @@ def open_side(label: str, source: Source) -> Side:
     except SyncheckError as error:
         error.args = (f"{label}: {error}",)
         raise
-    values = {name: value for snapshot in opened.snapshots for name, value in snapshot.values.items()}
+    values: dict[str, Any] = {}
+    for snapshot in opened.snapshots:
+        values |= snapshot.values
     variables = find_variables([snapshot.path for snapshot in opened.snapshots], values)
     return Side(label, group, model, opened.skipped, tuple(opened.aliases), variables)
 
 
 def _open_files(source: Source) -> tuple[str, ReplicaGroup, find.Opened]:
     """Return the paths as text, the files of one model by rank, and everything that was opened."""
-    given = _split(source)
-    opened = find.open_checkpoints(given)
-    if broken := opened.unreadable:
-        raise UsageError(f"{broken[0].path}: {broken[0].reason}")
+    paths = _split(source)
+    opened = find.open_checkpoints(paths)
+    if opened.unreadable:
+        unreadable = opened.unreadable[0]
+        raise UsageError(f"{unreadable.path}: {unreadable.reason}")
     groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)
-    title = ", ".join(given)
+    title = ", ".join(paths)
     group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
     if len(group.ranks) == 1:
         group = replace(group, ranks=tuple(split_folder(group.ranks[0][1]).items()))
@@ -116,16 +136,24 @@ def list_shards(source: Source) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     boxes: dict[tuple[str, Any], dict[str, Any]] = {}
     for name, rank, tensor, shards in locate_shards(dict(group.ranks)):
-        empty = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
-        row = rows.setdefault(name, empty)
+        empty_row = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
+        row = rows.setdefault(name, empty_row)
         for shard in [None] if shards is None else shards:
-            start, shape = (None, None) if shard is None else (list(shard.start), list(shard.tensor.shape))
-            key = name, (rank if shard is None else (shard.start, shard.tensor.shape))
-            if key not in boxes:
-                boxes[key] = {"start": start, "shape": shape, "ranks": [], "files": []}
-                row["boxes"].append(boxes[key])
-            boxes[key]["ranks"] += [rank] if len(group.ranks) > 1 else []
-            boxes[key]["files"].append(tensor.path if shard is None else shard.tensor.path)
+            # Without a position, all shards of a rank are one box.
+            position: Any = rank
+            empty_box: dict[str, Any] = {"start": None, "shape": None, "ranks": [], "files": []}
+            path = tensor.path
+            if shard is not None:
+                position = (shard.start, shard.tensor.shape)
+                empty_box |= {"start": list(shard.start), "shape": list(shard.tensor.shape)}
+                path = shard.tensor.path
+            if (name, position) not in boxes:
+                boxes[name, position] = empty_box
+                row["boxes"].append(empty_box)
+            box = boxes[name, position]
+            if len(group.ranks) > 1:
+                box["ranks"].append(rank)
+            box["files"].append(path)
     return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
 
 
@@ -143,19 +171,36 @@ def _split(source: Source) -> list[str]:
     if not isinstance(source, (str, os.PathLike)):
         return [os.fspath(path) for path in source]
     path = os.fspath(source)
-    return [path] if os.path.lexists(path) else [part for part in path.split(",") if part] or [path]
+    # The name of a file may contain commas.
+    if os.path.lexists(path):
+        return [path]
+    parts = [part for part in path.split(",") if part]
+    return parts or [path]
 
 
 def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
-    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    names = [name for snapshot in snapshots for name in snapshot.tensors]
+    snapshots: list[Snapshot] = []
+    are_parts = True
+    for group in groups:
+        snapshots += [snapshot for _, snapshot in group.ranks]
+        are_parts &= Grouping.PARTS_ALONE in [reason.code for reason in group.grouping]
+    names: list[str] = []
+    for snapshot in snapshots:
+        names += snapshot.tensors
     # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
-    are_parts = all(Grouping.PARTS_ALONE in [reason.code for reason in group.grouping] for group in groups)
-    if len(groups) == len(snapshots) and (are_parts or len(set(names)) == len(names)):
+    may_be_one = are_parts or len(set(names)) == len(names)
+    if may_be_one and len(groups) == len(snapshots):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
-    found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
-    raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
+    titles = names_text([_name_group(group) for group in groups])
+    raise UsageError(f"{title}: {len(groups)} models ({titles}); pass the files of one step of one run")
+
+
+def _name_group(group: ReplicaGroup) -> str:
+    """Return the run of a group, and its step if it is known."""
+    if group.step is None:
+        return group.run
+    return f"{group.run} step {group.step}"
 
 
 def list_earlier(side: Side) -> Iterator[Side]:

@@ -1,4 +1,4 @@
-"""Divide a stored tensor in other ways than its rule: transposed, with its parts in another order, in other groups."""
+"""Split a stored tensor in other ways than its rule: transposed, with its parts in another order, in other groups."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _MOST_ORDERED = 5
 
 
-class Division(NamedTuple):
-    """Another way to divide a stored tensor."""
+class Alternative(NamedTuple):
+    """Another rule for a stored tensor."""
 
     rule: Rule
-    """The rule that divides it in this way."""
+    """The rule."""
     variables: Mapping[str, int]
     """The numbers of heads and their size."""
     relation: Relation
-    """The relation of the parts, if they equal those of the other model."""
+    """The relation of the parts, if the tensors of the other model are equal."""
 
 
 def relate_stored(name: str, models: Models) -> dict[str, Relation]:
-    """Find the way in which the other model divides the stored tensor of a part."""
+    """Find another rule for the stored tensor of a part, which gives the tensors of the other model."""
     if models.map is None:
         return {}
     for side, tensors in enumerate((models.a, models.b)):
@@ -45,10 +45,10 @@ def relate_stored(name: str, models: Models) -> dict[str, Relation]:
             continue
         rule, values = match
         targets = _list_other_parts(stored, side, tensors, models)
-        for division in _list_divisions(rule, models.variables, "AB"[side], stored.name):
-            parts = split_tensor(division.rule, values, stored, division.variables)
+        for alternative in _list_alternatives(rule, models.variables, "AB"[side], stored.name):
+            parts = split_tensor(alternative.rule, values, stored, alternative.variables)
             if parts is not None and _equal_targets(parts, targets, side, models):
-                return dict.fromkeys(targets, division.relation)
+                return dict.fromkeys(targets, alternative.relation)
     return {}
 
 
@@ -66,7 +66,7 @@ def _list_other_parts(stored: Tensor, side: int, tensors: Mapping[str, Tensor], 
 
 
 def _equal_targets(parts: Mapping[str, Tensor], targets: Mapping[str, Tensor], side: int, models: Models) -> bool:
-    """Whether all parts of a model that the other model has are equal, and there is one at least."""
+    """Whether all parts that the other model has are equal, at least one part."""
     shared_names = [name for name in targets if name in parts]
     for name in shared_names:
         pair = (parts[name], targets[name])
@@ -76,16 +76,16 @@ def _equal_targets(parts: Mapping[str, Tensor], targets: Mapping[str, Tensor], s
     return bool(shared_names)
 
 
-def _list_divisions(rule: Rule, variables: Mapping[str, int], side: str, stored_name: str) -> Iterator[Division]:
-    """Yield other ways to divide a stored tensor. side, stored_name: of the tensor."""
+def _list_alternatives(rule: Rule, variables: Mapping[str, int], side: str, stored_name: str) -> Iterator[Alternative]:
+    """Yield other rules for a stored tensor. side, stored_name: of the tensor."""
     exchanged = Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)})
-    yield Division(replace(rule, transpose=not rule.transpose), variables, exchanged)
+    yield Alternative(replace(rule, transpose=not rule.transpose), variables, exchanged)
     if rule.rotary:
         # Rows that were permuted with another number of heads.
         order = "interleaved" if side == "B" else "half"
         for size in HEAD_SIZES:
             relation = Relation(RelationKind.ROTARY, {"head_dim": size, "to": order})
-            yield Division(rule, {**variables, "head_dim": size}, relation)
+            yield Alternative(rule, {**variables, "head_dim": size}, relation)
     if 1 < len(rule.parts) <= _MOST_ORDERED:
         for reordered in _list_orders(rule):
             if reordered.variables <= variables.keys():
@@ -93,7 +93,7 @@ def _list_divisions(rule: Rule, variables: Mapping[str, int], side: str, stored_
                 groups = reordered.groups
                 parameters["groups"] = groups if isinstance(groups, int) else variables.get(groups, 0)
                 parameters |= {"side": side, "stored": stored_name}
-                yield Division(reordered, variables, Relation(RelationKind.FUSED_ORDER, parameters))
+                yield Alternative(reordered, variables, Relation(RelationKind.FUSED_ORDER, parameters))
 
 
 def _list_orders(rule: Rule) -> Iterator[Rule]:

@@ -59,10 +59,10 @@ class Template:
 
     def fill(self, values: Mapping[str, str]) -> str:
         """Return the name with these values of the placeholders."""
-        pieces = [self.literals[0]]
+        segments = [self.literals[0]]
         for placeholder, literal in zip(self.placeholders, self.literals[1:], strict=True):
-            pieces += [values[placeholder], literal]
-        return "".join(pieces)
+            segments += [values[placeholder], literal]
+        return "".join(segments)
 
 
 @lru_cache(maxsize=1 << 14)

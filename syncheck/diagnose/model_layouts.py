@@ -118,6 +118,7 @@ def match_fused_order(case: Case) -> Match | None:
         tensors_by_pattern[parameters_of(diff)["pattern"]].append(diff)
     parts, channels = tensors_by_pattern.pop("parts", []), tensors_by_pattern.pop("channels", [])
     facts = []
+    # Orders of parts explain most, so they come before the first of many other facts.
     for tensors in group_by_parameters(parts, ("side", "parts", "groups")):
         facts.append(_state_joined(tensors))
     for diff in reordered:
@@ -205,6 +206,7 @@ def state_rotary(tensors: Sequence[TensorDiff]) -> Message:
     """State the order of the rows of each head."""
     parameters = parameters_of(tensors[0])
     head_dim = parameters["head_dim"]
+    # Two permutations with different sizes of a head.
     if back := parameters.get("back"):
         return state_tensors(RotaryPermuted.BACK, tensors, head_dim=head_dim, back=back)
     order = RotaryPermuted.HALF() if parameters["to"] == "half" else RotaryPermuted.INTERLEAVED()
@@ -251,7 +253,8 @@ def state_padded(tensors: Sequence[TensorDiff]) -> Message:
 
 def explain_padded_vectors(match: Match) -> Match:
     """Replace cause and fix if no tensor is a matrix: only matrices have a row for each token of a vocabulary."""
-    if any(len(diff.shape) > 1 for diff in match.tensors):
+    dimensions = max(len(diff.shape) for diff in match.tensors)
+    if dimensions > 1:
         return match
     return replace(match, cause=Padded.CAUSE_OTHER, fix=Padded.FIX_OTHER)
 
@@ -357,6 +360,7 @@ def state_wrong_shard(tensors: Sequence[TensorDiff]) -> Message:
     """State which shards or which other tensor a tensor of B holds."""
     (diff,) = tensors
     parameters = parameters_of(diff)
+    # Shards at wrong positions within one tensor, or a tensor under another name.
     if "other" not in parameters:
         counts = {"boxes": parameters["boxes"], "of": parameters["of"]}
         return WrongShard.BOXES(name=diff.name, files=parameters["files"], **counts)
@@ -431,6 +435,7 @@ def state_repeated(tensors: Sequence[TensorDiff]) -> Message:
     """State which part of a tensor one model holds several times."""
     (diff,) = tensors
     parameters = dict(parameters_of(diff))
+    # The sentences name the remaining parameters.
     pattern, start, is_whole = parameters.pop("pattern"), parameters.pop("start", 0), parameters.pop("whole", 0)
     parameters |= {"name": diff.name, "other": other_model(parameters["side"])}
     if pattern == "other":

@@ -117,16 +117,22 @@ def match_unrelated(case: Case) -> Match | None:
     unrelated = case.related(RelationKind.UNRELATED)
     if not unrelated:
         return None
-    constant = [diff for diff in unrelated if "value" in parameters_of(diff)]
-    constant_names = {diff.name for diff in constant}
-    uncorrelated = [diff for diff in unrelated if diff.name not in constant_names]
+    constant: list[TensorDiff] = []
+    uncorrelated: list[TensorDiff] = []
+    for diff in unrelated:
+        # A constant has no correlation, and its value as parameter.
+        if "value" in parameters_of(diff):
+            constant.append(diff)
+        else:
+            uncorrelated.append(diff)
     facts = []
     if uncorrelated:
         facts.append(state_tensors(Unrelated.UNRELATED, uncorrelated))
     if constant:
         facts.append(state_tensors(Unrelated.CONSTANT, constant))
     match = Match(unrelated, case.group.ranks, facts)
-    if constant or any(diff.numel >= _ENOUGH_ELEMENTS for diff in unrelated):
+    largest = max(diff.numel for diff in unrelated)
+    if constant or largest >= _ENOUGH_ELEMENTS:
         return match
     return replace(match, certainty="consistent", alternatives=("SYN399",))
 
@@ -316,15 +322,25 @@ def match_remaining(case: Case) -> Match | None:
         facts += _summarize_tensors(case)
     values = [Unexplained.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
     facts += limit_facts(values, _MOST_VALUES, Unexplained.MORE_VALUES)
-    overflows = [diff for diff in case.tensors if len(set(diff.nonfinite.values())) > 1]
-    counts = [Unexplained.NOT_FINITE(name=diff.name, values=dict(diff.nonfinite)) for diff in overflows]
-    facts += limit_facts(counts, _MOST_VALUES, Unexplained.MORE_NOT_FINITE)
+    overflows = _state_overflows(case)
+    facts += limit_facts(overflows, _MOST_VALUES, Unexplained.MORE_NOT_FINITE)
     match = Match(case.tensors, case.group.ranks, facts, case.values)
+    # NaN or infinity in one model only shows more than any size of a difference.
     if overflows:
         return replace(match, cause=Unexplained.CAUSE_NOT_FINITE, fix=Unexplained.FIX_NOT_FINITE)
     if case.tensors and all(is_code_constant(diff.name) for diff in case.tensors):
         return replace(match, cause=OtherCode.CAUSE, fix=OtherCode.FIX)
     return match
+
+
+def _state_overflows(case: Case) -> list[Message]:
+    """State how many elements are not finite, for tensors with another number of them in each model."""
+    facts = []
+    for diff in case.tensors:
+        counts = dict(diff.nonfinite)
+        if len(set(counts.values())) > 1:
+            facts.append(Unexplained.NOT_FINITE(name=diff.name, values=counts))
+    return facts
 
 
 def _summarize_tensors(case: Case) -> list[Message]:

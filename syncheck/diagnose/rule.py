@@ -85,8 +85,11 @@ class Rule:
             facts.append(self.state(similar))
         if "MORE" in self.sentences.__members__:
             facts = limit_facts(facts, MOST_FACTS, self.sentences["MORE"])
+        # Two models have no suspects: a difference is between A and B.
         match = Match(tensors, case.group.ranks, facts)
-        return match if self.amend is None else self.amend(match)
+        if self.amend is None:
+            return match
+        return self.amend(match)
 
     @property
     def explanation(self) -> str:
@@ -126,7 +129,10 @@ def group_by_parameters(tensors: Iterable[TensorDiff], key: tuple[str, ...] | No
 
 
 def _round_number(value: Hashable) -> Hashable:
-    return f"{value:.3g}" if isinstance(value, float) else value
+    """Return three digits of a float: factors of several tensors differ by their rounding."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return value
 
 
 def state_tensors(sentence: Sentence, tensors: Sequence[TensorDiff], **parameters: Any) -> Message:

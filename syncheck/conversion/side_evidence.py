@@ -1,0 +1,194 @@
+"""Describe a comparison of two models by its sides: labels, locations of elements, relations, and stored tensors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.conversion.causes import add_relations
+from syncheck.conversion.mapped_models import apply_map
+from syncheck.conversion.merges import find_adapted
+from syncheck.conversion.model_pairs import Models
+from syncheck.conversion.sides import Side, list_earlier, open_side
+from syncheck.diagnose.measures import relation_of
+from syncheck.errors import UsageError
+from syncheck.findings import RelationKind, Stored
+from syncheck.layout.whole_model import locate_shards
+from syncheck.messages import Note
+from syncheck.records import Reason
+from syncheck.tensors.kinds import find_outside_model
+from syncheck.tensors.names import normalize_keys
+from syncheck.text import SIDES, names_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from syncheck.options import DiffOptions
+    from syncheck.records import Comparison, Place, TensorDiff, ValueDiff
+    from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
+
+    # A shard: its start and shape, None if its position is unknown, and the rank or file that holds it.
+    StoredBox = tuple[tuple[int, ...] | None, tuple[int, ...] | None, str]
+
+# Limit of the tensors with a map of their shards on a page.
+_MOST_STORED = 200
+
+
+def describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:
+    """Add the labels of the sides, and the location of the worst element of each tensor.
+
+    subset: whether B may lack tensors that do not belong to the model. Raises UsageError if the models have no name in
+    common.
+    """
+    _require_common_names(comparison, sides)
+    models = [normalize_keys(side.model.tensors) for side in sides]
+    optional_names: AbstractSet[str] = frozenset()
+    if subset:
+        optional_names = find_outside_model(replace(sides[0].model, tensors=models[0]))
+    tensors = []
+    for diff in comparison.tensors:
+        if _is_only_in_a(diff) and diff.name in optional_names:
+            diff = replace(diff, reason=Reason.SUBSET, minority=())
+        tensors.append(_locate(diff, sides, models))
+    values = comparison.values
+    if subset:
+        values = tuple(_accept_missing(value) for value in values)
+    notes = [*comparison.notes]
+    absent_names = tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET)
+    if absent_names:
+        notes.append(Note.SUBSET(count=len(absent_names), names=absent_names))
+    replicas = []
+    for replica, side in zip(comparison.replicas, sides, strict=True):
+        replicas.append(replace(replica, label=side.label, files=len(side.group.ranks)))
+    return replace(comparison, replicas=tuple(replicas), tensors=tuple(tensors), values=values, notes=tuple(notes))
+
+
+def _require_common_names(comparison: Comparison, sides: Sequence[Side]) -> None:
+    """Raise UsageError if the models have no name in common."""
+    missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
+    if not missing or len(missing) != comparison.counts.tensors:
+        return
+    examples = []
+    for side in sides:
+        names = names_text([*side.model.tensors], 2) or "none"
+        examples.append(f"{side.label} has {names}")
+    raise UsageError(
+        f"A and B have no tensor in common: {'; '.join(examples)}; pass two copies of one model, or --map FILE"
+    )
+
+
+def _is_only_in_a(diff: TensorDiff) -> bool:
+    return diff.reason is Reason.MISSING and diff.clusters == ((0,),)
+
+
+def _locate(diff: TensorDiff, sides: Sequence[Side], models: Sequence[Mapping[str, Tensor]]) -> TensorDiff:
+    """Add the rank and file with the worst element on each side."""
+    if diff.index is None:
+        return diff
+    places: dict[int, Place] = {}
+    for label, side, tensors in zip(SIDES, sides, models, strict=True):
+        places[label] = side.locate(tensors[diff.name], diff.index)
+    return replace(diff, places=places)
+
+
+def _accept_missing(value: ValueDiff) -> ValueDiff:
+    """Accept a value that B lacks. Like tensors, values of the model must not be missing."""
+    if value.kind == "model" or value.by_rank.get(1) is not None:
+        return value
+    return replace(value, counts=False, unknown=False)
+
+
+def add_relations_of_sides(
+    comparison: Comparison, sides: Sequence[Side], options: DiffOptions, files: Files
+) -> Comparison:
+    """Add how the tensors of B that differ follow from A, and from the model before the update."""
+    names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    # An unreadable base is an error, even if no tensor differs.
+    stated_base = None if options.base is None else open_side("base", options.base)
+    if not names:
+        return comparison
+    side_a, side_b = sides
+    model_a, model_b = normalize_keys(side_a.model.tensors), normalize_keys(side_b.model.tensors)
+    models = Models(model_a, model_b, files, (side_a.stored, side_b.stored), side_a.map, side_a.variables)
+    earlier_models = list_earlier(side_a) if stated_base is None else iter([stated_base])
+    title = ""
+    for base in earlier_models:
+        title = base.model.path
+        models.base = _map_base(base, side_a)
+        if _has_stale_tensor(names, models):
+            break
+    else:
+        # An earlier step without a tensor of B explains nothing.
+        if stated_base is None:
+            models.base = {}
+    diffs = add_relations(comparison.tensors, models)
+    adapted = sum(find_adapted(tensor) is not None for tensor in model_a.values())
+    updated = _count_updated(diffs, models)
+    evidence = replace(comparison.evidence, base=title, updated=updated, adapted=adapted)
+    return replace(comparison, tensors=diffs, evidence=evidence)
+
+
+def _has_stale_tensor(names: Sequence[str], models: Models) -> bool:
+    """Whether B has a tensor of the model before the update. names: of the tensors that differ."""
+    for name in names:
+        if name in models.base and name in models.b and models.equals(models.base[name], models.b[name]) is not None:
+            return True
+    return False
+
+
+def _count_updated(diffs: Sequence[TensorDiff], models: Models) -> int:
+    """Return how many tensors of B equal A but not the model before the update; 0 if no tensor is of that model."""
+    if not any(relation_of(diff) is RelationKind.BASE for diff in diffs):
+        return 0
+    differing_names = {diff.name for diff in diffs if diff.out_of_sync}
+    agreeing_names = (models.base.keys() & models.a.keys() & models.b.keys()) - differing_names
+    return sum(models.equals(models.base[name], models.a[name]) is None for name in agreeing_names)
+
+
+def _map_base(base: Side, side_a: Side) -> Mapping[str, Tensor]:
+    """Return the tensors of the earlier model by the names of A."""
+    tensors = normalize_keys(base.model.tensors)
+    if side_a.map is None:
+        return tensors
+    mapped, _ = apply_map(side_a.map, [tensors, side_a.model.tensors], side_a.variables)
+    return mapped[0].tensors
+
+
+def describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, tuple[Stored | None, Stored | None]]:
+    """Return how both sides store the tensors that differ, and other tensors, up to a limit."""
+    names = dict.fromkeys(diff.name for diff in comparison.tensors if diff.out_of_sync)
+    names.update(dict.fromkeys(comparison.evidence.names))
+    first_names = list(names)[:_MOST_STORED]
+    stored_a, stored_b = (_describe_side(side, first_names) for side in sides)
+    return {name: (stored_a.get(name), stored_b.get(name)) for name in first_names}
+
+
+def _describe_side(side: Side, names: Sequence[str]) -> dict[str, Stored]:
+    """Return how the files of a side store tensors of these names."""
+    tensors = normalize_keys(side.model.tensors)
+    stored_tensors = {name: side.stored.get(name, tensors[name]) for name in names if name in tensors}
+    boxes: dict[str, list[StoredBox]] = {tensor.name: [] for tensor in stored_tensors.values()}
+    for stored_name, box in _list_stored_boxes(side):
+        if stored_name in boxes:
+            boxes[stored_name].append(box)
+    descriptions = {}
+    for name, tensor in stored_tensors.items():
+        shape = tuple(tensor.full_shape)
+        descriptions[name] = Stored(tensor.name, tensor.dtype, shape, tuple(boxes[tensor.name]))
+    return descriptions
+
+
+def _list_stored_boxes(side: Side) -> Iterator[tuple[str, StoredBox]]:
+    """Yield the name and the box of each shard in the files of a side."""
+    several_ranks = len(side.group.ranks) > 1
+    for _, rank, tensor, shards in locate_shards(dict(side.group.ranks)):
+        if shards is None:
+            owner = f"rank {rank}" if several_ranks else os.path.basename(tensor.path)
+            yield tensor.name, (None, None, owner)
+            continue
+        for shard in shards:
+            owner = f"rank {rank}" if several_ranks else os.path.basename(shard.tensor.path)
+            yield tensor.name, (shard.start, shard.tensor.shape, owner)
