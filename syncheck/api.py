@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from syncheck.comparison import reference
 from syncheck.comparison import replicas as compared
 from syncheck.comparison.replicas import compare_group
-from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
 from syncheck.diagnose.verdicts import judge_group, overall
 from syncheck.errors import CheckpointError, UsageError
@@ -94,7 +93,11 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
         for replicas in found.groups
     ]
-    groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
+    groups = [group for group, _ in compared]
+    if len(groups) > 1:
+        from syncheck.comparison.stale import add_stale_ranks  # compares a rank with earlier steps
+
+        groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
     if len(groups) > 1 and not options.quick:  # quick reads no tensor
         from syncheck.comparison.free_running import add_free_running
 
@@ -173,7 +176,7 @@ def check_baseline(options: Options, *, update: bool = False) -> None:
 
     baseline.read(options.baseline, may_be_missing=update)
     if update:
-        outputs.check(options.baseline, baseline.OPTION)
+        outputs.check(options.baseline, "baseline")
 
 
 def finish(report: Report, options: Options, *, may_be_missing: bool = False, accept_all: bool = False) -> Report:
@@ -203,7 +206,7 @@ def update_baseline(report: Report, path: str) -> str:
 
     before = baseline.read(path, may_be_missing=True)
     after = baseline.update_baseline(report, before)
-    outputs.write(path, baseline.serialize(after), baseline.OPTION)
+    outputs.write(path, baseline.serialize(after), "baseline")
     return f"{path}: {baseline.describe_change(before, after)}"
 
 

@@ -1,7 +1,7 @@
-"""Messages as data: a sentence and its ranks, names and numbers. Each surface renders the text.
+"""Messages as data: a sentence and its ranks, names and numbers.
 
-Records contain messages, and code compares `message.code`, never the text. `str(message)` renders the text. Surfaces
-differ only in the spelling of options (`syncheck.errors.Words`).
+Records contain messages, and code compares `message.code`, never the text. `str(message)` renders the text, which names
+an option by its field in `syncheck.options`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from enum import Enum
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import current_words
-from syncheck.text import by_rank_text, names_text, number_text, ranks_text, sets_text, values_text
+from syncheck.text import by_rank_text, names_text, number_text, option_text, ranks_text, sets_text, values_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +49,7 @@ class Message:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Render the sentence in the words of the current surface."""
+        """Render the sentence."""
         return _render(self.code.value, self.parameters)
 
     def __hash__(self) -> int:
@@ -71,11 +70,11 @@ def _render(template: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _render_option(field: str, detail: str) -> str:
-    words = current_words()
+    """Return an option by the name of its field, with a value or a placeholder for one."""
     if detail.startswith("="):
         value = detail[1:]
-        return words.pair(field, int(value) if value.isdecimal() else value)
-    return words.placeholder(field, detail.strip()) if detail else words.name(field)
+        return option_text(field, int(value) if value.isdecimal() else value)
+    return f"{field}={detail.strip()}" if detail else field
 
 
 def _render_value(value: Any, spec: str) -> str:

@@ -9,8 +9,9 @@ of the help. The rest is generated from these declarations:
 - the checks of types and ranges: `Declaration.check`
 - the tables of options in docs/reference: `docs/reference/from_options.py`
 
-An option of a comparison is a field of `Options`, any other option of a run is a field of `RunOptions`. Help texts do
-not spell other options, because each surface spells them differently (`errors.Words`).
+An option of a comparison is a field of `Options`, an option of two models a field of `DiffOptions`, and any other
+option of a run a field of `RunOptions`. Texts name an option by its field. On the command line and in pytest, dashes
+replace the underscores (`to_flag`).
 
 The command line and pytest import this module on every start, so it imports only `errors` and `text`.
 """
@@ -21,9 +22,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, Words
+from syncheck.errors import OptionError
 
 if TYPE_CHECKING:
     from syncheck.comparison.selection import Selection
@@ -41,7 +43,18 @@ FORMATS = ("text", "json", "junit", "github", "markdown")
 EXTENSIONS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
 COLORS = ("auto", "always", "never")
 
-_ALL = frozenset({PYTHON, COMMAND_LINE, TOML, PYTEST})
+
+class Surface(Enum):
+    """The ways to set an option."""
+
+    PYTHON = "Python"
+    COMMAND_LINE = "command line"
+    TOML = "pyproject.toml"
+    PYTEST = "pytest"
+
+
+PYTHON, COMMAND_LINE, TOML, PYTEST = Surface
+_ALL = frozenset(Surface)
 _KEY = "option"  # in the metadata of a field
 
 
@@ -104,7 +117,7 @@ class Declaration:
     choices: tuple[str, ...] = ()
     minimum: int | None = None
     default: object = None
-    surfaces: frozenset[Words] = _ALL
+    surfaces: frozenset[Surface] = _ALL
     switch_help: Mapping[str, str] = field(default_factory=dict)
     in_summary: bool = True
 
@@ -171,7 +184,6 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
     return field(default=default, metadata={_KEY: declaration})
 
 
-_DIFF_SURFACES = frozenset({COMMAND_LINE, PYTHON, PYTEST})
 # Options of `compare` that have no meaning for two models.
 NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 
@@ -289,7 +301,6 @@ class DiffOptions(Options):
         FLAG,
         "B may lack tensors of A that do not belong to the model, such as the optimizer state",
         ACCEPTANCE,
-        surfaces=_DIFF_SURFACES,
     )
     cast: str | None = option(
         None,
@@ -297,7 +308,6 @@ class DiffOptions(Options):
         "accept differences of exactly one conversion to this dtype",
         TOLERANCES,
         choices=("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        surfaces=_DIFF_SURFACES,
     )
     map: str | None = option(
         None,
@@ -305,7 +315,6 @@ class DiffOptions(Options):
         "map the names of tensors by this table: the name of a built-in map, or a TOML file (default: automatic)",
         SELECTION,
         metavar="NAME|FILE",
-        surfaces=_DIFF_SURFACES,
     )
     write_map: str | None = option(
         None,
@@ -321,7 +330,6 @@ class DiffOptions(Options):
         FLAG,
         "count two models as in sync if they are equal under a map that was inferred from the data",
         ACCEPTANCE,
-        surfaces=_DIFF_SURFACES,
     )
     base: str | None = option(
         None,
@@ -330,7 +338,6 @@ class DiffOptions(Options):
         "of A in its folder)",
         SELECTION,
         metavar="PATH",
-        surfaces=_DIFF_SURFACES,
     )
 
 
@@ -405,7 +412,7 @@ class RunOptions:
         check_fields(self)
 
 
-def list_options(surface: Words, *classes: type) -> dict[str, Declaration]:
+def list_options(surface: Surface, *classes: type) -> dict[str, Declaration]:
     """Return the options of a surface by field name. classes: `Options`, `RunOptions` or both, by default both."""
     return {
         name: declaration
@@ -413,6 +420,17 @@ def list_options(surface: Words, *classes: type) -> dict[str, Declaration]:
         for name, declaration in _declarations(cls)
         if surface in declaration.surfaces
     }
+
+
+def list_fields(cls: type) -> frozenset[str]:
+    """Return the field names of a class of options. `DiffOptions` inherits options without a meaning for two models."""
+    names = frozenset(name for name, _ in _declarations(cls))
+    return names - NOT_IN_DIFF if issubclass(cls, DiffOptions) else names
+
+
+def to_flag(name: str, prefix: str = "--") -> str:
+    """Return the flag of a field on the command line: `--group-by` for `group_by`."""
+    return prefix + name.replace("_", "-")
 
 
 def list_tolerances() -> set[str]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
-from syncheck.errors import PYTHON, SyncheckError, UsageError
-from syncheck.options import DiffOptions, Options, RunOptions, list_options, replace_fields
+from syncheck.errors import SyncheckError, UsageError
+from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
 from syncheck.records import OutOfSync
 
 if TYPE_CHECKING:

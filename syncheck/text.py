@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 _Rank = TypeVar("_Rank")
 _Value = TypeVar("_Value")
 
-_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
+# Larger floating-point numbers stand for several whole numbers.
+_MOST_WHOLE = 2**53
 
+# `::` at the start of a line, after blanks and colors.
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 
 _HASHES = re.compile(r"##(?=\w*\[)")
@@ -23,7 +25,12 @@ def one_line(text: str) -> str:
     r"""Escape line breaks and control characters, because names in a file are untrusted."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def logged(text: str) -> str:
@@ -46,11 +53,14 @@ class _Brief(reprlib.Repr):
         return self._members(x, level, super().repr_frozenset)
 
     def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
-        if level <= 0 or {type(member) for member in x} in ({str}, {int}):
+        types = {type(member) for member in x}
+        if level <= 0 or types in ({str}, {int}):
             return ordered(x, level)
-        if len(x) > self.maxset:  # nested sets of all members could take forever
+        # Nested sets of all members could take forever.
+        if len(x) > self.maxset:
             return f"<{type(x).__name__} of {len(x)}>"
-        return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
+        members = sorted(self.repr1(member, level - 1) for member in x)
+        return f"{type(x).__name__}({{{', '.join(members)}}})"
 
 
 def brief(value: object, most: int = 60) -> str:
@@ -66,23 +76,26 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def shorten(text: str, most: int = 400) -> str:
+def shorten(text: str, most: int = 403) -> str:
     """Return text in one line of at most `most` characters, without the middle of a long text.
 
     Both ends of a name distinguish it.
     """
-    if len(text) > 2 * most:  # a name in a file may be megabytes, and escaping takes longer than cutting
+    # A name in a file may be megabytes, and escaping takes longer than cutting.
+    if len(text) > 2 * most:
         text = text[:most] + text[-most:]
     line = one_line(text)
     if len(line) <= most:
         return line
-    return f"{line[: most // 2 - 2]}...{line[1 - most // 2 :]}"
+    last = (most - len("...") + 1) // 2
+    first = most - len("...") - last
+    return f"{line[:first]}...{line[-last:]}"
 
 
-def make_unique_name(name: str, taken: Container[str], separator: str = "#", first: int = 2) -> str:
-    """Return the name, or `name#2`, `name#3`, ... if it is taken. first: the first number to try."""
+def make_unique_name(name: str, used_names: Container[str], separator: str = "#", first: int = 2) -> str:
+    """Return the name, or `name#2`, `name#3`, ... if it is used. first: the first number to try."""
     unique_name, number = name, first
-    while unique_name in taken:
+    while unique_name in used_names:
         unique_name = f"{name}{separator}{number}"
         number += 1
     return unique_name
@@ -96,64 +109,90 @@ def group_ranks(values: Mapping[_Rank, _Value]) -> dict[_Value, list[_Rank]]:
     return ranks_of
 
 
+def option_text(name: str, value: object) -> str:
+    """Return an option with its value, by the name of its field: "group_by='a b'", 'rtol=0.1'."""
+    return f"{name}={brief(value)}"
+
+
 def ranks_text(ranks: Sequence[int | str]) -> str:
     """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks.
 
     Labels instead of ranks: 'A and B'.
     """
-    if ranks and isinstance(ranks[0], str):
-        return " and ".join(map(str, ranks))
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+    names = [str(rank) for rank in ranks]
+    if _are_labels(ranks):
+        return " and ".join(names)
+    if len(names) > 8:
+        return f"{len(names)} ranks ({', '.join(names[:4])}, ...)"
+    noun = "rank" if len(names) == 1 else "ranks"
+    return f"{noun} {', '.join(names)}"
+
+
+def _are_labels(ranks: Sequence[int | str]) -> bool:
+    """Whether the ranks are the labels of two models."""
+    return bool(ranks) and isinstance(ranks[0], str)
 
 
 def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
-    return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
+    texts = [ranks_text(ranks) for ranks in sets[:most]]
+    return names_text(texts, most, len(sets), " and ")
 
 
 def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
     """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
-    floats = {value for value in values.values() if isinstance(value, float)}
-    # The fewest digits that show which values differ.
-    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
-    ranks_of: dict[str, list[int | str]] = {}
+    digits = _count_distinct_digits({value for value in values.values() if isinstance(value, float)})
+    texts: dict[int | str, str] = {}
     for rank, value in values.items():
         if value is None:
-            text = "missing"
+            texts[rank] = "missing"
         elif isinstance(value, float):
-            text = number_text(value, digits)
+            texts[rank] = number_text(value, digits)
         else:
-            text = brief(value)
-        ranks_of.setdefault(text, []).append(rank)
-    sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
-    return names_text(texts, most, len(sets), " and ")
+            texts[rank] = brief(value)
+    sets = sorted(group_ranks(texts).items(), key=_count_ranks, reverse=True)
+    parts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
+    return names_text(parts, most, len(sets), " and ")
+
+
+def _count_ranks(entry: tuple[str, Sequence[int | str]]) -> int:
+    return len(entry[1])
+
+
+def _count_distinct_digits(numbers: set[float]) -> int:
+    """Return the fewest digits that show which numbers differ."""
+    for digits in (6, 9):
+        if len({f"{number:.{digits}g}" for number in numbers}) == len(numbers):
+            return digits
+    return 17
 
 
 def _preposition(ranks: Sequence[int | str]) -> str:
     """Return 'in' for labels of models, 'on' for ranks."""
-    return "in" if ranks and isinstance(ranks[0], str) else "on"
+    return "in" if _are_labels(ranks) else "on"
 
 
 def number_text(number: float, digits: int = 6) -> str:
     """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
-    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
-    return str(int(number)) if whole else f"{number:.{digits}g}"
+    is_whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
+    return str(int(number)) if is_whole else f"{number:.{digits}g}"
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:
     """Return the first names and the number of further names. count: number of all names; default: len(names)."""
-    count = len(names) if count is None else count
-    more = f" and {count - most} more" if count > most else ""
-    return separator.join(names[:most]) + more
+    if count is None:
+        count = len(names)
+    text = separator.join(names[:most])
+    if count > most:
+        text += f" and {count - most} more"
+    return text
 
 
 def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
     """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
-    texts = [
-        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
-        for value, ranks in values
-    ]
+    texts = []
+    for value, ranks in values:
+        if isinstance(value, tuple):
+            value = list(value)
+        texts.append(f"{value} {_preposition(ranks)} {ranks_text(ranks)}")
     return names_text(texts, most, separator=" and ")

@@ -60,9 +60,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     that is not a checkpoint of this rank, for ranks that read the same file, and for files of several runs.
     """
     if options.quick or options.group_by is not None:
-        raise OptionError(
-            "{quick} and {group_by} require a single process that reads all files; remove them", "quick", "group_by"
-        )
+        raise OptionError("quick and group_by require a single process that reads all files; remove them")
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process reads one file, so there is no other replica to compare with; start one process per "

@@ -42,11 +42,6 @@ def names_rank(paths: Sequence[str]) -> bool:
     return any(not os.path.lexists(path) and _has_field(path) for path in paths)
 
 
-def is_first() -> bool:
-    """Whether this process writes the report."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
     """Compare the files of all processes, report on the first process, and exit all with the same exit code.
 

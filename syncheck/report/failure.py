@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import PYTHON, spelling
 from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
 from syncheck.report import plain, words
@@ -26,7 +25,6 @@ MOST_UNREADABLE = 5
 _NAME, _SENTENCE = 120, 600  # characters
 
 
-@spelling(PYTHON)
 def message(report: Report, limit: int = MOST_ROWS) -> str:
     """Return the worst groups with their findings and tensors, then the verdict and the counts.
 

@@ -55,7 +55,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
-            raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
+            raise OptionError("rtol and atol belong together: give both (0 is a value)")
         if (
             self.rtol is not None
             and self.atol is not None
@@ -129,10 +129,7 @@ def tolerances(
     """
     given = [name for name, value in zip(_FIELDS, (rtol, atol, ulp), strict=True) if value is not None]
     if close and given:
-        others = " and ".join(f"{{{name}}}" for name in given)
-        raise OptionError(
-            f"{{close}} cannot be combined with {others}: it sets the tolerance of each dtype", "close", *given
-        )
+        raise OptionError(f"close cannot be combined with {' and '.join(given)}: it sets the tolerance of each dtype")
     rules = {key: _said(key, value) for key, value in (table or {}).items()}
     return Tolerances(
         "close" if close else Tolerance(rtol, atol, ulp),
@@ -147,7 +144,7 @@ def _said(key: str, value: object) -> Said:
         return "close"
     if value == "bitwise":
         return Tolerance()
-    wrong = {f"tolerance.{key}": value}
+    wrong = {f'tolerance["{key}"]': value}
     if not isinstance(value, dict) or not value:
         raise OptionError(_NEEDED, **wrong)
     for name, number in value.items():

@@ -45,5 +45,5 @@ def test_errors_name_the_option(tmp_path: Path) -> None:
         path = tmp_path / "no" / "out.md"
         with pytest.raises(UsageError, match=f"^{option} {path}: .*{path.parent}"):
             formats.write_file(str(path), EMPTY, option)
-    with pytest.raises(UsageError, match=r"^-o out: "):
+    with pytest.raises(UsageError, match=r"^output out: "):
         formats.check_extensions(["out"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api
-from syncheck.errors import PYTEST, CheckpointError, spelling
+from syncheck.errors import CheckpointError
 from syncheck.messages import Hint
 from syncheck.report import failure, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
@@ -112,7 +112,6 @@ class Outcome:
     properties: tuple[tuple[str, str], ...] = ()
 
 
-@spelling(PYTEST)
 def judge_planned(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item, and compare its run if necessary."""
     if planned.unreadable is not None:

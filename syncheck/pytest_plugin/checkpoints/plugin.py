@@ -114,18 +114,17 @@ def _project_options(config: pytest.Config) -> list[str]:
         return []  # do not import the configuration in other projects
     from syncheck import config as project
     from syncheck.errors import SyncheckError
+    from syncheck.options import Options
 
     try:
-        loaded = project.load(config.rootpath)
+        path, values = project.load(config.rootpath)
     except SyncheckError as error:
         return [f"syncheck: {error}"]  # only tests of checkpoints and tests with the fixture fail
-    parts = [
-        f"{key} {options.format_value(loaded.comparison[key.replace('-', '_')])}"
-        for key in project.list_applied_keys(loaded, **options.read_options(config))
-    ]
-    if not parts or loaded.path is None:
+    applied = project.list_applied(values, Options, options.read_options(config))
+    if not applied or path is None:
         return []
-    return [f"syncheck: options from {os.path.relpath(loaded.path, config.rootpath)}: {'; '.join(parts)}"]
+    parts = [f"{name} {options.format_value(values[name])}" for name in applied]
+    return [f"syncheck: options from {os.path.relpath(path, config.rootpath)}: {'; '.join(parts)}"]
 
 
 def _mentions_syncheck(folder: Path) -> bool:
@@ -153,13 +152,12 @@ def configure(config: pytest.Config) -> None:
     config.stash[SELECTION] = selection
     outputs: list[str] = config.getoption("syncheck_output")
     if selection.paths:
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.errors import SyncheckError
 
-        with spelling(PYTEST):
-            try:
-                plugin = _plugin(config, selection, outputs)
-            except SyncheckError as error:
-                raise pytest.UsageError(str(error)) from None  # one line and exit code 4
+        try:
+            plugin = _plugin(config, selection, outputs)
+        except SyncheckError as error:
+            raise pytest.UsageError(str(error)) from None  # one line and exit code 4
         config.pluginmanager.register(plugin, "syncheck-checkpoints")
     elif outputs or config.getoption("syncheck_update_baseline"):
         from syncheck.pytest_plugin.texts import PytestText
@@ -172,15 +170,16 @@ def configure(config: pytest.Config) -> None:
 def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> CheckpointPlugin:
     from syncheck import api
     from syncheck import config as project
-    from syncheck.errors import PYTEST
+    from syncheck.options import Options
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import plan_items
     from syncheck.report.formats import check_extensions, needs_histograms
 
     start = config.invocation_params.dir
-    check_extensions(outputs, option=PYTEST.name("output"))
+    check_extensions(outputs)
     # The project's options are searched from the rootdir, like pytest's own options.
-    compare_options = project.merge_options(project.load(config.rootpath), **options.read_options(config))
+    _, values = project.load(config.rootpath)
+    compare_options = project.merge_options(values, Options, options.read_options(config))
     updates: bool = bool(config.getoption("syncheck_update_baseline"))
     with contextlib.chdir(start):
         if updates:
@@ -207,13 +206,12 @@ def _protect_inputs(config: pytest.Config, written: list[str], selection: Select
 
     written: the reports. baseline: the file to read or to update.
     """
-    from syncheck.errors import PYTEST
     from syncheck.readers.outputs import protect_all
 
-    named = [(PYTEST.name("output"), path) for path in written]
+    named = [("output", path) for path in written]
     inputs = list(selection.paths)
     if baseline is not None and config.getoption("syncheck_update_baseline"):
-        named.append(("{baseline}", baseline))
+        named.append(("baseline", baseline))
     elif baseline is not None:
         inputs.append(baseline)
     for pair in config.getoption("syncheck_diff") or ():
@@ -228,8 +226,7 @@ def _require_all_checkpoints(options: Options, selection: Selection) -> None:
     from syncheck.errors import OptionError
 
     if options.baseline is None:
-        message = "requires {baseline} FILE, or baseline in the table tool.syncheck"
-        raise OptionError(message, "baseline", update_baseline=True)
+        raise OptionError("requires baseline=FILE, or baseline in the table tool.syncheck", update_baseline=True)
     if selection.ids:
         raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
 
@@ -321,29 +318,27 @@ class CheckpointPlugin:
         finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         if _is_worker(session.config) or session.config.getoption("collectonly") or exitstatus not in finished:
             return
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.errors import SyncheckError
 
-        with spelling(PYTEST):
-            for path in self.outputs:
-                try:
-                    self._write(path)
-                except SyncheckError as error:
-                    self.errors.append(str(error))
+        for path in self.outputs:
             try:
-                if self.updates:
-                    self.updated = self._update_baseline()
+                self._write(path)
             except SyncheckError as error:
                 self.errors.append(str(error))
+        try:
+            if self.updates:
+                self.updated = self._update_baseline()
+        except SyncheckError as error:
+            self.errors.append(str(error))
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _write(self, path: str) -> None:
-        from syncheck.errors import PYTEST
         from syncheck.report.formats import write_file
 
         report = self.judge.report()
         with contextlib.chdir(self.judge.start):
-            write_file(path, report, PYTEST.name("output"), self.judge.options)
+            write_file(path, report, self.judge.options)
         self.written.append(path)
 
     def _update_baseline(self) -> str:
@@ -364,28 +359,21 @@ class CheckpointPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
-        from syncheck.errors import PYTEST, spelling
-
-        with spelling(PYTEST):
-            self._write_summary(terminalreporter)
-
-    def _write_summary(self, reporter: pytest.TerminalReporter) -> None:
-        """Print the section."""
         from syncheck.pytest_plugin.checkpoints import summary
 
         order = {item.nodeid: number for number, item in enumerate(self.planned)}
-        groups = summary.collect_groups(reporter, order)
+        groups = summary.collect_groups(terminalreporter, order)
         if not groups and not self.errors and not self.written:
             return
-        reporter.write_sep("=", "syncheck")
-        summary.write_groups(reporter, groups)
-        summary.write_notes(reporter, groups)
+        terminalreporter.write_sep("=", "syncheck")
+        summary.write_groups(terminalreporter, groups)
+        summary.write_notes(terminalreporter, groups)
         effective = summary.describe_options(self.judge.options)
         if effective:
-            reporter.line(f"options in effect: {effective}")
+            terminalreporter.line(f"options in effect: {effective}")
         if self.updated:
-            reporter.line(f"baseline written: {self.updated}")
+            terminalreporter.line(f"baseline written: {self.updated}")
         for path in self.written:
-            reporter.line(f"report written: {path}")
+            terminalreporter.line(f"report written: {path}")
         for error in self.errors:
-            reporter.line(f"ERROR: {error}", red=True, bold=True)
+            terminalreporter.line(f"ERROR: {error}", red=True, bold=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from syncheck.errors import PYTHON
-from syncheck.options import list_options
+from syncheck.options import PYTHON, list_options
 from syncheck.pytest_plugin.checkpoints.plan import relative_id
 from syncheck.pytest_plugin.options import format_value
 from syncheck.report import words
