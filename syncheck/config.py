@@ -27,7 +27,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncheck import options
+from syncheck import option_kinds, options
 from syncheck.errors import UsageError
 from syncheck.text import brief
 
@@ -61,23 +61,31 @@ def load(folder: str | os.PathLike[str] = ".") -> tuple[str | None, dict[str, An
     return None, {}
 
 
-def merge_options(values: Mapping[str, Any], kind: type[_Kind], given: Mapping[str, Any]) -> _Kind:
-    """Return options of one class; given options override those of the file.
+def merge_options(values: Mapping[str, Any], kind: type[_Kind], overrides: Mapping[str, Any]) -> _Kind:
+    """Return options of one class, from the file and from a command line.
 
-    values: the options in the file. kind: `Options`, `DiffOptions` or `RunOptions`. given: values by field name; names
-    of other fields are ignored, None or an empty value counts as missing, and a list stands for a tuple. The tolerances
-    are one option: a given tolerance overrides all tolerances of the file. Raises OptionError as the class does.
+    values: the options in the file.
+    kind: `Options`, `DiffOptions` or `RunOptions`.
+    overrides: values by field name that override the file. Names of other fields are ignored, None or an empty value
+        counts as missing, and a list stands for a tuple. The tolerances are one option: any tolerance overrides all
+        tolerances of the file.
+
+    Raises OptionError as the class does.
     """
-    merged = {name: values[name] for name in list_applied(values, kind, given)}
+    merged = {name: values[name] for name in list_applied(values, kind, overrides)}
     for name in options.list_fields(kind):
-        if _is_given(given.get(name)):
-            merged[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
+        value = overrides.get(name)
+        if _is_missing(value):
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
+        merged[name] = value
     return kind(**merged)
 
 
-def list_applied(values: Mapping[str, Any], kind: type, given: Mapping[str, Any]) -> list[str]:
+def list_applied(values: Mapping[str, Any], kind: type, overrides: Mapping[str, Any]) -> list[str]:
     """Return the fields that `merge_options` takes from the file, to show which options affect the verdict."""
-    overridden = {name for name, value in given.items() if _is_given(value)}
+    overridden = {name for name, value in overrides.items() if not _is_missing(value)}
     tolerances = options.list_tolerances()
     if overridden & tolerances:
         overridden |= tolerances
@@ -85,8 +93,8 @@ def list_applied(values: Mapping[str, Any], kind: type, given: Mapping[str, Any]
     return [name for name in values if name in applicable]
 
 
-def _is_given(value: object) -> bool:
-    return value is not None and value not in ((), [], {})
+def _is_missing(value: object) -> bool:
+    return value in (None, (), [], {})
 
 
 def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -94,7 +102,8 @@ def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
     try:
         current = os.path.abspath(folder)
     except OSError:
-        return  # the current folder was removed
+        # The current folder was removed.
+        return
     while True:
         path = os.path.join(current, "pyproject.toml")
         if os.path.isfile(path):
@@ -154,13 +163,16 @@ def _read_values(table: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _convert(kind: options.Kind, value: Any) -> Any:
+def _convert(kind: option_kinds.Kind, value: Any) -> Any:
     """Return a TOML value in the type of its field."""
     if kind.is_list:
         return tuple(value)
-    if kind is options.NUMBER:
+    if kind is option_kinds.NUMBER:
         # TOML's integers are unbounded, and float() fails for huge integers.
-        return float(value) if abs(value) < 1e308 or not isinstance(value, int) else math.inf
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
     return value
 
 
@@ -169,32 +181,44 @@ def _resolve_paths(folder: str, values: dict[str, Any]) -> dict[str, Any]:
     declarations = options.list_options(options.TOML)
     resolved = {}
     for name, value in values.items():
-        resolve = _RESOLVERS.get(declarations[name].kind)
-        resolved[name] = value if resolve is None else resolve(folder, value)
+        resolve = _RESOLVERS.get(declarations[name].kind, _keep)
+        resolved[name] = resolve(folder, value)
     return resolved
 
 
+def _keep(_: str, value: Any) -> Any:
+    """Return a value that is no path."""
+    return value
+
+
 def _resolve_rank(folder: str, value: str | int) -> str | int:
-    is_rank = isinstance(value, int) or value.isdecimal()
-    return value if is_rank else os.path.join(folder, str(value))
+    if isinstance(value, int) or value.isdecimal():
+        return value
+    return os.path.join(folder, value)
 
 
-def _resolve_pattern(folder: str, pattern: str) -> str:
-    """Return a path or glob of the file as seen from the current folder."""
+def _resolve_paths_shown(folder: str, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return paths that the report prints: they are shorter if they are relative to the current folder."""
+    return tuple(os.path.relpath(os.path.join(folder, path)) for path in paths)
+
+
+def _resolve_patterns(folder: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return paths and globs of the file as seen from the current folder."""
     if folder == os.getcwd():
-        return pattern
-    if any(mark in pattern for mark in "*?["):
-        import glob
+        return patterns
+    import glob
 
+    resolved = []
+    for pattern in patterns:
         # A bracket in the folder's own path is not part of the pattern.
-        folder = glob.escape(folder)
-    return os.path.join(folder, pattern)
+        parent = glob.escape(folder) if glob.has_magic(pattern) else folder
+        resolved.append(os.path.join(parent, pattern))
+    return tuple(resolved)
 
 
-_RESOLVERS: dict[options.Kind, Callable[[str, Any], Any]] = {
-    options.PATH: os.path.join,
-    options.PATH_OR_RANK: _resolve_rank,
-    # The report prints these paths, which are shorter if they are relative to the current folder.
-    options.PATHS: lambda folder, paths: tuple(os.path.relpath(os.path.join(folder, path)) for path in paths),
-    options.PATTERNS: lambda folder, patterns: tuple(_resolve_pattern(folder, pattern) for pattern in patterns),
+_RESOLVERS: dict[option_kinds.Kind, Callable[[str, Any], Any]] = {
+    option_kinds.PATH: os.path.join,
+    option_kinds.PATH_OR_RANK: _resolve_rank,
+    option_kinds.PATHS: _resolve_paths_shown,
+    option_kinds.PATTERNS: _resolve_patterns,
 }

@@ -50,8 +50,10 @@ class OptionError(UsageError):
 
     def __init__(self, text: str, **values: object) -> None:
         self.values = values
-        options = " ".join(option_text(name, value) for name, value in values.items())
-        super().__init__(f"{options}: {text}" if options else text)
+        if values:
+            options = [option_text(name, value) for name, value in values.items()]
+            text = f"{' '.join(options)}: {text}"
+        super().__init__(text)
 
 
 class DemoFailed(SyncheckError):
@@ -67,10 +69,12 @@ class CheckpointError(SyncheckError):
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
         self.path = path
-        place, found, needed = map(shorten, (place, found, needed))
-        self.reason = f"{place}: {found}" if place else found
+        # Names in files may be megabytes.
+        self.reason = shorten(found)
+        if place:
+            self.reason = f"{shorten(place)}: {self.reason}"
         if needed:
-            self.reason += f"; needed {needed}"
+            self.reason += f"; needed {shorten(needed)}"
         if next_step:
             self.reason += f". {next_step[0].upper()}{next_step[1:]}."
         super().__init__(f"{path}: {self.reason}")

@@ -13,21 +13,36 @@ An option of a comparison is a field of `Options`, an option of two models a fie
 option of a run a field of `RunOptions`. Texts name an option by its field. On the command line and in pytest, dashes
 replace the underscores (`to_flag`).
 
-The command line and pytest import this module on every start, so it imports only `errors` and `text`.
+The command line and pytest import this module on every start, so it imports only `errors`, `option_kinds` and `text`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import OptionError
+from syncheck.option_kinds import (
+    CHOICE,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    PATH,
+    PATH_OR_RANK,
+    PATHS,
+    PATTERNS,
+    REGEX,
+    STRINGS,
+    TABLE,
+    Kind,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from syncheck.comparison.selection import Selection
 
 # Sections of `--help`, in this order.
@@ -55,47 +70,8 @@ class Surface(Enum):
 
 PYTHON, COMMAND_LINE, TOML, PYTEST = Surface
 _ALL = frozenset(Surface)
-_KEY = "option"  # in the metadata of a field
-
-
-# Each generated method of a dataclass takes some 0.15 ms to create, so Kind and Declaration have only `__init__`.
-@dataclass(eq=False, repr=False)
-class Kind:
-    """A kind of value. matches: whether a value has it; parse: reads it from the command line, or raises ValueError."""
-
-    description: str
-    matches: Callable[[object], bool]
-    parse: Callable[[str], object] = str
-    is_list: bool = False
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)  # True is an int to Python
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_string_list(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-STRINGS = Kind("a list of strings", _is_string_list, is_list=True)
-PATHS = Kind("a list of paths", _is_string_list, is_list=True)
-PATTERNS = Kind("a list of paths and globs", _is_string_list, is_list=True)
-PATH = Kind("a path", _is_string)
-PATH_OR_RANK = Kind("a path or a rank", lambda value: _is_string(value) or _is_integer(value))
-REGEX = Kind("a regular expression", _is_string)
-CHOICE = Kind("a string", _is_string)
-INTEGER = Kind("a whole number", _is_integer, int)
-NUMBER = Kind("a number", lambda value: isinstance(value, float) or _is_integer(value), float)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TABLE = Kind("a table by kind or glob of names", _is_table)
+# The key of a declaration in the metadata of its field.
+_KEY = "option"
 
 
 @dataclass(eq=False, repr=False)
@@ -126,8 +102,9 @@ class Declaration:
         """The accepted values in words."""
         if self.choices and not self.kind.is_list:
             return f"one of {', '.join(self.choices)}"
-        bound = "" if self.minimum is None else f", at least {self.minimum}"
-        return self.kind.description + bound
+        if self.minimum is None:
+            return self.kind.description
+        return f"{self.kind.description}, at least {self.minimum}"
 
     @property
     def full_help(self) -> str:
@@ -142,18 +119,21 @@ class Declaration:
             return
         if not self.kind.matches(value):
             raise OptionError(f"must be {self.expected}", **{name: value})
-        items = value if self.kind.is_list else (value,)
-        assert isinstance(items, (tuple, list))
+        items: Any = value if self.kind.is_list else (value,)
         for item in items:
-            if self.choices and item not in self.choices:
-                raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
-            if self.minimum is not None and item < self.minimum:
-                raise OptionError(f"must be at least {self.minimum}", **{name: item})
+            self._check_item(name, item)
+
+    def _check_item(self, name: str, item: Any) -> None:
+        """Raise OptionError for a value, or an item of a list, out of range."""
+        if self.choices and item not in self.choices:
+            raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
+        if self.minimum is not None and item < self.minimum:
+            raise OptionError(f"must be at least {self.minimum}", **{name: item})
         if self.kind is REGEX:
             try:
-                re.compile(str(value))
+                re.compile(item)
             except re.error as error:
-                raise OptionError(f"not a regular expression: {error}", **{name: value}) from None
+                raise OptionError(f"not a regular expression: {error}", **{name: item}) from None
 
     def parse(self, text: str) -> object:
         """Read a value from the command line. Raises ArgumentTypeError, whose text argparse prints."""
@@ -414,12 +394,12 @@ class RunOptions:
 
 def list_options(surface: Surface, *classes: type) -> dict[str, Declaration]:
     """Return the options of a surface by field name. classes: `Options`, `RunOptions` or both, by default both."""
-    return {
-        name: declaration
-        for cls in classes or (Options, RunOptions)
-        for name, declaration in _declarations(cls)
-        if surface in declaration.surfaces
-    }
+    declarations = {}
+    for cls in classes or (Options, RunOptions):
+        for name, declaration in _declarations(cls):
+            if surface in declaration.surfaces:
+                declarations[name] = declaration
+    return declarations
 
 
 def list_fields(cls: type) -> frozenset[str]:
@@ -449,16 +429,19 @@ def check_fields(options: Options | RunOptions) -> None:
         declaration.check(name, getattr(options, name))
 
 
-def replace_fields(options: Options, **given: Any) -> Options:
+def replace_fields(options: Options, **changes: Any) -> Options:
     """Return options with other values; None resets a field to its default.
 
-    A tolerance that is given replaces all tolerances of the options.
+    A tolerance among the changes replaces all tolerances of the options.
     """
     default = type(options)()
-    reset = {name for name, value in given.items() if value is None}
-    if any(given.get(name) is not None for name in list_tolerances()):
-        reset |= list_tolerances() - given.keys()
-    return dataclasses.replace(options, **given | {name: getattr(default, name) for name in reset})
+    tolerances = list_tolerances()
+    if any(changes.get(name) is not None for name in tolerances):
+        changes = dict.fromkeys(tolerances) | changes
+    for name, value in changes.items():
+        if value is None:
+            changes[name] = getattr(default, name)
+    return dataclasses.replace(options, **changes)
 
 
 def _check_codes(codes: tuple[str, ...]) -> None:
@@ -467,11 +450,14 @@ def _check_codes(codes: tuple[str, ...]) -> None:
         return
     from syncheck.diagnose.rules import RULES
 
-    known = {rule.CODE for rule in RULES}
+    code_of_slug = {rule.SLUG: rule.CODE for rule in RULES}
     for code in codes:
-        if code.upper() not in known:
-            slug = next((f"its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG), "")
-            raise OptionError(f"no such code; {slug or 'syncheck explain lists all codes'}", allow=code)
+        if code.upper() in code_of_slug.values():
+            continue
+        hint = "syncheck explain lists all codes"
+        if code.lower() in code_of_slug:
+            hint = f"its code is {code_of_slug[code.lower()]}"
+        raise OptionError(f"no such code; {hint}", allow=code)
 
 
 def build_selection(options: Options, rank: int | None = None) -> Selection:

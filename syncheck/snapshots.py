@@ -81,17 +81,22 @@ class Metadata:
     world_size: int | None = None
     host: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    buffers: tuple[str, ...] | None = None  # names of the saved buffers; None if no model was described
+    # Names of the saved buffers; None if no model was described.
+    buffers: tuple[str, ...] | None = None
     frozen: tuple[str, ...] = ()
     bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
-    optimizer_parameters: tuple[str, ...] = ()  # in the order of the optimizer's integer ids
+    # In the order of the optimizer's integer ids.
+    optimizer_parameters: tuple[str, ...] = ()
     buffers_synced: bool | None = None
     # Whether each rank has a shard of the optimizer state; when local SGD averages. See `syncheck.metadata()`.
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
-    averaged: tuple[str, ...] = ()  # names of the objects in memory that average the weights of a model
-    tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
-    no_sync: NoSync = ""  # in memory only: whether DDP's no_sync() is active, or was at the last forward pass
+    # Names of the objects in memory that average the weights of a model.
+    averaged: tuple[str, ...] = ()
+    # Names of copies in other pipeline stages.
+    tied: Mapping[str, str] = field(default_factory=dict)
+    # In memory only: whether DDP's no_sync() is active, or was at the last forward pass.
+    no_sync: NoSync = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -39,12 +39,12 @@ def find_versions(names: Collection[str]) -> dict[str, str]:
     Reads the names of the metadata folders on sys.path, such as `rich_argparse-1.7.0.dist-info`. importlib.metadata
     would parse the metadata as e-mails, and importing it takes three times as long as all of `syncheck --version`.
     """
-    wanted = {_normalize(name): name for name in names}
+    requested = {_normalize(name): name for name in names}
     versions: dict[str, str] = {}
     for path in _list_metadata():
         stem, _ = os.path.splitext(os.path.basename(path))
         distribution, _, number = stem.partition("-")
-        name = wanted.get(_normalize(distribution))
+        name = requested.get(_normalize(distribution))
         # The first folder on sys.path has the code that would be imported.
         if name is not None and name not in versions:
             versions[name] = number.partition("-")[0] or _read_version(path)

@@ -11,13 +11,13 @@ import pytest
 from checkpoints import network, save
 
 import syncheck
-from syncheck import api, config, options
+from syncheck import api, config, option_kinds, options
 from syncheck.cli import commands, main, parser
 from syncheck.comparison import selection
 from syncheck.errors import OptionError, UsageError
+from syncheck.option_kinds import INTEGER
 from syncheck.options import (
     COMMAND_LINE,
-    INTEGER,
     PYTEST,
     PYTHON,
     SELECTION,
@@ -124,7 +124,7 @@ def test_declarations_are_complete(cls: type) -> None:
         assert declaration.help
         assert not declaration.section or declaration.section in options.SECTIONS
         typed = declaration.surfaces & {COMMAND_LINE, PYTEST}
-        if typed and declaration.kind is not options.FLAG:
+        if typed and declaration.kind is not option_kinds.FLAG:
             assert declaration.metavar or declaration.choices
         assert set(declaration.switch_help) <= set(declaration.choices)
 
@@ -150,9 +150,9 @@ def test_each_choice_of_only_selects_kinds() -> None:
 
 
 def test_importing_the_declarations_is_cheap() -> None:
-    """The module imports only `errors` and `text`, because the command line and pytest import it on every start."""
+    """The module imports few others, because the command line and pytest import it on every start."""
     import subprocess
 
     code = "import sys, syncheck.options; print(sorted(name for name in sys.modules if name.startswith('syncheck.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.options', 'syncheck.text']"
+    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.option_kinds', 'syncheck.options', 'syncheck.text']"

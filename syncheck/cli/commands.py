@@ -22,6 +22,7 @@ _Kind = TypeVar("_Kind", Options, DiffOptions)
 
 def compare(arguments: argparse.Namespace) -> int:
     """`syncheck compare`."""
+    # Under torchrun, each process reads its own file.
     if any("{" in path for path in arguments.paths):
         from syncheck.cli import ranks
 
@@ -35,6 +36,7 @@ def diff(arguments: argparse.Namespace) -> int:
     """`syncheck diff`."""
     from syncheck.conversion.diff import diff as compare_models
 
+    # Both models are inputs, which no output may replace.
     arguments.paths = [arguments.a, arguments.b]
     options, run = _read_options(arguments, DiffOptions, *_load_project(arguments))
     _check_baseline(options, run)
@@ -68,6 +70,7 @@ def report(arguments: argparse.Namespace) -> int:
     project, values = _load_project(arguments)
     if events.are_events(arguments.paths):
         _refuse_comparison_options(arguments)
+        # The project's options of a comparison do not apply either, and need not be an error.
         values = {name: value for name, value in values.items() if name in list_fields(RunOptions)}
         options, run = _read_options(arguments, Options, project, values)
         _check_baseline(options, run)
@@ -104,16 +107,18 @@ def _read_options(
     """
     from syncheck import config
 
-    given = vars(arguments)
+    typed = vars(arguments)
     paths = arguments.paths or values.get("checkpoints") or ["ckpts"]
-    options = config.merge_options(values, kind, given)
-    run = config.merge_options(values, RunOptions, given | {"checkpoints": list(paths)})
+    options = config.merge_options(values, kind, typed)
+    run = config.merge_options(values, RunOptions, typed | {"checkpoints": list(paths)})
     formats.check_extensions(run.output)
     if output.is_first_process():
         inputs: list[str] = _list_inputs(paths, options)
-        _check_outputs(options, run, inputs if project is None else [*inputs, project])
+        if project is not None:
+            inputs.append(project)
+        _check_outputs(options, run, inputs)
     # Options that accept differences are shown, because the user may have forgotten the file.
-    applied = config.list_applied(values, kind, given)
+    applied = config.list_applied(values, kind, typed)
     if "checkpoints" in values and not arguments.paths:
         applied.insert(0, "checkpoints")
     if arguments.exit_zero is None and run.exit_zero:
@@ -136,7 +141,8 @@ def _check_outputs(options: Options, run: RunOptions, inputs: list[str]) -> None
     elif options.baseline is not None:
         inputs = [*inputs, options.baseline]
     if named:
-        from syncheck.readers import outputs  # most runs only print
+        # Most runs only print.
+        from syncheck.readers import outputs
 
         for option, path in named:
             outputs.check(path, option)
@@ -149,7 +155,10 @@ def _list_inputs(paths: Sequence[str], options: Options) -> list[str]:
         from syncheck.conversion.sides import list_inputs
 
         return list_inputs(paths, options)
-    return [*paths, options.reference] if isinstance(options.reference, str) else [*paths]
+    inputs = list(paths)
+    if isinstance(options.reference, str):
+        inputs.append(options.reference)
+    return inputs
 
 
 def _check_baseline(options: Options, run: RunOptions) -> None:
@@ -197,7 +206,9 @@ def write_report(report: Report, options: Options, run: RunOptions, layout: str)
         _print_report(report, run, layout)
     if any(exit_codes):
         return max(exit_codes)
-    return 0 if run.exit_zero and report.exit_code == 1 else report.exit_code
+    if run.exit_zero and report.exit_code == 1:
+        return 0
+    return report.exit_code
 
 
 def _update_baseline(report: Report, options: Options, run: RunOptions) -> int:
@@ -231,19 +242,19 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.shards:
         from syncheck.conversion.sides import list_shards
 
-        listed = list_shards(arguments.path)
+        content = list_shards(arguments.path)
     else:
         from syncheck.readers import contents
 
-        listed = contents.describe(arguments.path)
+        content = contents.describe(arguments.path)
     if arguments.format == "json":
         from syncheck.report import json_document
 
-        output.print_text(json_document.to_json(listed))
+        output.print_text(json_document.to_json(content))
     else:
         from syncheck.report import text
 
-        parts = text.list_shards(listed) if arguments.shards else text.list_contents(listed)
+        parts = text.list_shards(content) if arguments.shards else text.list_contents(content)
         output.print_parts(parts, arguments.color)
     return 0
 
@@ -282,12 +293,12 @@ def explain(arguments: argparse.Namespace) -> int:
     if arguments.code is None:
         output.print_parts(text.list_rules(rules), arguments.color)
         return 0
-    asked = arguments.code.lower()
-    found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
-    if found is None:
-        raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
-    output.print_parts(text.explain_rule(found), arguments.color)
-    return 0
+    code = arguments.code.lower()
+    for rule in rules:
+        if code in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG):
+            output.print_parts(text.explain_rule(rule), arguments.color)
+            return 0
+    raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
 
 
 def demo(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ def terminal_width() -> int | None:
     """Return the number of columns of the terminal, or None if stdout is not a terminal."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
-    import shutil  # imports the modules of archives
+    # Imports the modules of archives.
+    import shutil
 
     return shutil.get_terminal_size().columns
 
@@ -64,7 +65,8 @@ def print_parts(parts: Sequence[Part], color: str) -> None:
 
         print_text(plain.render(parts))
     else:
-        from syncheck.report import terminal  # imports rich, which only terminals need
+        # Imports rich, which only terminals need.
+        from syncheck.report import terminal
 
         print_text(terminal.render(parts, width, colored, ascii_only=needs_ascii()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from syncheck import options
+from syncheck import option_kinds, options
 from syncheck.cli import commands
 from syncheck.text import logged, one_line
 
@@ -50,11 +50,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and report an unknown option here, so that the error refers to the help of this command."""
-        found, unknown = super().parse_known_args(args, namespace)
+        namespace, unknown = super().parse_known_args(args, namespace)
+        # The parser of all commands passes unknown options on to its caller.
         if unknown and not self._subparsers:
             suggestion = _suggest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
-        return found, unknown
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a usage error in one line, without the usage of argparse."""
@@ -74,11 +75,12 @@ def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _suggest(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the most similar known word; empty if no word is similar."""
+def _suggest(word: str, options: Iterable[str]) -> str:
+    """Return a question that names the most similar option; empty if none is similar."""
     from difflib import get_close_matches
 
-    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
+    matches = get_close_matches(word, options, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
@@ -218,7 +220,7 @@ def _add_options(parser: argparse.ArgumentParser, comparison: type, without: fro
 
 def _settings(declaration: Declaration) -> dict[str, Any]:
     settings = declaration.argparse_settings()
-    if declaration.kind is options.FLAG and options.TOML in declaration.surfaces:
+    if declaration.kind is option_kinds.FLAG and options.TOML in declaration.surfaces:
         # The `--no-` form overrides a flag that pyproject.toml sets.
         settings["action"] = argparse.BooleanOptionalAction
     return settings

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from syncheck.options import DiffOptions
 
-_MOST = 100  # characters of a path in an id
+# Characters of a path in an id.
+_MOST = 100
 
 
 def configure(config: pytest.Config) -> None:

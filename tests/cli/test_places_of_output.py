@@ -135,7 +135,7 @@ def test_bad_targets_are_refused_before_the_comparison(
     """A missing folder, and a folder instead of a file, are refused before the comparison, which may take an hour."""
     from syncheck import api
 
-    monkeypatch.setattr(api, "compare", lambda *_, **__: pytest.fail("this compared"))
+    monkeypatch.setattr(api, "judge", lambda *_, **__: pytest.fail("this compared"))
     (tmp_path / "folder.json").mkdir()
     assert_refused(
         cli("compare", *TWO, "-o", "no/out.json"),
