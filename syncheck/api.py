@@ -104,15 +104,20 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     groups = series.follow_not_finite(groups)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
-    if len([group for group in judged if group.findings]) > 1:
+    judged = []
+    differing_groups = 0
+    for group in groups:
+        judged.append(judge_group(group, runs.get(group.run, ()), allow))
+        if judged[-1].findings:
+            differing_groups += 1
+    if differing_groups > 1:
         # Only needed if several steps differ.
         from syncheck.diagnose.course import decide_over_steps
 
-        judged = decide_over_steps(judged)
+        judged = list(decide_over_steps(judged))
     return Report(
         verdict=overall(judged, unreadable),
-        groups=judged,
+        groups=tuple(judged),
         # A file may break in more than one comparison.
         unreadable=tuple(dict.fromkeys(unreadable)),
         skipped=found.skipped,
@@ -241,18 +246,21 @@ def _compare(
             return comparison.compare_group(replicas, selection), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
-            ranks = _drop_broken([broken.path for broken in errors], replicas)
+            broken = [Unreadable(error.path, error.reason) for error in errors]
+            ranks = _drop_broken(broken, replicas)
+            # No file of the group has caused the error, or none is readable.
             if len(ranks) in (0, len(replicas.ranks)):
                 raise
-            unreadable += [Unreadable(broken.path, broken.reason) for broken in errors]
+            unreadable += broken
             replicas = replace(replicas, ranks=ranks)
 
 
-def _drop_broken(broken_paths: Sequence[str], replicas: ReplicaGroup) -> tuple[tuple[int, Snapshot], ...]:
-    """Return the ranks whose checkpoints have no broken file. The file may lie in the folder of a checkpoint."""
+def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[tuple[int, Snapshot], ...]:
+    """Return the ranks whose checkpoints have no broken file."""
     ranks = []
     for rank, snapshot in replicas.ranks:
-        if not any(f"{path}/".startswith(f"{snapshot.path}/") for path in broken_paths):
+        # The broken file may lie in the folder of a checkpoint.
+        if not any(f"{file.path}/".startswith(f"{snapshot.path}/") for file in broken):
             ranks.append((rank, snapshot))
     return tuple(ranks)
 
