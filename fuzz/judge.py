@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fuzz.fields import DATA
 from fuzz.guard import Guard
 from syncheck import api
-from syncheck.errors import COMMAND_LINE, CheckpointError, SyncheckError, spelling
+from syncheck.errors import CheckpointError, SyncheckError
 from syncheck.layout.grouping import group_replicas
 from syncheck.readers.fingerprints import fingerprint
 from syncheck.report import formats, json_document
@@ -173,7 +173,7 @@ def compare_guarded(folder: str, left: str, right: str) -> dict[str, Any]:
     recorded, and time and memory. Exit code 3 is a crash.
     """
     code, out, errors, failure = 3, "", [], None
-    with spelling(COMMAND_LINE), Guard(folder) as guard:
+    with Guard(folder) as guard:
         try:
             report = api.compare(left, right)
             out, _ = _render(report)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from syncheck.conversion.sides import Source
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Comparison
+    from syncheck.snapshots import Snapshot
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -64,11 +65,15 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = open_checkpoints([str(path) for path in paths])
     snapshots, linked = remove_aliases(separate_copies(opened.snapshots))
-    spelled = unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
-    groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
-    unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
+    paths_to_group = [snapshot.path for snapshot in snapshots] + list(opened.roots.values())
+    groups = group_replicas(snapshots, options.group_by, opened.roots, unify_paths(paths_to_group))
+    unreadable = list(opened.unreadable)
+    # A shard that several replicas share would be compared with itself.
+    for replicas in groups:
+        unreadable += find_shared_files(replicas.ranks)
     reference.check_reference(options.reference, groups, unreadable)
-    return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
+    aliases = (*opened.aliases, *linked)
+    return Found(groups, tuple(unreadable), opened.skipped, aliases, _find_idle(groups, options))
 
 
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
@@ -76,8 +81,10 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 
     The last kind is `value` if the files hold Python values that are compared, such as the step.
     """
-    counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
-    return classification.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
+    kinds_of_tensors = classification.kinds_in(replicas, build_selection(options or Options()))
+    if any(has_counted_values(snapshot) for _, snapshot in replicas.ranks):
+        return (*kinds_of_tensors, "value")
+    return kinds_of_tensors
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
@@ -88,35 +95,55 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     """
     options = options or Options()
     unreadable = list(found.unreadable)
-    last = select_last_steps(found.groups) if histograms else ()
-    compared = [
-        _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
-        for replicas in found.groups
-    ]
-    groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
-    if len(groups) > 1 and not options.quick:  # quick reads no tensor
-        from syncheck.comparison.free_running import add_free_running
-
-        groups = add_free_running(groups, compared, unreadable, options.jobs)
-    groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
+    last_groups = select_last_steps(found.groups) if histograms else ()
+    compared = []
+    for replicas in found.groups:
+        is_last = any(replicas is group for group in last_groups)
+        compared.append(_compare(replicas, options, unreadable, histograms=is_last))
+    groups = _add_evidence_of_steps(compared, unreadable, options)
+    groups = _add_note(groups, _find_idle(found.groups, options) if found.idle is None else found.idle)
     groups = series.follow_not_finite(groups)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
-    if len([group for group in judged if group.findings]) > 1:
-        from syncheck.diagnose.course import decide_over_steps  # only needed if several steps differ
+    judged = []
+    differing_groups = 0
+    for group in groups:
+        judged.append(judge_group(group, runs.get(group.run, ()), allow))
+        if judged[-1].findings:
+            differing_groups += 1
+    if differing_groups > 1:
+        # Only needed if several steps differ.
+        from syncheck.diagnose.course import decide_over_steps
 
-        judged = decide_over_steps(judged)
+        judged = list(decide_over_steps(judged))
     return Report(
         verdict=overall(judged, unreadable),
-        groups=judged,
-        unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
+        groups=tuple(judged),
+        # A file may break in more than one comparison.
+        unreadable=tuple(dict.fromkeys(unreadable)),
         skipped=found.skipped,
         aliases=found.aliases,
         quick=options.quick,
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
+
+
+def _add_evidence_of_steps(
+    compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], options: Options
+) -> list[Comparison]:
+    """Add what follows from other steps of the run. Files that break meanwhile are added to `unreadable`."""
+    groups = [group for group, _ in compared]
+    if len(groups) < 2:
+        return groups
+
+    groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
+    # With quick, no tensor is read.
+    if options.quick:
+        return groups
+    from syncheck.comparison.free_running import add_free_running
+
+    return add_free_running(groups, compared, unreadable, options.jobs)
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
@@ -167,12 +194,13 @@ def check_baseline(options: Options, *, update: bool = False) -> None:
     """
     if options.baseline is None:
         return
-    from syncheck.diagnose import baseline  # most runs have none
+    # Most runs have none.
+    from syncheck.diagnose import baseline
     from syncheck.readers import outputs
 
     baseline.read(options.baseline, may_be_missing=update)
     if update:
-        outputs.check(options.baseline, baseline.OPTION)
+        outputs.check(options.baseline, "baseline")
 
 
 def finish(report: Report, options: Options, *, may_be_missing: bool = False, accept_all: bool = False) -> Report:
@@ -186,10 +214,8 @@ def finish(report: Report, options: Options, *, may_be_missing: bool = False, ac
     from syncheck.diagnose import baseline
 
     if accept_all:
-        accepted = baseline.find_failing(report)
-    else:
-        accepted = baseline.read(options.baseline, may_be_missing=may_be_missing)
-    return baseline.apply_baseline(report, accepted)
+        return baseline.apply_baseline(report, baseline.find_failing(report))
+    return baseline.apply_baseline(report, baseline.read(options.baseline, may_be_missing=may_be_missing))
 
 
 def update_baseline(report: Report, path: str) -> str:
@@ -202,7 +228,7 @@ def update_baseline(report: Report, path: str) -> str:
 
     before = baseline.read(path, may_be_missing=True)
     after = baseline.update_baseline(report, before)
-    outputs.write(path, baseline.serialize(after), baseline.OPTION)
+    outputs.write(path, baseline.serialize(after), "baseline")
     return f"{path}: {baseline.describe_change(before, after)}"
 
 
@@ -216,32 +242,43 @@ def _compare(
     while True:
         try:
             rank = reference.find_reference_rank(options.reference, replicas)
-            return compare_group(replicas, replace(build_selection(options, rank), histograms=histograms)), replicas
+            selection = replace(build_selection(options, rank), histograms=histograms)
+            return compare_group(replicas, selection), replicas
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
-            # The broken file may lie in the folder of a checkpoint.
-            left = tuple(
-                (rank, s)
-                for rank, s in replicas.ranks
-                if not any(f"{e.path}/".startswith(f"{s.path}/") for e in errors)
-            )
-            if len(left) in (0, len(replicas.ranks)):
+            broken = [Unreadable(error.path, error.reason) for error in errors]
+            ranks = _drop_broken(broken, replicas)
+            # No file of the group has caused the error, or none is readable.
+            if len(ranks) in (0, len(replicas.ranks)):
                 raise
-            unreadable += [Unreadable(broken.path, broken.reason) for broken in errors]
-            replicas = replace(replicas, ranks=left)
+            unreadable += broken
+            replicas = replace(replicas, ranks=ranks)
 
 
-def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
+def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[tuple[int, Snapshot], ...]:
+    """Return the ranks whose checkpoints have no broken file."""
+    ranks = []
+    for rank, snapshot in replicas.ranks:
+        # The broken file may lie in the folder of a checkpoint.
+        if not any(f"{file.path}/".startswith(f"{snapshot.path}/") for file in broken):
+            ranks.append((rank, snapshot))
+    return tuple(ranks)
+
+
+def _find_idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
     table = build_selection(options).tolerance
     if not table.names or not groups:
         return ()
-    names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
-    return table.idle(frozenset().union(*names))
+    names: set[str] = set()
+    for replicas in groups:
+        for _, snapshot in replicas.ranks:
+            names.update(normalize(snapshot.tensors).values())
+    return table.idle(names)
 
 
-def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
-    """Add a note on all groups to the first group."""
+def _add_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
+    """Add a note on all groups to the first group. idle: globs of tolerances without a tensor."""
     if not idle or not groups:
         return groups
     note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))

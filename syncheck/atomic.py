@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def convert_errors(path: str, option: str = "-o") -> Iterator[None]:
+def convert_errors(path: str, option: str = "output") -> Iterator[None]:
     """Convert errors of writing into OptionError.
 
-    option: the spelling of the path's option, or a field such as `{baseline}`, which each surface spells.
+    option: the field of the path's option.
     """
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        folder = os.path.dirname(path)
-        if folder and isinstance(error, FileNotFoundError) and not os.path.lexists(folder):
-            reason = f"the folder {folder} does not exist; create it first"
-        raise OptionError(f"{option} {path}: cannot be written: {reason}", "baseline", "write_map") from None
+        if isinstance(error, FileNotFoundError):
+            folder = os.path.dirname(path)
+            if folder and not os.path.lexists(folder):
+                reason = f"the folder {folder} does not exist; create it first"
+        raise OptionError(f"{option} {path}: cannot be written: {reason}") from None
 
 
 def check_writable(path: str) -> None:
@@ -38,8 +39,8 @@ def check_writable(path: str) -> None:
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if not os.access(folder, os.W_OK | os.X_OK):
-        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-        number = errno.EROFS if read_only else errno.EACCES
+        is_read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_read_only else errno.EACCES
         raise OSError(number, os.strerror(number))
 
 

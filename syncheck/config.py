@@ -25,44 +25,28 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncheck import options
-from syncheck.errors import TOML, UsageError, spelling
+from syncheck import option_kinds, options
+from syncheck.errors import UsageError
 from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+_Kind = TypeVar("_Kind", options.Options, options.DiffOptions, options.RunOptions)
 
 # Most pyproject.toml files do not mention syncheck, and parsing TOML costs more than the rest of this module. As a key,
 # `syncheck` is followed by a dot, a bracket or an equals sign in every spelling; as a dependency it seldom is.
 _MENTION = re.compile(rb"""syncheck["']?[ \t]*[].=]""")
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """The checked table of a pyproject.toml; empty without a file.
+def load(folder: str | os.PathLike[str] = ".") -> tuple[str | None, dict[str, Any]]:
+    """Read the nearest [tool.syncheck] at or above a folder.
 
-    comparison, run: the fields of `Options` and of `RunOptions` set in the file. Paths in the file are relative to
-    its folder; here they are absolute or relative to the current folder.
-    """
-
-    path: str | None = None
-    comparison: Mapping[str, Any] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """The paths to compare if the command line has no path."""
-        return tuple(self.run.get("checkpoints", ()))
-
-
-def load(folder: str | os.PathLike[str] = ".") -> Config:
-    """Read the nearest [tool.syncheck] at or above a folder; without one, the empty Config.
-
-    Raises UsageError for a file that cannot be read, a file that mentions syncheck and is not TOML, an unknown key and
-    a wrong value.
+    Returns the path of the file, or None, and the options in it by field name. Paths in the file are relative to its
+    folder; the returned paths are absolute or relative to the current folder. Raises UsageError for a file that cannot
+    be read, a file that mentions syncheck and is not TOML, an unknown key and a wrong value.
     """
     for path in _walk_candidates(folder):
         try:
@@ -73,49 +57,44 @@ def load(folder: str | os.PathLike[str] = ".") -> Config:
         if _MENTION.search(content):
             table = _parse_table(path, content)
             if table is not None:
-                return _check_table(path, table)
-    return Config()
+                return path, _check_table(path, table)
+    return None, {}
 
 
-def merge_options(config: Config, kind: type | None = None, **given: Any) -> Any:
-    """Return the options of a comparison; given options override the file.
+def merge_options(values: Mapping[str, Any], kind: type[_Kind], overrides: Mapping[str, Any]) -> _Kind:
+    """Return options of one class, from the file and from a command line.
 
-    kind: the class of the result, by default `Options`. given: its fields; None or an empty value counts as missing,
-    and a list stands for a tuple. The tolerances are one option: a given tolerance overrides all tolerances of the
-    file. Raises OptionError as the class does.
+    values: the options in the file.
+    kind: `Options`, `DiffOptions` or `RunOptions`.
+    overrides: values by field name that override the file. Names of other fields are ignored, None or an empty value
+        counts as missing, and a list stands for a tuple. The tolerances are one option: any tolerance overrides all
+        tolerances of the file.
+
+    Raises OptionError as the class does.
     """
-    kept = {name: config.comparison[name] for name in _list_kept(config, given)}
-    return (kind or options.Options)(**kept | _drop_missing(given))
+    merged = {name: values[name] for name in list_applied(values, kind, overrides)}
+    for name in options.list_fields(kind):
+        value = overrides.get(name)
+        if _is_missing(value):
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
+        merged[name] = value
+    return kind(**merged)
 
 
-def merge_run_options(config: Config, **given: Any) -> options.RunOptions:
-    """Return the remaining options of a run; given fields of `RunOptions` override the file.
-
-    Raises OptionError as `RunOptions` does.
-    """
-    return options.RunOptions(**{**config.run, **_drop_missing(given)})
-
-
-def list_applied_keys(config: Config, **given: Any) -> tuple[str, ...]:
-    """Return the keys of the file used by `merge_options`, to show which options affect the verdict."""
-    return tuple(name.replace("_", "-") for name in _list_kept(config, given))
-
-
-def _list_kept(config: Config, given: Mapping[str, Any]) -> list[str]:
-    taken = set(_drop_missing(given))
+def list_applied(values: Mapping[str, Any], kind: type, overrides: Mapping[str, Any]) -> list[str]:
+    """Return the fields that `merge_options` takes from the file, to show which options affect the verdict."""
+    overridden = {name for name, value in overrides.items() if not _is_missing(value)}
     tolerances = options.list_tolerances()
-    if taken & tolerances:
-        taken |= tolerances
-    return [name for name in config.comparison if name not in taken]
+    if overridden & tolerances:
+        overridden |= tolerances
+    applicable = options.list_fields(kind) - overridden
+    return [name for name in values if name in applicable]
 
 
-def _drop_missing(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with a value, lists as tuples."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if value is not None and value not in ((), [], {})
-    }
+def _is_missing(value: object) -> bool:
+    return value in (None, (), [], {})
 
 
 def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
@@ -123,7 +102,8 @@ def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
     try:
         current = os.path.abspath(folder)
     except OSError:
-        return  # the current folder was removed
+        # The current folder was removed.
+        return
     while True:
         path = os.path.join(current, "pyproject.toml")
         if os.path.isfile(path):
@@ -151,20 +131,15 @@ def _parse_table(path: str, content: bytes) -> Mapping[str, Any] | None:
     return table
 
 
-def _check_table(path: str, table: Mapping[str, Any]) -> Config:
-    """Check a table: each key by its declaration, then the values together."""
+def _check_table(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a table, each key by its declaration, then the values together; return the values by field name."""
     try:
         values = _read_values(table)
-        of_run = options.list_options(TOML, options.RunOptions)
-        run = {name: value for name, value in values.items() if name in of_run}
-        comparison = {name: value for name, value in values.items() if name not in of_run}
-        options.Options(**comparison)
-        options.RunOptions(**run)
+        merge_options(values, options.Options, {})
+        merge_options(values, options.RunOptions, {})
     except UsageError as error:
-        with spelling(TOML):
-            raise UsageError(f"{path}: {error}") from None
-    folder = os.path.dirname(path)
-    return Config(path, _resolve_paths(folder, comparison), _resolve_paths(folder, run))
+        raise UsageError(f"{path}: {error}") from None
+    return _resolve_paths(os.path.dirname(path), values)
 
 
 def _read_values(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,60 +147,78 @@ def _read_values(table: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UsageError for an unknown key and a value of the wrong type.
     """
-    known = options.list_options(TOML)
+    declarations = options.list_options(options.TOML)
     values: dict[str, Any] = {}
     for key, value in table.items():
+        # Deprecated: until version 0.2, keys had dashes, like the options of the command line.
         name = key.replace("-", "_")
-        if name not in known or "_" in key:
-            keys = ", ".join(name.replace("_", "-") for name in known)
-            raise UsageError(f"tool.syncheck.{key}: unknown key; must be one of {keys}")
-        known[name].check(name, value)
+        if name not in declarations:
+            raise UsageError(f"tool.syncheck.{key}: unknown key; must be one of {', '.join(declarations)}")
+        if name != key and name in table:
+            raise UsageError(f"tool.syncheck.{key}: the same option as {name}; remove one of them")
+        declaration = declarations[name]
+        declaration.check(name, value)
         if value is not False and value not in ([], {}):
-            values[name] = _convert(known[name].kind, value)
+            values[name] = _convert(declaration.kind, value)
     return values
 
 
-def _convert(kind: options.Kind, value: Any) -> Any:
+def _convert(kind: option_kinds.Kind, value: Any) -> Any:
     """Return a TOML value in the type of its field."""
     if kind.is_list:
         return tuple(value)
-    if kind is options.NUMBER:
+    if kind is option_kinds.NUMBER:
         # TOML's integers are unbounded, and float() fails for huge integers.
-        return float(value) if abs(value) < 1e308 or not isinstance(value, int) else math.inf
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
     return value
 
 
 def _resolve_paths(folder: str, values: dict[str, Any]) -> dict[str, Any]:
     """Resolve the paths among the values, which are relative to the file's folder."""
-    known = options.list_options(TOML)
+    declarations = options.list_options(options.TOML)
     resolved = {}
     for name, value in values.items():
-        resolve = _RESOLVERS.get(known[name].kind)
-        resolved[name] = value if resolve is None else resolve(folder, value)
+        resolve = _RESOLVERS.get(declarations[name].kind, _keep)
+        resolved[name] = resolve(folder, value)
     return resolved
 
 
+def _keep(_: str, value: Any) -> Any:
+    """Return a value that is no path."""
+    return value
+
+
 def _resolve_rank(folder: str, value: str | int) -> str | int:
-    is_rank = isinstance(value, int) or value.isdecimal()
-    return value if is_rank else os.path.join(folder, str(value))
+    if isinstance(value, int) or value.isdecimal():
+        return value
+    return os.path.join(folder, value)
 
 
-def _resolve_pattern(folder: str, pattern: str) -> str:
-    """Return a path or glob of the file as seen from the current folder."""
+def _resolve_paths_shown(folder: str, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return paths that the report prints: they are shorter if they are relative to the current folder."""
+    return tuple(os.path.relpath(os.path.join(folder, path)) for path in paths)
+
+
+def _resolve_patterns(folder: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return paths and globs of the file as seen from the current folder."""
     if folder == os.getcwd():
-        return pattern
-    if any(mark in pattern for mark in "*?["):
-        import glob
+        return patterns
+    import glob
 
+    resolved = []
+    for pattern in patterns:
         # A bracket in the folder's own path is not part of the pattern.
-        folder = glob.escape(folder)
-    return os.path.join(folder, pattern)
+        parent = glob.escape(folder) if glob.has_magic(pattern) else folder
+        resolved.append(os.path.join(parent, pattern))
+    return tuple(resolved)
 
 
-_RESOLVERS: dict[options.Kind, Callable[[str, Any], Any]] = {
-    options.PATH: os.path.join,
-    options.PATH_OR_RANK: _resolve_rank,
-    # The report prints these paths, which are shorter if they are relative to the current folder.
-    options.PATHS: lambda folder, paths: tuple(os.path.relpath(os.path.join(folder, path)) for path in paths),
-    options.PATTERNS: lambda folder, patterns: tuple(_resolve_pattern(folder, pattern) for pattern in patterns),
+_RESOLVERS: dict[option_kinds.Kind, Callable[[str, Any], Any]] = {
+    option_kinds.PATH: os.path.join,
+    option_kinds.PATH_OR_RANK: _resolve_rank,
+    option_kinds.PATHS: _resolve_paths_shown,
+    option_kinds.PATTERNS: _resolve_patterns,
 }

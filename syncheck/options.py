@@ -9,23 +9,40 @@ of the help. The rest is generated from these declarations:
 - the checks of types and ranges: `Declaration.check`
 - the tables of options in docs/reference: `docs/reference/from_options.py`
 
-An option of a comparison is a field of `Options`, any other option of a run is a field of `RunOptions`. Help texts do
-not spell other options, because each surface spells them differently (`errors.Words`).
+An option of a comparison is a field of `Options`, an option of two models a field of `DiffOptions`, and any other
+option of a run a field of `RunOptions`. Texts name an option by its field. On the command line and in pytest, dashes
+replace the underscores (`to_flag`).
 
-The command line and pytest import this module on every start, so it imports only `errors` and `text`.
+The command line and pytest import this module on every start, so it imports only `errors`, `option_kinds` and `text`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, Words
+from syncheck.errors import OptionError
+from syncheck.option_kinds import (
+    CHOICE,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    PATH,
+    PATH_OR_RANK,
+    PATHS,
+    PATTERNS,
+    REGEX,
+    STRINGS,
+    TABLE,
+    Kind,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from syncheck.comparison.selection import Selection
 
 # Sections of `--help`, in this order.
@@ -41,48 +58,20 @@ FORMATS = ("text", "json", "junit", "github", "markdown")
 EXTENSIONS = {".html": "html", ".json": "json", ".md": "markdown", ".txt": "text", ".xml": "junit"}
 COLORS = ("auto", "always", "never")
 
-_ALL = frozenset({PYTHON, COMMAND_LINE, TOML, PYTEST})
-_KEY = "option"  # in the metadata of a field
+
+class Surface(Enum):
+    """The ways to set an option."""
+
+    PYTHON = "Python"
+    COMMAND_LINE = "command line"
+    TOML = "pyproject.toml"
+    PYTEST = "pytest"
 
 
-# Each generated method of a dataclass takes some 0.15 ms to create, so Kind and Declaration have only `__init__`.
-@dataclass(eq=False, repr=False)
-class Kind:
-    """A kind of value. matches: whether a value has it; parse: reads it from the command line, or raises ValueError."""
-
-    description: str
-    matches: Callable[[object], bool]
-    parse: Callable[[str], object] = str
-    is_list: bool = False
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)  # True is an int to Python
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_string_list(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-STRINGS = Kind("a list of strings", _is_string_list, is_list=True)
-PATHS = Kind("a list of paths", _is_string_list, is_list=True)
-PATTERNS = Kind("a list of paths and globs", _is_string_list, is_list=True)
-PATH = Kind("a path", _is_string)
-PATH_OR_RANK = Kind("a path or a rank", lambda value: _is_string(value) or _is_integer(value))
-REGEX = Kind("a regular expression", _is_string)
-CHOICE = Kind("a string", _is_string)
-INTEGER = Kind("a whole number", _is_integer, int)
-NUMBER = Kind("a number", lambda value: isinstance(value, float) or _is_integer(value), float)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TABLE = Kind("a table by kind or glob of names", _is_table)
+PYTHON, COMMAND_LINE, TOML, PYTEST = Surface
+_ALL = frozenset(Surface)
+# The key of a declaration in the metadata of its field.
+_KEY = "option"
 
 
 @dataclass(eq=False, repr=False)
@@ -104,7 +93,7 @@ class Declaration:
     choices: tuple[str, ...] = ()
     minimum: int | None = None
     default: object = None
-    surfaces: frozenset[Words] = _ALL
+    surfaces: frozenset[Surface] = _ALL
     switch_help: Mapping[str, str] = field(default_factory=dict)
     in_summary: bool = True
 
@@ -113,8 +102,9 @@ class Declaration:
         """The accepted values in words."""
         if self.choices and not self.kind.is_list:
             return f"one of {', '.join(self.choices)}"
-        bound = "" if self.minimum is None else f", at least {self.minimum}"
-        return self.kind.description + bound
+        if self.minimum is None:
+            return self.kind.description
+        return f"{self.kind.description}, at least {self.minimum}"
 
     @property
     def full_help(self) -> str:
@@ -129,18 +119,21 @@ class Declaration:
             return
         if not self.kind.matches(value):
             raise OptionError(f"must be {self.expected}", **{name: value})
-        items = value if self.kind.is_list else (value,)
-        assert isinstance(items, (tuple, list))
+        items: Any = value if self.kind.is_list else (value,)
         for item in items:
-            if self.choices and item not in self.choices:
-                raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
-            if self.minimum is not None and item < self.minimum:
-                raise OptionError(f"must be at least {self.minimum}", **{name: item})
+            self._check_item(name, item)
+
+    def _check_item(self, name: str, item: Any) -> None:
+        """Raise OptionError for a value, or an item of a list, out of range."""
+        if self.choices and item not in self.choices:
+            raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
+        if self.minimum is not None and item < self.minimum:
+            raise OptionError(f"must be at least {self.minimum}", **{name: item})
         if self.kind is REGEX:
             try:
-                re.compile(str(value))
+                re.compile(item)
             except re.error as error:
-                raise OptionError(f"not a regular expression: {error}", **{name: value}) from None
+                raise OptionError(f"not a regular expression: {error}", **{name: item}) from None
 
     def parse(self, text: str) -> object:
         """Read a value from the command line. Raises ArgumentTypeError, whose text argparse prints."""
@@ -171,7 +164,6 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
     return field(default=default, metadata={_KEY: declaration})
 
 
-_DIFF_SURFACES = frozenset({COMMAND_LINE, PYTHON, PYTEST})
 # Options of `compare` that have no meaning for two models.
 NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 
@@ -289,7 +281,6 @@ class DiffOptions(Options):
         FLAG,
         "B may lack tensors of A that do not belong to the model, such as the optimizer state",
         ACCEPTANCE,
-        surfaces=_DIFF_SURFACES,
     )
     cast: str | None = option(
         None,
@@ -297,7 +288,6 @@ class DiffOptions(Options):
         "accept differences of exactly one conversion to this dtype",
         TOLERANCES,
         choices=("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        surfaces=_DIFF_SURFACES,
     )
     map: str | None = option(
         None,
@@ -305,7 +295,6 @@ class DiffOptions(Options):
         "map the names of tensors by this table: the name of a built-in map, or a TOML file (default: automatic)",
         SELECTION,
         metavar="NAME|FILE",
-        surfaces=_DIFF_SURFACES,
     )
     write_map: str | None = option(
         None,
@@ -321,7 +310,6 @@ class DiffOptions(Options):
         FLAG,
         "count two models as in sync if they are equal under a map that was inferred from the data",
         ACCEPTANCE,
-        surfaces=_DIFF_SURFACES,
     )
     base: str | None = option(
         None,
@@ -330,7 +318,6 @@ class DiffOptions(Options):
         "of A in its folder)",
         SELECTION,
         metavar="PATH",
-        surfaces=_DIFF_SURFACES,
     )
 
 
@@ -405,14 +392,25 @@ class RunOptions:
         check_fields(self)
 
 
-def list_options(surface: Words, *classes: type) -> dict[str, Declaration]:
+def list_options(surface: Surface, *classes: type) -> dict[str, Declaration]:
     """Return the options of a surface by field name. classes: `Options`, `RunOptions` or both, by default both."""
-    return {
-        name: declaration
-        for cls in classes or (Options, RunOptions)
-        for name, declaration in _declarations(cls)
-        if surface in declaration.surfaces
-    }
+    declarations = {}
+    for cls in classes or (Options, RunOptions):
+        for name, declaration in _declarations(cls):
+            if surface in declaration.surfaces:
+                declarations[name] = declaration
+    return declarations
+
+
+def list_fields(cls: type) -> frozenset[str]:
+    """Return the field names of a class of options. `DiffOptions` inherits options without a meaning for two models."""
+    names = frozenset(name for name, _ in _declarations(cls))
+    return names - NOT_IN_DIFF if issubclass(cls, DiffOptions) else names
+
+
+def to_flag(name: str, prefix: str = "--") -> str:
+    """Return the flag of a field on the command line: `--group-by` for `group_by`."""
+    return prefix + name.replace("_", "-")
 
 
 def list_tolerances() -> set[str]:
@@ -431,16 +429,19 @@ def check_fields(options: Options | RunOptions) -> None:
         declaration.check(name, getattr(options, name))
 
 
-def replace_fields(options: Options, **given: Any) -> Options:
+def replace_fields(options: Options, **changes: Any) -> Options:
     """Return options with other values; None resets a field to its default.
 
-    A tolerance that is given replaces all tolerances of the options.
+    A tolerance among the changes replaces all tolerances of the options.
     """
     default = type(options)()
-    reset = {name for name, value in given.items() if value is None}
-    if any(given.get(name) is not None for name in list_tolerances()):
-        reset |= list_tolerances() - given.keys()
-    return dataclasses.replace(options, **given | {name: getattr(default, name) for name in reset})
+    tolerances = list_tolerances()
+    if any(changes.get(name) is not None for name in tolerances):
+        changes = dict.fromkeys(tolerances) | changes
+    for name, value in changes.items():
+        if value is None:
+            changes[name] = getattr(default, name)
+    return dataclasses.replace(options, **changes)
 
 
 def _check_codes(codes: tuple[str, ...]) -> None:
@@ -449,11 +450,14 @@ def _check_codes(codes: tuple[str, ...]) -> None:
         return
     from syncheck.diagnose.rules import RULES
 
-    known = {rule.code for rule in RULES}
+    code_of_slug = {rule.slug: rule.code for rule in RULES}
     for code in codes:
-        if code.upper() not in known:
-            slug = next((f"its code is {rule.code}" for rule in RULES if code.lower() == rule.slug), "")
-            raise OptionError(f"no such code; {slug or 'syncheck explain lists all codes'}", allow=code)
+        if code.upper() in code_of_slug.values():
+            continue
+        hint = "syncheck explain lists all codes"
+        if code.lower() in code_of_slug:
+            hint = f"its code is {code_of_slug[code.lower()]}"
+        raise OptionError(f"no such code; {hint}", allow=code)
 
 
 def build_selection(options: Options, rank: int | None = None) -> Selection:

@@ -2,8 +2,8 @@
 
 `messages` has the sentences of several packages; a rule has its own. Records contain messages, and code compares
 `message.code`, never the text. `str(message)` is the plain text; `message.render(write)` calls `write` for each part of
-the sentence, so that a surface can write names and code in its own way. Nothing reads a rendered text. Surfaces differ
-in the spelling of options too (`syncheck.errors.Words`).
+the sentence, so that a surface can write names and code in its own way. Nothing reads a rendered text. An option has
+the name of its field in `syncheck.options`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import cycle
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import current_words
 from syncheck.text import (
     by_rank_text,
     names_text,
     number_text,
+    option_text,
     owner_text,
     ranks_as_ranges,
     ranks_text,
@@ -98,7 +98,7 @@ class Message:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Render the sentence as plain text, in the words of the current surface."""
+        """Render the sentence as plain text."""
         return self.render()
 
     def __hash__(self) -> int:
@@ -106,7 +106,7 @@ class Message:
         return hash((self.code, *self.parameters))
 
     def render(self, write: Writer = write_plain) -> str:
-        """Render the sentence in the words of the current surface. Raises KeyError if a parameter is missing.
+        """Render the sentence. Raises KeyError if a parameter is missing.
 
         write: called with each part; returns its text.
         """
@@ -115,7 +115,7 @@ class Message:
             if isinstance(piece, _Literal):
                 texts.append(write(piece.text, piece.part))
             elif piece.kind == "option":
-                texts.append(write(_option_text(piece), Part.CODE))
+                texts.append(write(_write_option(piece), Part.CODE))
             else:
                 value = _Value(self.parameters[piece.name], piece, write)
                 texts.append(_FORMATS.get(piece.kind, _Value.any)(value))
@@ -162,17 +162,16 @@ def _parse_field(name: str, spec: str, conversion: str | None) -> _Field:
     return _Field(name, spec, kind, argument)
 
 
-def _option_text(option: _Field) -> str:
-    """Return an option in the spelling of the current surface: `--quick`, `--buffers GLOB`, `--allow SYN201`."""
-    words = current_words()
+def _write_option(option: _Field) -> str:
+    """Return an option by the name of its field, with a value or a placeholder for a value."""
     if option.argument.startswith("="):
         value = option.argument[1:]
         if value.isdecimal():
-            return words.pair(option.name, int(value))
-        return words.pair(option.name, value)
+            return option_text(option.name, int(value))
+        return option_text(option.name, value)
     if option.argument:
-        return words.placeholder(option.name, option.argument)
-    return words.name(option.name)
+        return f"{option.name}={option.argument}"
+    return option.name
 
 
 @dataclass(frozen=True, slots=True)

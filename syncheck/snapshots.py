@@ -19,7 +19,8 @@ MOST_ELEMENTS, MOST_DIMENSIONS = 2**63 - 1, 64
 
 def are_naturals(numbers: Iterable[object]) -> bool:
     """Whether all numbers are valid as sizes, strides, offsets or ranks: integers from 0 to MOST_ELEMENTS."""
-    for n in numbers:  # noqa: SIM110 - twice as fast as all(), and called twice for each tensor
+    # Twice as fast as all(), and called twice for each tensor.
+    for n in numbers:  # noqa: SIM110
         if type(n) is not int or not 0 <= n <= MOST_ELEMENTS:
             return False
     return True
@@ -27,22 +28,28 @@ def are_naturals(numbers: Iterable[object]) -> bool:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements."""
-    if len(shape) == 1:  # a shortcut for the most frequent shape
+    # A shortcut for the most frequent shape.
+    if len(shape) == 1:
         return (1,)
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def ravel_index(index: Sequence[int] | None, shape: Sequence[int]) -> int:
     """Return the position of an element in C order; 0 without an index."""
-    return sum(at * stride for at, stride in zip(index or (), contiguous_strides(shape), strict=False))
+    if index is None:
+        return 0
+    position = 0
+    for coordinate, stride in zip(index, contiguous_strides(shape), strict=False):
+        position += coordinate * stride
+    return position
 
 
 def unravel_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the index of the element at a position in C order; () for a scalar."""
     index: list[int] = []
     for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.append(at)
+        flat, coordinate = divmod(flat, size)
+        index.append(coordinate)
     return tuple(reversed(index))
 
 
@@ -74,17 +81,22 @@ class Metadata:
     world_size: int | None = None
     host: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    buffers: tuple[str, ...] | None = None  # names of the saved buffers; None if no model was described
+    # Names of the saved buffers; None if no model was described.
+    buffers: tuple[str, ...] | None = None
     frozen: tuple[str, ...] = ()
     bn_momentum: Mapping[str, float | None] = field(default_factory=dict)
-    optimizer_parameters: tuple[str, ...] = ()  # in the order of the optimizer's integer ids
+    # In the order of the optimizer's integer ids.
+    optimizer_parameters: tuple[str, ...] = ()
     buffers_synced: bool | None = None
     # Whether each rank has a shard of the optimizer state; when local SGD averages. See `syncheck.metadata()`.
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
-    averaged: tuple[str, ...] = ()  # names of the objects in memory that average the weights of a model
-    tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
-    no_sync: NoSync = ""  # in memory only: whether DDP's no_sync() is active, or was at the last forward pass
+    # Names of the objects in memory that average the weights of a model.
+    averaged: tuple[str, ...] = ()
+    # Names of copies in other pipeline stages.
+    tied: Mapping[str, str] = field(default_factory=dict)
+    # In memory only: whether DDP's no_sync() is active, or was at the last forward pass.
+    no_sync: NoSync = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -189,7 +201,9 @@ class Tensor:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor, also for a rank's shard of a DTensor."""
-        return self.shape if self.sharding is None else self.sharding.shape
+        if self.sharding is None:
+            return self.shape
+        return self.sharding.shape
 
 
 @dataclass(frozen=True, slots=True)

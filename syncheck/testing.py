@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
-from syncheck.errors import PYTHON, SyncheckError, UsageError
-from syncheck.options import DiffOptions, Options, RunOptions, list_options, replace_fields
+from syncheck.errors import SyncheckError, UsageError
+from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
 from syncheck.records import OutOfSync
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Rank:
     shared: Path
     seed: int
 
-    def __repr__(self) -> str:  # shown above every traceback
+    # Shown above every traceback.
+    def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.world_size}>"
 
     @property
@@ -72,8 +73,8 @@ class Rank:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.world_size
-        own: Any = dist.new_group(backend="gloo")
-        dist.all_gather_object(gathered, value, group=own)
+        group: Any = dist.new_group(backend="gloo")
+        dist.all_gather_object(gathered, value, group=group)
         return gathered
 
     def barrier(self) -> None:
@@ -183,8 +184,8 @@ def _run(
     __tracebackhide__ = True
     try:
         return _compare(things, group, across_ranks, lambda: _merge_options(options, comparing, limit))
+    # Without the traceback of this module: only the line of the test matters.
     except UsageError as error:
-        # Without the traceback of this module: only the line of the test matters.
         raise error.with_traceback(None) from None
     except SyncheckError as error:
         raise error.with_traceback(None) from error.__cause__
@@ -193,22 +194,19 @@ def _run(
 def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, options: Callable[[], Options]) -> Report:
     from syncheck.live import channel
 
-    several = channel.world_size() > 1
-    if things and all(map(_is_path, things)) and not across_ranks and (group is None or not several):
-        if group is not None:
+    has_several_ranks = channel.world_size() > 1
+    are_files = bool(things) and all(isinstance(thing, (str, os.PathLike)) for thing in things)
+    if are_files and not across_ranks:
+        if group is None:
+            return api.compare(*things, options=options())
+        if not has_several_ranks:
             raise UsageError("each rank compares files alone; remove group=")
-        return api.compare(*things, options=options())
-    if across_ranks or (across_ranks is None and (group is not None or several)):
-        from syncheck.live.exchange import compare_across_ranks
-
-        def make_options() -> Options:
-            if across_ranks is None and group is None:
-                from syncheck.live.local_compare import check_unambiguous
-
-                check_unambiguous(things)
-            return options()
-
-        return compare_across_ranks(things, group, make_options)
+    compares_ranks = across_ranks
+    if compares_ranks is None:
+        compares_ranks = group is not None or has_several_ranks
+    if compares_ranks:
+        is_chosen = across_ranks is not None or group is not None
+        return _compare_ranks(things, group, options, is_chosen=is_chosen)
     if group is not None:
         raise UsageError("across_ranks=False compares within this process; remove group=")
     from syncheck.live.local_compare import compare_objects
@@ -216,8 +214,19 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
     return compare_objects(things, options())
 
 
-def _is_path(thing: Any) -> bool:
-    return isinstance(thing, (str, os.PathLike))
+def _compare_ranks(things: tuple[Any, ...], group: Any, options: Callable[[], Options], *, is_chosen: bool) -> Report:
+    """Compare the objects of all ranks. is_chosen: whether the caller has asked for this explicitly."""
+    from syncheck.live.exchange import compare_across_ranks
+
+    def make_options() -> Options:
+        # Errors must reach all ranks, so the check runs within the collective call.
+        if not is_chosen:
+            from syncheck.live.local_compare import check_unambiguous
+
+            check_unambiguous(things)
+        return options()
+
+    return compare_across_ranks(things, group, make_options)
 
 
 def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int, kind: type[Any] = Options) -> Any:
@@ -225,22 +234,26 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
 
     kind: the class of the options.
     """
-    RunOptions(limit=limit)  # raises OptionError for a wrong limit
+    # Raises OptionError for a wrong limit.
+    RunOptions(limit=limit)
     if options is not None and not isinstance(options, kind):
         raise UsageError(
             f"options={options!r:.80}: must be syncheck.{kind.__name__}; or pass its fields by name, as in "
             "only='params'"
         )
-    known = list_options(PYTHON, kind)
-    given: dict[str, Any] = {}
+    declarations = list_options(PYTHON, kind)
+    changes: dict[str, Any] = {}
     for name, value in comparing.items():
-        if name not in known:
-            raise UsageError(f"{name}=: no such option; must be one of {', '.join(known)}")
-        is_list = known[name].kind.is_list
-        if is_list and isinstance(value, str):
-            given[name] = (value,)
-        elif isinstance(value, list) or (is_list and isinstance(value, (set, frozenset))):
-            given[name] = tuple(value)
-        else:
-            given[name] = value
-    return replace_fields(options or kind(), **given)
+        if name not in declarations:
+            raise UsageError(f"{name}=: no such option; must be one of {', '.join(declarations)}")
+        changes[name] = _make_tuple(value) if declarations[name].kind.is_list else value
+    return replace_fields(options or kind(), **changes)
+
+
+def _make_tuple(value: Any) -> Any:
+    """Return the value of an option that takes several values as a tuple; another value is reported later."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, set, frozenset)):
+        return tuple(value)
+    return value

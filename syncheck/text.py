@@ -14,8 +14,10 @@ _Rank = TypeVar("_Rank")
 _Value = TypeVar("_Value")
 
 _MOST_RANKS = 8
-_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
+# Larger floating-point numbers stand for several whole numbers.
+_MOST_WHOLE = 2**53
 
+# `::` at the start of a line, after blanks and colors.
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 
 _HASHES = re.compile(r"##(?=\w*\[)")
@@ -35,7 +37,12 @@ def one_line(text: str) -> str:
     r"""Escape line breaks and control characters, because names in a file are untrusted."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def logged(text: str) -> str:
@@ -58,11 +65,14 @@ class _Brief(reprlib.Repr):
         return self._members(x, level, super().repr_frozenset)
 
     def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
-        if level <= 0 or {type(member) for member in x} in ({str}, {int}):
+        types = {type(member) for member in x}
+        if level <= 0 or types in ({str}, {int}):
             return ordered(x, level)
-        if len(x) > self.maxset:  # nested sets of all members could take forever
+        # Nested sets of all members could take forever.
+        if len(x) > self.maxset:
             return f"<{type(x).__name__} of {len(x)}>"
-        return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
+        members = sorted(self.repr1(member, level - 1) for member in x)
+        return f"{type(x).__name__}({{{', '.join(members)}}})"
 
 
 def brief(value: object, most: int = 60) -> str:
@@ -78,23 +88,26 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def shorten(text: str, most: int = 400) -> str:
+def shorten(text: str, most: int = 403) -> str:
     """Return text in one line of at most `most` characters, without the middle of a long text.
 
     Both ends of a name distinguish it.
     """
-    if len(text) > 2 * most:  # a name in a file may be megabytes, and escaping takes longer than cutting
+    # A name in a file may be megabytes, and escaping takes longer than cutting.
+    if len(text) > 2 * most:
         text = text[:most] + text[-most:]
     line = one_line(text)
     if len(line) <= most:
         return line
-    return f"{line[: most // 2 - 2]}...{line[1 - most // 2 :]}"
+    last = (most - len("...") + 1) // 2
+    first = most - len("...") - last
+    return f"{line[:first]}...{line[-last:]}"
 
 
-def make_unique_name(name: str, taken: Container[str], separator: str = "#", first: int = 2) -> str:
-    """Return the name, or `name#2`, `name#3`, ... if it is taken. first: the first number to try."""
+def make_unique_name(name: str, used_names: Container[str], separator: str = "#", first: int = 2) -> str:
+    """Return the name, or `name#2`, `name#3`, ... if it is used. first: the first number to try."""
     unique_name, number = name, first
-    while unique_name in taken:
+    while unique_name in used_names:
         unique_name = f"{name}{separator}{number}"
         number += 1
     return unique_name
@@ -106,6 +119,11 @@ def group_ranks(values: Mapping[_Rank, _Value]) -> dict[_Value, list[_Rank]]:
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
     return ranks_of
+
+
+def option_text(name: str, value: object) -> str:
+    """Return an option with its value, by the name of its field: "group_by='a b'", 'rtol=0.1'."""
+    return f"{name}={brief(value)}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -120,14 +138,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _digits_to_distinguish(numbers: set[float]) -> int:
-    """Return the fewest digits, of 6, 9 and 17, that show which numbers differ."""
-    for digits in (6, 9):
-        if len({f"{number:.{digits}g}" for number in numbers}) == len(numbers):
-            return digits
-    return 17
-
-
 def owner_text(ranks: Sequence[int]) -> str:
     """Return where a value is: 'on ranks 0, 2', or 'in B' for a side."""
     preposition = "in" if ranks and isinstance(ranks[0], Side) else "on"
@@ -136,7 +146,8 @@ def owner_text(ranks: Sequence[int]) -> str:
 
 def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
-    return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
+    texts = [ranks_text(ranks) for ranks in sets[:most]]
+    return names_text(texts, most, len(sets), " and ")
 
 
 def ranges_text(ranks: Sequence[int]) -> str:
@@ -160,33 +171,47 @@ def by_rank_text(values: Mapping[int, object], most: int = 4, write_value: Calla
 
     write_value: formats the text of values that are not numbers.
     """
-    digits = _digits_to_distinguish({value for value in values.values() if isinstance(value, float)})
-    ranks_of: dict[str, list[int]] = {}
+    digits = _count_distinct_digits({value for value in values.values() if isinstance(value, float)})
+    texts: dict[int, str] = {}
     for rank, value in values.items():
         if value is None:
-            text = "missing"
+            texts[rank] = "missing"
         elif isinstance(value, float):
-            text = number_text(value, digits)
+            texts[rank] = number_text(value, digits)
         else:
-            text = write_value(brief(value))
-        ranks_of.setdefault(text, []).append(rank)
-    sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    texts = [f"{text} {owner_text(ranks)}" for text, ranks in sets[:most]]
+            texts[rank] = write_value(brief(value))
+    sets = sorted(group_ranks(texts).items(), key=_count_ranks, reverse=True)
+    parts = [f"{text} {owner_text(ranks)}" for text, ranks in sets[:most]]
     # The number of further values, not of further ranks.
-    return names_text(texts, most, len(sets), " and ")
+    return names_text(parts, most, len(sets), " and ")
+
+
+def _count_ranks(entry: tuple[str, Sequence[int]]) -> int:
+    return len(entry[1])
+
+
+def _count_distinct_digits(numbers: set[float]) -> int:
+    """Return the fewest digits that show which numbers differ."""
+    for digits in (6, 9):
+        if len({f"{number:.{digits}g}" for number in numbers}) == len(numbers):
+            return digits
+    return 17
 
 
 def number_text(number: float, digits: int = 6) -> str:
     """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
-    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
-    return str(int(number)) if whole else f"{number:.{digits}g}"
+    is_whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
+    return str(int(number)) if is_whole else f"{number:.{digits}g}"
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:
     """Return the first names and the number of further names. count: number of all names; default: len(names)."""
-    count = len(names) if count is None else count
-    more = f" and {count - most} more" if count > most else ""
-    return separator.join(names[:most]) + more
+    if count is None:
+        count = len(names)
+    text = separator.join(names[:most])
+    if count > most:
+        text += f" and {count - most} more"
+    return text
 
 
 def values_text(

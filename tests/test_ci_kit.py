@@ -14,8 +14,7 @@ import pytest
 from required import unavailable
 
 from syncheck.cli.parser import build_parser
-from syncheck.errors import PYTEST
-from syncheck.options import list_options
+from syncheck.options import PYTEST, list_options, to_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,6 +237,11 @@ def test_options_in_the_guide_exist() -> None:
     """Each long option in docs/ci.md belongs to `syncheck compare`, to the plugin, or to another documented program."""
     others = {"--nproc-per-node", "--save-per-rank", "--index-url", "--all-files"}
     known = set(re.findall(r"--[\w-]+", build_parser()._subparsers._group_actions[0].choices["compare"].format_help()))  # type: ignore[union-attr, index, call-overload]
-    plugin = {"--syncheck", "--syncheck-diff", "--syncheck-timeout", *map(PYTEST.name, list_options(PYTEST))}
+    plugin = {
+        "--syncheck",
+        "--syncheck-diff",
+        "--syncheck-timeout",
+        *(to_flag(name, "--syncheck-") for name in list_options(PYTEST)),
+    }
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"\]\([^)]*\)", "]", GUIDE)))
     assert named - known - plugin == others

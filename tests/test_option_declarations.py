@@ -5,20 +5,28 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from checkpoints import network, save
 
 import syncheck
-from syncheck import api, config, options
-from syncheck.cli import main, parser
+from syncheck import api, config, option_kinds, options
+from syncheck.cli import commands, main, parser
 from syncheck.comparison import selection
-from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, UsageError, spelling
-from syncheck.options import INTEGER, SELECTION, Options, RunOptions, list_options, option
-
-if TYPE_CHECKING:
-    from syncheck.errors import Words
+from syncheck.errors import OptionError, UsageError
+from syncheck.option_kinds import INTEGER
+from syncheck.options import (
+    COMMAND_LINE,
+    PYTEST,
+    PYTHON,
+    SELECTION,
+    TOML,
+    Options,
+    RunOptions,
+    list_options,
+    option,
+)
 
 DOCS = str(Path(__file__).resolve().parents[1] / "docs" / "reference")
 
@@ -36,6 +44,7 @@ class Extended(Options):
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add an option to the declared options."""
     monkeypatch.setattr(options, "Options", Extended)
+    monkeypatch.setattr(commands, "Options", Extended)
 
 
 @pytest.mark.usefixtures("extended")
@@ -46,25 +55,25 @@ def test_one_declaration_reaches_the_command_line(
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", network())
     compared: list[Any] = []
-    compare = api.compare
+    judge = api.judge
 
-    def spy(*paths: str, options: Any, **how: Any) -> Any:
+    def spy(found: api.Found, options: Any, **how: Any) -> Any:
         compared.append(options)
-        return compare(*paths, options=options, **how)
+        return judge(found, options, **how)
 
-    monkeypatch.setattr(api, "compare", spy)
+    monkeypatch.setattr(api, "judge", spy)
     monkeypatch.chdir(tmp_path)
     for command in ("compare", "report"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "--depth-limit N" in capsys.readouterr().out
         assert main([command, ".", "--depth-limit", "3"]) == 0
-    (tmp_path / "pyproject.toml").write_text("[tool.syncheck]\ndepth-limit = 4\n")
+    (tmp_path / "pyproject.toml").write_text("[tool.syncheck]\ndepth_limit = 4\n")
     assert main(["compare", "."]) == 0
-    assert capsys.readouterr().err.endswith("pyproject.toml: depth-limit\n")
+    assert capsys.readouterr().err.endswith("pyproject.toml: depth_limit\n")
     assert [found.depth_limit for found in compared] == [3, 3, 4]
     assert main(["compare", ".", "--depth-limit", "0"]) == 2
-    assert "--depth-limit 0: must be at least 1" in capsys.readouterr().err
+    assert "depth_limit=0: must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("extended")
@@ -72,14 +81,13 @@ def test_one_declaration_reaches_the_project_file(tmp_path: Path) -> None:
     """A declared option is a key of [tool.syncheck] that is checked, and a typed value wins."""
     (tmp_path / ".git").mkdir()
     file = tmp_path / "pyproject.toml"
-    file.write_text("[tool.syncheck]\ndepth-limit = 4\n")
-    project = config.load(tmp_path)
-    merged: Any = config.merge_options(project)
-    assert merged.depth_limit == 4
-    assert config.list_applied_keys(project, depth_limit=5) == ()
+    file.write_text("[tool.syncheck]\ndepth_limit = 4\n")
+    _, values = config.load(tmp_path)
+    assert config.merge_options(values, Extended, {}).depth_limit == 4
+    assert config.list_applied(values, Extended, {"depth_limit": 5}) == []
     for value in ("'4'", "0", "true"):
         file.write_text(f"[tool.syncheck]\ndepth-limit = {value}\n")
-        with pytest.raises(UsageError, match=r"tool\.syncheck\.depth-limit = .*: must be "):
+        with pytest.raises(UsageError, match=r"depth_limit=.*: must be "):
             config.load(tmp_path)
 
 
@@ -92,7 +100,7 @@ def test_one_declaration_reaches_pytest_and_the_docs(monkeypatch: pytest.MonkeyP
     assert "| `--syncheck-depth-limit N` | a help text" in from_options.pytest_options()
     assert "| `--depth-limit N` | a help text" in from_options.commands()
     (row,) = (row for row in from_options.keys().splitlines() if "a help text" in row)
-    assert row.startswith("| `depth-limit` | a whole number, at least 1 | `--depth-limit` | `--syncheck-depth-limit` |")
+    assert row.startswith("| `depth_limit` | a whole number, at least 1 | `--depth-limit` | `--syncheck-depth-limit` |")
 
 
 def test_a_declared_option_is_checked_in_python() -> None:
@@ -116,13 +124,13 @@ def test_declarations_are_complete(cls: type) -> None:
         assert declaration.help
         assert not declaration.section or declaration.section in options.SECTIONS
         typed = declaration.surfaces & {COMMAND_LINE, PYTEST}
-        if typed and declaration.kind is not options.FLAG:
+        if typed and declaration.kind is not option_kinds.FLAG:
             assert declaration.metavar or declaration.choices
         assert set(declaration.switch_help) <= set(declaration.choices)
 
 
 def test_help_does_not_spell_options() -> None:
-    """A help text serves all surfaces, so it contains the spelling of no surface."""
+    """A help text serves all surfaces, so it contains no flag and no table."""
     for declaration in list_options(TOML).values():
         assert "--" not in declaration.help
         assert "tool." not in declaration.help
@@ -141,37 +149,10 @@ def test_each_choice_of_only_selects_kinds() -> None:
     assert arguments.only == list(declaration.choices)
 
 
-@pytest.mark.parametrize(
-    ("surface", "name", "pair", "flag"),
-    [
-        (PYTHON, "group_by", "group_by='a b'", "quick=True"),
-        (COMMAND_LINE, "--group-by", "--group-by 'a b'", "--quick"),
-        (TOML, "tool.syncheck.group-by", "tool.syncheck.group-by = 'a b'", "tool.syncheck.quick = True"),
-        (PYTEST, "--syncheck-group-by", "--syncheck-group-by 'a b'", "--syncheck-quick"),
-    ],
-    ids=["python", "command line", "toml", "pytest"],
-)
-def test_each_surface_has_its_spelling(surface: Words, name: str, pair: str, flag: str) -> None:
-    """A field is spelled alone, with a value, as a flag, and in the text of an error."""
-    assert surface.name("group_by") == name
-    assert surface.pair("group_by", "a b") == pair
-    assert surface.pair("quick", True) == flag
-    error = OptionError("conflicts with {group_by}, not with {close}", "group_by", quick=True)
-    with spelling(surface):
-        assert str(error) == f"{flag}: conflicts with {name}, not with {{close}}"
-
-
-def test_only_is_a_switch_on_the_command_line() -> None:
-    """`only` is the single option with another form on the command line."""
-    assert COMMAND_LINE.pair("only", "params") == "--only-params"
-    assert PYTEST.pair("only", "params") == "--syncheck-only params"
-    assert COMMAND_LINE.name("only") == "--only-..."
-
-
 def test_importing_the_declarations_is_cheap() -> None:
-    """The module imports only `errors` and `text`, because the command line and pytest import it on every start."""
+    """The module imports few others, because the command line and pytest import it on every start."""
     import subprocess
 
     code = "import sys, syncheck.options; print(sorted(name for name in sys.modules if name.startswith('syncheck.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.options', 'syncheck.text']"
+    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.option_kinds', 'syncheck.options', 'syncheck.text']"

@@ -9,8 +9,7 @@ import sources
 from from_schema import RECORDS, WORDS
 from marks import code, paragraphs, phrase, split_fields, table
 
-from syncheck.errors import PYTHON
-from syncheck.options import DiffOptions, Options, list_options
+from syncheck.options import PYTHON, DiffOptions, Options, list_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,7 @@ from typing import Any
 from marks import cell, code, table
 
 from syncheck.cli import parser
-from syncheck.errors import COMMAND_LINE, PYTEST, TOML
-from syncheck.options import list_options
+from syncheck.options import COMMAND_LINE, PYTEST, TOML, list_options, to_flag
 from syncheck.pytest_plugin import options as plugin
 
 
@@ -124,8 +123,11 @@ def keys() -> str:
     """Return the table of the keys of [tool.syncheck]."""
     rows = []
     for name, declaration in list_options(TOML).items():
-        spelled = [
-            code(surface.name(name)) if surface in declaration.surfaces else "" for surface in (COMMAND_LINE, PYTEST)
+        flags = [
+            code(to_flag(name, prefix)) if surface in declaration.surfaces else ""
+            for surface, prefix in ((COMMAND_LINE, "--"), (PYTEST, "--syncheck-"))
         ]
-        rows.append((code(name.replace("_", "-")), declaration.expected, *spelled, cell(declaration.full_help)))
+        if declaration.switch_help:
+            flags[0] = code(to_flag(name) + "-...")
+        rows.append((code(name), declaration.expected, *flags, cell(declaration.full_help)))
     return table(("key", "value", "command line", "pytest", "meaning"), rows)

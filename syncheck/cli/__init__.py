@@ -20,12 +20,10 @@ def main(argv: list[str] | None = None) -> int:
     # Imports take most of a short run, so Ctrl-C is handled during imports too.
     try:
         from syncheck.cli import streams
-        from syncheck.errors import COMMAND_LINE, spelling
 
         streams.reopen_closed()
         try:
-            with spelling(COMMAND_LINE):
-                return _run(sys.argv[1:] if argv is None else argv)
+            return _run(sys.argv[1:] if argv is None else argv)
         finally:
             streams.flush_before_exit()
     except KeyboardInterrupt:
@@ -65,11 +63,19 @@ def _run(argv: list[str]) -> int:
 
 def _run_command(argv: list[str]) -> int:
     from syncheck.cli import streams
+
+    if argv == ["--version"]:
+        # Without the parser of all commands, which takes longer to import and to build than the versions to read.
+        from syncheck.versions import list_versions
+
+        with streams.convert_write_errors():
+            print("\n".join(list_versions()))
+        return 0
     from syncheck.cli.parser import build_parser
 
     with streams.convert_write_errors():
         try:
-            arguments = build_parser().parse_args(argv)
+            arguments = build_parser(argv[0] if argv else "").parse_args(argv)
         except SystemExit:  # argparse has printed the help or an error
             sys.stdout.flush()
             raise
@@ -95,11 +101,11 @@ def _report_crash(argv: list[str]) -> None:
     import traceback
 
     from syncheck.cli import streams
-    from syncheck.report import formats
+    from syncheck.versions import list_versions
 
     streams.print_stderr(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        + "".join(f"  {line}\n" for line in formats.list_versions())
+        + "".join(f"  {line}\n" for line in list_versions())
         + f"  arguments: {argv}"
     )

@@ -41,11 +41,11 @@ def run(color: str) -> int:
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _print(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth -n 5\n")
     output.print_parts(text.comparison(compared, 5), color)
-    found = api.compare(str(FOLDER / "ckpts"), histograms=True)
+    overview = api.compare(str(FOLDER / "ckpts"), histograms=True)
     _print(f"\n$ syncheck report {FOLDER}/ckpts -n 3 -o {FOLDER}/index.html\n")
-    output.print_parts(text.overview(found, 3), color)
+    output.print_parts(text.overview(overview, 3), color)
     page = FOLDER / "index.html"
-    formats.write_file(str(page), found)
+    formats.write_file(str(page), overview)
     _check_report(compared)
     _print(f"\nOpen {page} in a browser. The checkpoints are in {FOLDER}/ckpts/.")
     _print(f"Try next: syncheck explain SYN201, or: syncheck compare {FOLDER}/ckpts/ddp_rank*.pth --allow SYN201")
@@ -88,8 +88,8 @@ def _create_folder() -> None:
 def _train(script: Path, options: tuple[str, ...]) -> None:
     """Run the trainer under torchrun, with its output on the terminal."""
     arguments = ["--save-per-rank", "--save-every", _STEPS_BETWEEN_SAVES, "--out", str(FOLDER / "ckpts"), *options]
-    shown = shlex.join(["torchrun", "--nproc-per-node", str(RANKS), "train/run.py", *arguments])
-    _print(f"$ {shown}\n")
+    command_text = shlex.join(["torchrun", "--nproc-per-node", str(RANKS), "train/run.py", *arguments])
+    _print(f"$ {command_text}\n")
     # --standalone selects a free port. With one thread per process, two processes share two cores well.
     command = [
         sys.executable,
@@ -103,7 +103,7 @@ def _train(script: Path, options: tuple[str, ...]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     code = _wait(subprocess.Popen([*command, *arguments], env=environment))
     if code:
-        raise DemoFailed(f"the training above failed with exit code {code}: {shown}")
+        raise DemoFailed(f"the training above failed with exit code {code}: {command_text}")
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
@@ -126,6 +126,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 def _check_report(report: Report) -> None:
     """Raise DemoFailed unless only BatchNorm statistics differ under DDP, and no tensor differs under SyncBatchNorm."""
     groups = {group.run: group for group in report.groups}
+    # The names of the runs are in the metadata of the checkpoints.
     if set(groups) != set(RUNS):
         raise DemoFailed(f"expected checkpoints of {', '.join(RUNS)}, found {', '.join(groups) or 'none'}")
     plain, synced = groups["ddp"], groups["ddp-syncbn"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,18 @@ if TYPE_CHECKING:
     from syncheck.report.parts import Part
 
 
+def is_first_process() -> bool:
+    """Whether this process writes the report. Several processes compare together under torchrun only."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def terminal_width() -> int | None:
     """Return the number of columns of the terminal, or None if stdout is not a terminal."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
+    # Imports the modules of archives.
+    import shutil
+
     return shutil.get_terminal_size().columns
 
 
@@ -58,7 +65,8 @@ def print_parts(parts: Sequence[Part], color: str) -> None:
 
         print_text(plain.render(parts))
     else:
-        from syncheck.report import terminal  # imports rich, which only terminals need
+        # Imports rich, which only terminals need.
+        from syncheck.report import terminal
 
         print_text(terminal.render(parts, width, colored, ascii_only=needs_ascii()))
 

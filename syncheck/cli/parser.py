@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from syncheck import options
+from syncheck import option_kinds, options
 from syncheck.cli import commands
-from syncheck.errors import COMMAND_LINE, TOML
 from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ class _Version(argparse.Action):
     """Look up the version only when it is printed: the lookup takes as long as the rest of the start-up."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        from syncheck.report import formats
+        from syncheck.versions import list_versions
 
-        print("\n".join(formats.list_versions()))
+        print("\n".join(list_versions()))
         parser.exit()
 
 
@@ -51,11 +50,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and report an unknown option here, so that the error refers to the help of this command."""
-        found, unknown = super().parse_known_args(args, namespace)
+        namespace, unknown = super().parse_known_args(args, namespace)
+        # The parser of all commands passes unknown options on to its caller.
         if unknown and not self._subparsers:
             suggestion = _suggest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
-        return found, unknown
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a usage error in one line, without the usage of argparse."""
@@ -75,15 +75,19 @@ def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _suggest(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the most similar known word; empty if no word is similar."""
+def _suggest(word: str, options: Iterable[str]) -> str:
+    """Return a question that names the most similar option; empty if none is similar."""
     from difflib import get_close_matches
 
-    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
+    matches = get_close_matches(word, options, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; each command's `run` is a function of the parsed arguments."""
+def build_parser(command: str = "") -> argparse.ArgumentParser:
+    """Return the parser; each command's `run` is a function of the parsed arguments.
+
+    command: the first argument. If it is a command, the parser has no other command, which makes it faster to build.
+    """
     parser = _Parser(
         prog="syncheck",
         description="Are the replicas of a model the same model?\n"
@@ -96,8 +100,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=parser.list_commands)
     # Without `prog`, argparse formats the usage here, which would import rich on every start.
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog="syncheck")
-    for add in (_add_compare, _add_diff, _add_report, _add_show, _add_fingerprint, _add_explain, _add_demo):
-        add(subparsers)
+    commands_to_add = {
+        "compare": _add_compare,
+        "diff": _add_diff,
+        "report": _add_report,
+        "show": _add_show,
+        "fingerprint": _add_fingerprint,
+        "explain": _add_explain,
+        "demo": _add_demo,
+    }
+    for name, add in commands_to_add.items():
+        if command == name or command not in commands_to_add:
+            add(subparsers)
     return parser
 
 
@@ -119,7 +133,7 @@ def _add_compare(subparsers: Any) -> None:
         help="checkpoint files, folders or globs; under torchrun, a single path such as 'rank_{rank}.pth', from which "
         "each process reads its own file",
     )
-    _add_options(parser)
+    _add_options(parser, options.Options)
 
 
 def _add_diff(subparsers: Any) -> None:
@@ -143,7 +157,7 @@ def _add_report(subparsers: Any) -> None:
         metavar="PATH",
         help="checkpoint files, folders or globs (default: `checkpoints` of pyproject.toml, else the folder ckpts)",
     )
-    _add_options(parser)
+    _add_options(parser, options.Options)
 
 
 def _add_show(subparsers: Any) -> None:
@@ -185,38 +199,28 @@ def _add_demo(subparsers: Any) -> None:
     _add_color(_add_command(subparsers, "demo", commands.demo, text))
 
 
-def _add_options(
-    parser: argparse.ArgumentParser, comparison: type | None = None, without: frozenset[str] = frozenset()
-) -> None:
+def _add_options(parser: argparse.ArgumentParser, comparison: type, without: frozenset[str] = frozenset()) -> None:
     """Add the declared options of the command line, in the sections of the help.
 
-    comparison: the class of the options for the comparison, by default `Options`. without: names of options that do not
-    apply.
+    comparison: the class of the options for the comparison. without: names of options that do not apply.
     """
     groups: dict[str, Any] = {section: parser.add_argument_group(section) for section in options.SECTIONS}
-    for name, declaration in options.list_options(
-        COMMAND_LINE, comparison or options.Options, options.RunOptions
-    ).items():
+    for name, declaration in options.list_options(options.COMMAND_LINE, comparison, options.RunOptions).items():
         if name in without:
             continue
         group = groups.get(declaration.section, parser)
-        if name in COMMAND_LINE.switches:
-            for value in declaration.choices:
-                group.add_argument(
-                    COMMAND_LINE.pair(name, value),
-                    dest=name,
-                    action="append_const",
-                    const=value,
-                    help=declaration.switch_help[value],
-                )
+        if declaration.switch_help:
+            for value, help_text in declaration.switch_help.items():
+                flag = options.to_flag(f"{name}_{value}")
+                group.add_argument(flag, dest=name, action="append_const", const=value, help=help_text)
         else:
-            names = [declaration.short] if declaration.short else []
-            group.add_argument(*names, COMMAND_LINE.name(name), **_settings(declaration))
+            flags = [declaration.short] if declaration.short else []
+            group.add_argument(*flags, options.to_flag(name), **_settings(declaration))
 
 
 def _settings(declaration: Declaration) -> dict[str, Any]:
     settings = declaration.argparse_settings()
-    if declaration.kind is options.FLAG and TOML in declaration.surfaces:
+    if declaration.kind is option_kinds.FLAG and options.TOML in declaration.surfaces:
         # The `--no-` form overrides a flag that pyproject.toml sets.
         settings["action"] = argparse.BooleanOptionalAction
     return settings
@@ -224,7 +228,5 @@ def _settings(declaration: Declaration) -> dict[str, Any]:
 
 def _add_color(parser: argparse.ArgumentParser) -> None:
     """Add `--color` to a command that does not read pyproject.toml, so its default applies here."""
-    declaration = options.list_options(COMMAND_LINE)["color"]
-    parser.add_argument(
-        COMMAND_LINE.name("color"), **declaration.argparse_settings() | {"default": declaration.default}
-    )
+    declaration = options.list_options(options.COMMAND_LINE)["color"]
+    parser.add_argument("--color", **declaration.argparse_settings() | {"default": declaration.default})

@@ -60,9 +60,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     that is not a checkpoint of this rank, for ranks that read the same file, and for files of several runs.
     """
     if options.quick or options.group_by is not None:
-        raise OptionError(
-            "{quick} and {group_by} require a single process that reads all files; remove them", "quick", "group_by"
-        )
+        raise OptionError("quick and group_by require a single process that reads all files; remove them")
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process reads one file, so there is no other replica to compare with; start one process per "
@@ -129,6 +127,7 @@ def _describe_file(snapshot: Snapshot) -> FileInfo:
     metadata = snapshot.metadata or Metadata()
     host = os.uname().nodename
     machine = host
+    # Only Linux has a boot id.
     with suppress(OSError):
         machine = _BOOT.read_text(encoding="ascii")
     real = os.path.realpath(snapshot.path)
@@ -163,11 +162,12 @@ def _check_owners(files: Mapping[int, FileInfo]) -> None:
                 "the path, and start node N with --node-rank N. To compare copies of one rank's file, run 'syncheck "
                 "fingerprint' on each node and 'syncheck compare' on the fingerprints"
             )
+    # Replicas of two runs differ by design.
     runs = group_ranks({rank: file.run for rank, file in files.items() if file.run is not None})
     if len(runs) > 1:
-        texts = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:MAX_VALUES])
+        texts = [f"{ranks_text(ranks)} of {_run_text(*run)}" for run, ranks in list(runs.items())[:MAX_VALUES]]
         raise UsageError(
-            f"the files are from several runs according to their metadata: {texts}; pass files from one run"
+            f"the files are from several runs according to their metadata: {'; '.join(texts)}; pass files from one run"
         )
 
 

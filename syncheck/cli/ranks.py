@@ -42,11 +42,6 @@ def names_rank(paths: Sequence[str]) -> bool:
     return any(not os.path.lexists(path) and _has_field(path) for path in paths)
 
 
-def is_first() -> bool:
-    """Whether this process writes the report."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
     """Compare the files of all processes, report on the first process, and exit all with the same exit code.
 
@@ -78,7 +73,8 @@ def compare(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
         if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.broken:
             import traceback
 
-            traceback.print_exception(cause)  # a bug of syncheck
+            # A bug of syncheck.
+            traceback.print_exception(cause)
         return channel, error.exit_code
 
 
@@ -86,11 +82,12 @@ def _compare_own_file(channel: Channel, path: str, task: Task) -> int:
     from syncheck.cli.rank_files import compare_files
 
     try:
-        own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})
+        values = {name: int(os.environ[key]) for name, key in FIELDS.items() if key in os.environ}
+        own_path = path.format_map(values)
     except (ValueError, KeyError) as error:
         raise UsageError(f"{path}: invalid field in braces: {error}; must be {{rank}} or {{rank:02d}}") from None
     pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
-    report = compare_files(channel, own, pattern, task.options, histograms=task.histograms)
+    report = compare_files(channel, own_path, pattern, task.options, histograms=task.histograms)
     return channel.run_on_leader(lambda: _write_report(report, task), lambda _: None)
 
 
@@ -166,8 +163,8 @@ def _select_path(paths: Sequence[str]) -> str:
     for path in paths:
         unknown = sorted(_list_fields(path) - FIELDS.keys())
         if unknown:
-            known = ", ".join(f"{{{name}}}" for name in FIELDS)
-            raise UsageError(f"{path}: no such file, and {{{unknown[0]}}} is not a field; must be one of {known}")
+            fields = ", ".join(f"{{{name}}}" for name in FIELDS)
+            raise UsageError(f"{path}: no such file, and {{{unknown[0]}}} is not a field; must be one of {fields}")
     if len(paths) != 1:
         raise UsageError(f"{len(paths)} paths: a path with a rank in braces must be the only path")
     return paths[0]

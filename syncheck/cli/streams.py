@@ -82,7 +82,8 @@ def redirect_to_null(stream: TextIO) -> None:
     try:
         number = stream.fileno()
     except (OSError, ValueError):
-        return  # replaced by an object without a descriptor, as in tests
+        # Replaced by an object without a descriptor, as in tests.
+        return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, number)
     os.close(null)

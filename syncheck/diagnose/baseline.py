@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
-# The spelling of the option for a baseline, which each surface renders.
-OPTION = "{baseline}"
 # Codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
 _OF_FACTS = ("SYN102", "SYN215")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def _explain(left: Any, right: Any) -> list[str] | None:
     except SyncheckError as error:
         return [title, str(error)]
     # Without -v, pytest shows the first eight lines only, so findings come first.
-    findings = [f"{f.code} ({f.certainty}): {f.evidence}" for group in report.groups for f in group.findings if f.fails]
+    findings = []
+    for finding in chain.from_iterable(group.findings for group in report.groups):
+        if finding.fails:
+            findings.append(f"{finding.code} ({finding.certainty}): {finding.evidence}")
     summary, *table = testing.message(report).splitlines()
     return [title, summary, *findings[:3], *table]
 
@@ -52,14 +56,23 @@ def explain_error(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
         statement = ast.parse(str(entry.statement).strip()).body[0]
     except (SyntaxError, IndexError):
         return None
-    compared = statement.test if isinstance(statement, ast.Assert) else None
-    if not isinstance(compared, ast.Compare) or not isinstance(compared.ops[0], ast.Eq):
+    compared = _find_equality(statement)
+    if compared is None:
         return HINT if "==" in str(entry.statement) else None
-    names = {**entry.frame.f_globals, **entry.frame.f_locals}
     # Only plain names, because other expressions would have to be evaluated again.
-    sides = [names.get(side.id) for side in (compared.left, *compared.comparators) if isinstance(side, ast.Name)]
-    lines = explain(*sides) if len(sides) == 2 else None
+    names = [side.id for side in (compared.left, *compared.comparators) if isinstance(side, ast.Name)]
+    if len(names) != 2:
+        return HINT
+    values = {**entry.frame.f_globals, **entry.frame.f_locals}
+    lines = explain(values.get(names[0]), values.get(names[1]))
     return HINT if lines is None else "\n".join([*lines, "", HINT])
+
+
+def _find_equality(statement: ast.stmt) -> ast.Compare | None:
+    """Return the comparison of `assert a == b`; None for another statement."""
+    if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
+        return None
+    return statement.test if isinstance(statement.test.ops[0], ast.Eq) else None
 
 
 def _is_state_dict(value: Any) -> bool:

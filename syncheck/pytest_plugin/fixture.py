@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck import config, testing
+from syncheck.options import Options
 
 if TYPE_CHECKING:
     import os
@@ -20,7 +21,8 @@ class Syncheck:
     """
 
     def __init__(self, folder: str | os.PathLike[str], given: dict[str, Any]) -> None:
-        self.options = config.merge_options(config.load(folder), **given)
+        _, values = config.load(folder)
+        self.options = config.merge_options(values, Options, given)
 
     def compare(self, *replicas: Any, **keywords: Any) -> Report:
         """Compare replicas and return the report, with the arguments of `syncheck.testing.compare`."""

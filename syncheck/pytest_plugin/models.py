@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
-_MOST = 100  # characters of a path in an id
+    from syncheck.options import DiffOptions
+
+# Characters of a path in an id.
+_MOST = 100
 
 
 def configure(config: pytest.Config) -> None:
@@ -61,10 +64,10 @@ class ModelsItem(pytest.Item):
         import contextlib
 
         from syncheck.api import diff
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.errors import SyncheckError
         from syncheck.report import failure
 
-        with spelling(PYTEST), contextlib.chdir(self.config.invocation_params.dir):
+        with contextlib.chdir(self.config.invocation_params.dir):
             try:
                 report = diff(self.a, self.b, options=_read_options(self.config))
             except SyncheckError as error:
@@ -80,15 +83,10 @@ class ModelsItem(pytest.Item):
         return self.config.invocation_params.dir, None, f"syncheck {self.nodeid}"
 
 
-def _read_options(config: pytest.Config) -> Any:
+def _read_options(config: pytest.Config) -> DiffOptions:
     from syncheck import config as project
-    from syncheck import options
+    from syncheck.options import DiffOptions
     from syncheck.pytest_plugin.options import read_options
 
-    def applicable(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if name not in options.NOT_IN_DIFF}
-
-    loaded = project.load(config.rootpath)
-    given = applicable(read_options(config, options.DiffOptions))
-    defaults = project.Config(loaded.path, applicable(dict(loaded.comparison)), loaded.run)
-    return project.merge_options(defaults, options.DiffOptions, **given)
+    _, values = project.load(config.rootpath)
+    return project.merge_options(values, DiffOptions, read_options(config, DiffOptions))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck import options
-from syncheck.errors import PYTEST
 
 if TYPE_CHECKING:
     import pytest
@@ -34,9 +33,9 @@ def add(parser: pytest.Parser) -> None:
         help="test that two models are the same, in any layout: A is the source, B the copy; collect other tests only "
         "if paths are given; repeatable",
     )
-    declared = options.list_options(PYTEST) | options.list_options(PYTEST, options.DiffOptions)
-    for name, declaration in declared.items():
-        group.addoption(PYTEST.name(name), **declaration.argparse_settings())
+    pytest_options = options.list_options(options.PYTEST, options.Options, options.DiffOptions, options.RunOptions)
+    for name, declaration in pytest_options.items():
+        group.addoption(options.to_flag(name, "--syncheck-"), **declaration.argparse_settings())
     group.addoption(
         "--syncheck-timeout",
         type=float,
@@ -54,15 +53,13 @@ def add(parser: pytest.Parser) -> None:
     )
 
 
-def read_options(config: pytest.Config, kind: type | None = None) -> dict[str, Any]:
+def read_options(config: pytest.Config, kind: type = options.Options) -> dict[str, Any]:
     """Return the values of the run's options by field; a missing option is None or empty.
 
-    kind: the class with the fields, by default `syncheck.Options`.
+    kind: the class with the fields.
     """
-    # pytest derives the name for `getoption` from the option's spelling.
-    return {
-        name: config.getoption(f"syncheck_{name}") for name in options.list_options(PYTEST, kind or options.Options)
-    }
+    # pytest derives the name for `getoption` from the flag.
+    return {name: config.getoption(f"syncheck_{name}") for name in options.list_options(options.PYTEST, kind)}
 
 
 def format_value(value: object) -> str:

@@ -33,8 +33,8 @@ _EARLIER_OUTPUT = re.compile(
 )
 # A file of Megatron or of Llama lies one folder below the folder of the checkpoint.
 _LEVELS = 3
-# The spelling of these options. Their outputs may be pipes, like /dev/stdout.
-MAP, EVENTS = "{write_map}", "events="
+# Options whose outputs may be pipes, like /dev/stdout.
+MAP, EVENTS = "write_map", "events"
 _STREAMED = (MAP, EVENTS)
 
 
@@ -43,7 +43,7 @@ class _Output:
     """An output file.
 
     path: the path of the user.
-    option: the spelling of its option; a field in braces, like `{baseline}`, is spelled by each surface.
+    option: the field of its option.
     replaceable: the reader of a replaceable format.
     """
 
@@ -66,15 +66,13 @@ class _Output:
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise OptionError for this path."""
-        # An option without braces is spelled already, and OptionError finds no field in it.
-        field = self.option.strip("{}")
-        raise OptionError(f"{self.option} {self.path}: {problem}; pass another path", field)
+        raise OptionError(f"{self.option} {self.path}: {problem}; pass another path")
 
 
 def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) -> None:
     """Raise OptionError if an output of a run would replace another output, an input or a checkpoint.
 
-    outputs: option and path of each output; the option is spelled as for `check`.
+    outputs: option and path of each output, as for `check`.
     inputs: the files, folders and globs of the run.
     """
     kinds: dict[str, tuple[str, str]] = {}
@@ -88,10 +86,12 @@ def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) 
             _Output(path, option).refuse("is also the file of another output")
 
 
-def check(path: str, option: str = "-o", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None) -> None:
+def check(
+    path: str, option: str = "output", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None
+) -> None:
     """Raise OptionError if an output cannot be written, or would replace an input or a part of a checkpoint.
 
-    option: the spelling of the path's option; a field in braces, like `{baseline}`, is spelled by each surface.
+    option: the field of the path's option.
     inputs: the files, folders and globs of the run.
     replaceable: the reader of a replaceable format.
     """
@@ -104,7 +104,7 @@ def check(path: str, option: str = "-o", *, inputs: Sequence[str] = (), replacea
 
 
 def protect(
-    path: str, option: str = "-o", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None
+    path: str, option: str = "output", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None
 ) -> None:
     """Raise OptionError if an output would replace an input or a part of a checkpoint.
 
@@ -120,7 +120,7 @@ def protect(
     _refuse_input(output, target, inputs)
 
 
-def write(path: str, text: str, option: str = "-o", *, replaceable: ModuleType | None = None) -> None:
+def write(path: str, text: str, option: str = "output", *, replaceable: ModuleType | None = None) -> None:
     """Check a path again, and replace its file atomically. Raises OptionError.
 
     The parameters are those of `check`.

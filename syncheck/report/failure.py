@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import PYTHON, spelling
 from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
 from syncheck.report import plain, tables, words
@@ -27,7 +26,6 @@ _NAME, _SENTENCE = 120, 600  # characters
 _REFUSALS = (Reason.REFUSED, Reason.DIGEST, Reason.CHECKSUM)
 
 
-@spelling(PYTHON)
 def message(report: Report, limit: int = MOST_ROWS) -> str:
     """Return the worst groups with their findings and tensors, then the verdict and the counts.
 

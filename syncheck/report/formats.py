@@ -7,32 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
 from syncheck.options import EXTENSIONS
-from syncheck.readers import outputs
+from syncheck.versions import list_versions, version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.records import Report
 
-# Dependencies, then the optional libraries of live checks, of the trainer's pictures and of the pytest plugin.
-LIBRARIES = ("numpy", "ml_dtypes", "rich", "rich-argparse", "torch", "xxhash", "safetensors", "matplotlib", "pytest")
 
-
-def version() -> str:
-    """Return the installed version of syncheck."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("syncheck")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def check_extensions(paths: Sequence[str], option: str = "-o") -> None:
-    """Raise UsageError for an output file with an unknown extension. option: named in the error."""
+def check_extensions(paths: Sequence[str]) -> None:
+    """Raise UsageError for an output file with an unknown extension."""
     for path in paths:
         if _extension(path) not in EXTENSIONS:
-            raise UsageError(f"{option} {path}: unknown file extension; use one of {', '.join(EXTENSIONS)}")
+            raise UsageError(f"output {path}: unknown file extension; use one of {', '.join(EXTENSIONS)}")
 
 
 def needs_histograms(paths: Sequence[str]) -> bool:
@@ -40,39 +27,21 @@ def needs_histograms(paths: Sequence[str]) -> bool:
     return any(EXTENSIONS.get(_extension(path)) == "html" for path in paths)
 
 
-def write_file(path: str, report: Report, option: str = "-o", settings: Any = None) -> None:
+def write_file(path: str, report: Report, settings: Any = None) -> None:
     """Replace a file atomically by a report in the format of its extension.
 
-    settings: the `Options` of the comparison, for an HTML page. Raises UsageError, with the option, if the file cannot
-    be written; its folder must exist.
+    settings: the `Options` of the comparison, for an HTML page. Raises UsageError if the file cannot be written; its
+    folder must exist.
     """
-    outputs.write(path, render_format(EXTENSIONS[_extension(path)], report, settings), option)
+    from syncheck.readers import outputs  # most runs only print
+
+    outputs.write(path, render_format(EXTENSIONS[_extension(path)], report, settings))
 
 
 def _extension(path: str) -> str:
     # os.path.splitext returns no extension for a file named `.json`.
     name = os.path.basename(path).lower()
     return name[name.rfind(".") :] if "." in name else ""
-
-
-def list_versions() -> list[str]:
-    """Return the environment for a bug report: versions, syncheck first, without importing the libraries."""
-    import platform
-    from importlib import metadata
-    from pathlib import Path
-
-    libraries = []
-    for library in LIBRARIES:
-        try:
-            libraries.append(f"{library} {metadata.version(library)}")
-        except metadata.PackageNotFoundError:
-            libraries.append(f"{library} -")
-    return [
-        f"syncheck {version()}",
-        f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}",
-        ", ".join(libraries),
-        f"in {Path(__file__).resolve().parents[1]}",
-    ]
 
 
 def describe_run(settings: Any) -> list[tuple[str, str]]:

@@ -65,7 +65,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
-            raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
+            raise OptionError("rtol and atol belong together: give both (0 is a value)")
 
         if not _is_within(self.rtol, 1) or not _is_within(self.atol, sys.float_info.max):
             raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
@@ -155,10 +155,7 @@ def tolerances(
     options = {"rtol": rtol, "atol": atol, "ulp": ulp}
     numbers = [name for name, value in options.items() if value is not None]
     if close and numbers:
-        placeholders = " and ".join(f"{{{name}}}" for name in numbers)
-        raise OptionError(
-            f"{{close}} cannot be combined with {placeholders}: it sets the tolerance of each dtype", "close", *numbers
-        )
+        raise OptionError(f"close cannot be combined with {' and '.join(numbers)}: it sets the tolerance of each dtype")
 
     by_name: list[tuple[str, Entry]] = []
     by_kind: list[tuple[str, Entry]] = []
@@ -177,8 +174,7 @@ def _read_entry(key: str, value: object) -> Entry:
 
     if value == "bitwise":
         return Tolerance()
-
-    wrong = {f"tolerance.{key}": value}
+    wrong = {f'tolerance["{key}"]': value}
     if not isinstance(value, dict) or not value:
         raise OptionError(_NEEDED, **wrong)
 

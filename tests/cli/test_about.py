@@ -7,12 +7,13 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 import syncheck
-from syncheck import cli
+from syncheck import cli, versions
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_version_prints_the_details_for_a_bug_report() -> None:
@@ -21,25 +22,38 @@ def test_version_prints_the_details_for_a_bug_report() -> None:
     own, python, libraries, location = done.stdout.splitlines()
     assert own == f"syncheck {metadata.version('syncheck')}"
     assert python == f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}"
-    versions = dict(item.split(" ") for item in libraries.split(", "))
-    assert versions["numpy"] == metadata.version("numpy")
+    numbers = dict(item.split(" ") for item in libraries.split(", "))
+    assert list(numbers) == list(versions.LIBRARIES)
+    assert all(number in ("-", metadata.version(name)) for name, number in numbers.items())
     assert location == f"in {Path(syncheck.__file__).parent}"
 
 
 def test_missing_libraries_are_listed(monkeypatch: Any, capsys: Any) -> None:
     """A missing library is shown as a dash, and no library is imported to read its version."""
-    read_version = metadata.version
+    find_versions = versions.find_versions
 
-    def without_torch(name: str) -> str:
-        if name == "torch":
-            raise metadata.PackageNotFoundError(name)
-        return read_version(name)
+    def find_without_torch(names: Any) -> dict[str, str]:
+        return {name: number for name, number in find_versions(names).items() if name != "torch"}
 
-    monkeypatch.setattr(metadata, "version", without_torch)
-    code = "import sys; from syncheck.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
+    monkeypatch.setattr(versions, "find_versions", find_without_torch)
+    code = "import sys; from syncheck.cli import main; main(['--version'])\n"
     code += "print({'numpy', 'torch', 'rich', 'pytest'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-    with pytest.raises(SystemExit, match=r"^0$"):
-        cli.main(["--version"])
+    assert cli.main(["--version"]) == 0
     assert ", torch -," in capsys.readouterr().out
+
+
+def test_versions_are_names_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first folder on sys.path counts, names are normalized, and a source tree has its version in a file."""
+    for folder in (
+        "one/rich_argparse-1.7.0.dist-info",
+        "two/Rich_Argparse-2.0.dist-info",
+        "two/numpy-2.1-py3.11.egg-info",
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "two" / "syncheck.egg-info").mkdir()
+    (tmp_path / "two" / "syncheck.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("missing", "one", "two")])
+    found = versions.find_versions(("rich-argparse", "numpy", "syncheck", "torch"))
+    assert found == {"rich-argparse": "1.7.0", "numpy": "2.1", "syncheck": "9.9"}

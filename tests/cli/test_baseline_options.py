@@ -56,7 +56,7 @@ def test_known_findings_pass_and_new_findings_fail(cli: Run, differing: Callable
     fixed = cli(command, *FILES)
     assert fixed.code == 0
     assert "fixed: run no longer has SYN201 on layer1.bn.running_mean; " in fixed.out
-    assert "--update-baseline" in fixed.out
+    assert "update_baseline" in fixed.out
     assert cli(command, *FILES, "--update-baseline").err.endswith("1 name in 1 run accepted: 0 added, 1 removed\n")
     assert "fixed" not in cli(command, *FILES).out
 
@@ -135,10 +135,10 @@ def test_an_update_requires_a_writable_file(cli: Run, differing: Callable[..., N
     differing()
     done = cli("compare", "run_*.pth", "--update-baseline")
     assert (done.code, done.out) == (2, "")
-    assert "--update-baseline: requires --baseline FILE" in done.err
+    assert "update_baseline=True: requires baseline=FILE" in done.err
     done = cli("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
     assert (done.code, done.out) == (2, "")
-    assert "--baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err
+    assert "baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err
     os.symlink("there.json", tmp_path / "known.json")
     assert cli("compare", *FILES, "--update-baseline", "-q").err == ""
     assert (tmp_path / "there.json").exists()

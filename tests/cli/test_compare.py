@@ -160,10 +160,10 @@ def test_limit_counts_the_hidden_tensors(cli: Run, ranks: Ranks, tmp_path: Path)
     """-n limits the printed tensors, but neither the counts nor the files."""
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "*.pth", "-n", "1", "-o", "out.txt")
-    assert "... and 3 more; --limit 0 shows all" in done.out
+    assert "... and 3 more; limit=0 shows all" in done.out
     assert "4 different" in done.lines[-1]
     for complete in (cli("compare", "*.pth", "-n", "0").out, (tmp_path / "out.txt").read_text()):
-        assert "--limit 0 shows all" not in complete
+        assert "limit=0 shows all" not in complete
         assert complete.count("running_") > done.out.count("running_")
 
 

@@ -153,7 +153,7 @@ def test_unrelated_files(cli: Run, tmp_path: Path) -> None:
     done = cli("compare", "src")
     assert done.code == 2
     assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of each other")
-    assert "--group-by ''" in done.lines[-2]
+    assert "group_by=''" in done.lines[-2]
 
 
 def test_a_file_is_not_its_own_replica(cli: Run, ranks: Ranks) -> None:
@@ -230,7 +230,7 @@ def test_internal_crash_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyP
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(api, "compare", broken)
+    monkeypatch.setattr(api, "judge", broken)
     done = cli("compare", *ranks())
     assert done.code == 3
     assert "ZeroDivisionError: planted" in done.err
@@ -247,7 +247,7 @@ def test_interrupt_exits_with_130(cli: Run, ranks: Ranks, monkeypatch: pytest.Mo
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "compare", stopped)
+    monkeypatch.setattr(api, "judge", stopped)
     assert cli("compare", *ranks()) == Done(130, "", "syncheck: interrupted\n")
 
 

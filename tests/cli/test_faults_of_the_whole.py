@@ -140,7 +140,7 @@ def test_all_limits_of_memory_and_files(shell: Shell, tmp_path: Path) -> None:
         code, out, err = shell(f"ulimit -n {files}; {COMPARE} -o out.html")
         errors = (
             f"syncheck: error: {FILES}\n",
-            "syncheck: error: -o out.html: cannot be written: Too many open files\n",
+            "syncheck: error: output out.html: cannot be written: Too many open files\n",
         )
         assert (code, err) == (0, "") or (code == 2 and err in errors) or "Fatal Python error" in err, (files, err)
         outcomes.add((code, bool(out)))

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -165,17 +164,11 @@ def test_each_file_name(cli: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "it's (", "a b$(touch bad)(", '"`touch bad`(', "~/*(", "-x(", "\\(("])
-def test_advice_can_be_pasted(cli: Run, tmp_path: Path, pattern: str) -> None:
-    """An option in an error message is quoted: pasted into bash, the option has the same value and runs nothing."""
+def test_an_option_in_an_error_is_quoted(cli: Run, pattern: str) -> None:
+    """An error message starts with the field of the wrong option and its value as a Python string."""
     done = cli("compare", "a.pth", "b.pth", f"--group-by={pattern}")
     assert (done.code, done.out) == (2, "")
-    message = done.err.removeprefix("syncheck: error: ")
-    typed = message[: message.index(shlex.quote(pattern)) + len(shlex.quote(pattern))]
-    shown = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {typed}"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.splitlines() == ["--group-by", pattern]
-    assert os.listdir(tmp_path) == []
+    assert done.err.startswith(f"syncheck: error: group_by={pattern!r}: not a regular expression")
 
 
 @pytest.mark.slow

@@ -49,7 +49,8 @@ def test_file_size_limit(tmp_path: Path, limit: int) -> None:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot be written: File too large\n")
+    assert done.returncode == 2
+    assert done.stderr == "syncheck: error: output out.json: cannot be written: File too large\n"
     assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
     assert (tmp_path / "out.json").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
@@ -95,6 +96,6 @@ def test_read_only_bind_mount(tmp_path: Path) -> None:
     assert done.stdout == "2\n2\n2\n"
     lines = done.stderr.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["Read-only file system"] * 3
-    assert lines[0] == "syncheck: error: -o out.json: cannot be written: Read-only file system"
+    assert lines[0] == "syncheck: error: output out.json: cannot be written: Read-only file system"
     assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
     assert (tmp_path / "out.json").read_text() == "old"

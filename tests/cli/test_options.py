@@ -48,7 +48,7 @@ def run(cli: Run, ranks: Ranks, tmp_path: Path) -> Run:
         (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--ulp=1"], (0, 1)),
         (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--rtol=0", "--atol=0.5"], (0, 1)),
         (["--ulp=4000000000"], "ulp = 4_000_000_000", ["--ulp=0"], (0, 1)),
-        (["--exit-zero"], "exit-zero = true", ["--no-exit-zero"], (0, 1)),
+        (["--exit-zero"], "exit_zero = true", ["--no-exit-zero"], (0, 1)),
         (["--allow=SYN201"], "allow = ['SYN201']", ["--allow=SYN203"], (0, 1)),
         (["--only-params"], "only = ['params']", ["--only-buffers"], (0, 1)),
         (["--include=fc.*"], "include = ['fc.*']", ["--include=*"], (0, 1)),
@@ -59,7 +59,7 @@ def run(cli: Run, ranks: Ranks, tmp_path: Path) -> Run:
             ["--only-buffers", "--buffers=nothing", "--include=*"],
             (0, 1),
         ),
-        (["--group-by=rank0"], "group-by = 'rank0'", ["--group-by=rank"], (2, 1)),
+        (["--group-by=rank0"], "group_by = 'rank0'", ["--group-by=rank"], (2, 1)),
         ([], "tolerance.bn_mean = {rtol=0, atol=2}\ntolerance.'*_var' = {rtol=0, atol=2}", ["--ulp=0"], (0, 1)),
         ([], "tolerance.bn_mean = {rtol=0, atol=2}", ["--rtol=0", "--atol=2"], (1, 0)),
     ],
@@ -86,7 +86,7 @@ def test_errors_of_the_file_are_one_line(run: Run, tmp_path: Path) -> None:
     for command in ("compare", "report"):
         done = run("run_*.pth", table="allow = ['SYN999']", command=command)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert done.err.startswith(f"syncheck: error: {tmp_path}/pyproject.toml: tool.syncheck.allow = 'SYN999'")
+        assert done.err.startswith(f"syncheck: error: {tmp_path}/pyproject.toml: allow='SYN999'")
 
 
 def test_report_without_a_path(cli: Run, run: Run, tmp_path: Path) -> None:
@@ -124,23 +124,23 @@ def test_the_applied_tolerance_is_printed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--close", "--rtol", "0", "--atol", "0"], "--close cannot be combined with --rtol"),
-        (["--close", "--ulp", "1"], "--close cannot be combined with --ulp"),
-        (["--rtol", "0.5"], "--rtol and --atol belong together"),
-        (["--rtol", "2", "--atol", "0"], "--rtol 2.0 --atol 0.0: must be"),
-        (["--ulp", "-1"], "--ulp -1: must be"),
-        (["--allow", "SYN999"], "--allow SYN999: no such code"),
-        (["--allow", "bn-local-stats"], "--allow bn-local-stats: no such code; its code is SYN201"),
-        (["--group-by", "("], "--group-by '(': not a regular expression"),
-        (["--reference", "7"], "--reference 7: no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
-        (["--reference", "no.pth"], "--reference no.pth: no replica has this rank or path"),
-        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--close", "--rtol", "0", "--atol", "0"], "close cannot be combined with rtol"),
+        (["--close", "--ulp", "1"], "close cannot be combined with ulp"),
+        (["--rtol", "0.5"], "rtol and atol belong together"),
+        (["--rtol", "2", "--atol", "0"], "rtol=2.0 atol=0.0: must be"),
+        (["--ulp", "-1"], "ulp=-1: must be"),
+        (["--allow", "SYN999"], "allow='SYN999': no such code"),
+        (["--allow", "bn-local-stats"], "allow='bn-local-stats': no such code; its code is SYN201"),
+        (["--group-by", "("], "group_by='(': not a regular expression"),
+        (["--reference", "7"], "reference='7': no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
+        (["--reference", "no.pth"], "reference='no.pth': no replica has this rank or path"),
+        (["--jobs", "0"], "jobs=0: must be at least 1"),
         (["--jobs", "all"], "argument --jobs: must be a whole number"),
-        (["--limit", "-1"], "--limit -1: must be at least 0"),
+        (["--limit", "-1"], "limit=-1: must be at least 0"),
         (["--limit", "x"], "argument -n/--limit: must be a whole number"),
         (["--rtol", "x"], "argument --rtol: must be a number"),
-        (["--rtol", "nan", "--atol", "0"], "--rtol nan --atol 0.0: must be"),
-        (["--update-baseline"], "--update-baseline: requires --baseline FILE"),
+        (["--rtol", "nan", "--atol", "0"], "rtol=nan atol=0.0: must be"),
+        (["--update-baseline"], "update_baseline=True: requires baseline=FILE"),
     ],
 )
 def test_wrong_usage_names_the_typed_option(run: Run, arguments: list[str], text: str) -> None:
@@ -221,8 +221,8 @@ def test_group_by(run: Run, tmp_path: Path) -> None:
     files = ("final-alice.pth", "final-bob.pth")
     separate, joint = "final-(alice|bob)", "(final)"
     assert run(*files, "--group-by", separate).code == 2
-    assert run(*files, table=f"group-by = '{separate}'").code == 2
-    assert run(*files, "--group-by", joint, table=f"group-by = '{separate}'").code == 0
+    assert run(*files, table=f"group_by = '{separate}'").code == 2
+    assert run(*files, "--group-by", joint, table=f"group_by = '{separate}'").code == 0
 
 
 def test_buffers(run: Run, tmp_path: Path) -> None:
@@ -253,19 +253,19 @@ def test_output(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "c.json").exists()
     done = run("run_*.pth", table="output = ['a.pdf']")
     assert (done.code, done.out) == (2, "")
-    assert f"error: {tmp_path}/pyproject.toml: tool.syncheck.output a.pdf: unknown file extension" in done.err
+    assert "error: output a.pdf: unknown file extension" in done.err
     done = run("run_*.pth", table="output = ['no/folder/a.json']")
     assert done.code == 2
-    assert "tool.syncheck.output no/folder/a.json: cannot be written: the folder" in done.err
+    assert "output no/folder/a.json: cannot be written: the folder" in done.err
 
 
 def test_limit(run: Run) -> None:
     """The number of rows comes from -n, else from the file, and 0 prints all rows."""
-    assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", table="limit = 1").out
-    assert "... and 2 more; --limit 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
-    assert "more; --limit 0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
-    assert "more; --limit 0 shows all" not in run("run_*.pth", table="limit = 0").out
-    assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
+    assert "... and 3 more; limit=0 shows all" in run("run_*.pth", table="limit = 1").out
+    assert "... and 2 more; limit=0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
+    assert "more; limit=0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
+    assert "more; limit=0 shows all" not in run("run_*.pth", table="limit = 0").out
+    assert "... and 3 more; limit=0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
 
 
 def test_quiet(run: Run) -> None:
@@ -285,8 +285,8 @@ def test_color(run: Run) -> None:
 
 def test_options_that_affect_the_result_are_listed(run: Run, tmp_path: Path) -> None:
     """stderr lists the file's options that affect the verdict or the exit code, but not the options for printing."""
-    table = "exit-zero = true\nlimit = 3\ncolor = 'never'\nreference = 0\njobs = 2"
+    table = "exit_zero = true\nlimit = 3\ncolor = 'never'\nreference = 0\njobs = 2"
     path = tmp_path / "pyproject.toml"
     done = run("run_*.pth", table=table)
-    assert (done.code, done.err) == (0, f"syncheck: options from {path}: reference, jobs, exit-zero\n")
+    assert (done.code, done.err) == (0, f"syncheck: options from {path}: reference, jobs, exit_zero\n")
     assert run("run_*.pth", "--no-exit-zero", table=table).err == f"syncheck: options from {path}: reference, jobs\n"

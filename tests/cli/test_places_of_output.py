@@ -61,7 +61,7 @@ def test_irregular_files_are_refused(cli: Run, tmp_path: Path, command: tuple[st
     before = None if kind == "below a file" else os.lstat(out)
     done = cli(*command, "-o", str(out))
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"syncheck: error: -o {out}: {expected}\n"
+    assert done.err == f"syncheck: error: output {out}: {expected}\n"
     if before is not None:
         after = os.lstat(out)
         assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
@@ -117,7 +117,7 @@ def test_no_checkpoint_is_overwritten(cli: Run, tmp_path: Path) -> None:
     (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     for path in ("mine.json", "link.txt", "prints/run_rank0.fingerprint.json", "whole/model.safetensors.index.json"):
         before = (tmp_path / path).read_bytes()
-        message = f"-o {path}: would overwrite a checkpoint; pass another path"
+        message = f"output {path}: would overwrite a checkpoint; pass another path"
         assert_refused(cli("compare", *TWO, "-o", "good.md", "-o", path), message)
         if "prints" not in path:  # `fingerprint` may replace a fingerprint
             assert_refused(cli("fingerprint", *TWO[:1], "-o", path), message)
@@ -135,13 +135,13 @@ def test_bad_targets_are_refused_before_the_comparison(
     """A missing folder, and a folder instead of a file, are refused before the comparison, which may take an hour."""
     from syncheck import api
 
-    monkeypatch.setattr(api, "compare", lambda *_, **__: pytest.fail("this compared"))
+    monkeypatch.setattr(api, "judge", lambda *_, **__: pytest.fail("this compared"))
     (tmp_path / "folder.json").mkdir()
     assert_refused(
         cli("compare", *TWO, "-o", "no/out.json"),
-        "-o no/out.json: cannot be written: the folder no does not exist; create it first",
+        "output no/out.json: cannot be written: the folder no does not exist; create it first",
     )
-    assert_refused(cli("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot be written: Is a directory")
+    assert_refused(cli("compare", *TWO, "-o", "folder.json"), "output folder.json: cannot be written: Is a directory")
 
 
 def test_verdict_survives_a_failed_report(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_verdict_survives_a_failed_report(cli: Run, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", failing)
     done = cli("compare", *TWO, "-o", "a.json", "-o", "b.xml", "-o", "c.md")
-    assert (done.code, done.err) == (2, "syncheck: error: -o b.xml: cannot be written: No space left on device\n")
+    assert (done.code, done.err) == (2, "syncheck: error: output b.xml: cannot be written: No space left on device\n")
     assert done.lines[-2] == "OUT OF SYNC"
     reports = sorted(path.name for path in tmp_path.iterdir() if "rank" not in path.name)
     assert reports == ["a.json", "c.md"]
@@ -174,7 +174,7 @@ def test_full_disk(cli: Run, tmp_path: Path, extension: str) -> None:
                 pass
         before = sorted(os.listdir(disk))
         done = cli("compare", *TWO, "-o", str(out))
-        assert done.err == f"syncheck: error: -o {out}: cannot be written: No space left on device\n"
+        assert done.err == f"syncheck: error: output {out}: cannot be written: No space left on device\n"
         assert (done.code, done.lines[-2]) == (2, "OUT OF SYNC")
         assert (out.read_text(), sorted(os.listdir(disk))) == ("old", before)
         done = cli("fingerprint", TWO[0], "-o", str(disk / "f.json"))
@@ -195,7 +195,7 @@ def test_read_only_disk(cli: Run, tmp_path: Path) -> None:
         for target in (disk / "out.json", disk / "new.json", tmp_path / "here.json"):
             done = cli("compare", *TWO, "-o", str(target))
             assert (done.code, done.out) == (2, "")
-            assert done.err == f"syncheck: error: -o {target}: cannot be written: Read-only file system\n"
+            assert done.err == f"syncheck: error: output {target}: cannot be written: Read-only file system\n"
         assert (disk / "out.json").read_text() == "old"
         # With the disk as the current folder, reading works and writing is refused.
         with chdir(disk):

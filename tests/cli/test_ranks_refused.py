@@ -180,11 +180,11 @@ def test_wrong_paths(rank_cli: RankCli, arguments: list[str], message: str) -> N
     "arguments, message",
     [
         (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: invalid field in braces: "),
-        (["run_{rank}.pth", "--quick"], "--quick and --group-by require a single process"),
-        (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by require a single process"),
-        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code"),
-        (["run_{rank}.pth", "--rtol", "1"], "--rtol and --atol belong together"),
-        (["run_{rank}.pth", "-o", "report.doc"], "-o report.doc: "),
+        (["run_{rank}.pth", "--quick"], "quick and group_by require a single process"),
+        (["run_{rank}.pth", "--group-by", "x"], "quick and group_by require a single process"),
+        (["run_{rank}.pth", "--allow", "SYN000"], "allow='SYN000': no such code"),
+        (["run_{rank}.pth", "--rtol", "1"], "rtol and atol belong together"),
+        (["run_{rank}.pth", "-o", "report.doc"], "output report.doc: "),
     ],
 )
 def test_wrong_usage(rank_cli: RankCli, arguments: list[str], message: str) -> None:

@@ -15,8 +15,8 @@ from sessions import session, sessions
 
 import syncheck
 from syncheck import api
-from syncheck.errors import PYTEST
 from syncheck.messages import Refusal
+from syncheck.options import to_flag
 from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.records import Counts, Reason, TensorDiff
@@ -119,7 +119,9 @@ def arguments(options: dict[str, Any]) -> list[str]:
     """Convert options of the library into options of the plugin."""
     given = []
     for name, value in options.items():
-        given += [f"{PYTEST.name(name)}={each}" for each in (value if isinstance(value, tuple) else (value,))]
+        given += [
+            f"{to_flag(name, '--syncheck-')}={each}" for each in (value if isinstance(value, tuple) else (value,))
+        ]
     return given
 
 

@@ -68,7 +68,7 @@ def test_missing_checkpoints(project: Path) -> None:
     save(project / "ckpts" / "ddp_rank0.pth", network())
     (wrong,) = sessions((project, ["--syncheck", "ckpts"]))
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
-    assert "pyproject.toml: tool.syncheck.allow = 7: must be a list of strings" in wrong.out
+    assert "pyproject.toml: allow=7: must be a list of strings" in wrong.out
 
 
 def test_a_rank_judges_no_checkpoints(project: Path) -> None:

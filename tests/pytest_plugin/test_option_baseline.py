@@ -68,7 +68,7 @@ def test_an_update_requires_all_tests(tmp_path: Path, spread: tuple[str, ...]) -
     )
     assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
     assert "ERROR: the baseline was not updated, because 3 tests of checkpoints did not run, for example" in some.out
-    assert "--syncheck-update-baseline: requires the tests of all checkpoints: remove .::ddp::bn-stats" in one.out
+    assert "update_baseline=True: requires the tests of all checkpoints: remove .::ddp::bn-stats" in one.out
     assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
     assert (broken / "known.json").read_text() == before
     assert "baseline written: known.json: 3 names in 2 runs accepted: 2 added, 1 removed" in done.lines
@@ -82,9 +82,9 @@ def test_wrong_usage(tmp_path: Path) -> None:
     arguments = {
         "known.json: no such baseline; create it with --update-baseline": FILES,
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
-        "--syncheck-update-baseline: requires --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
+        "update_baseline=True: requires baseline=FILE": [*FILES[:3], "--syncheck-update-baseline"],
         "--syncheck-update-baseline: no checkpoints to compare": UPDATE[3:],
-        "--syncheck-baseline no/known.json: cannot be written: the folder no does not exist": [
+        "baseline no/known.json: cannot be written: the folder no does not exist": [
             *FILES[:-1],
             "no/known.json",
             "--syncheck-update-baseline",

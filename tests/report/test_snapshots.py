@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import syncheck
-from syncheck.errors import COMMAND_LINE, spelling
 from syncheck.report import github, html, junit, markdown, plain, text
 
 if TYPE_CHECKING:
@@ -73,37 +72,32 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Report]:
 def test_text(case: tuple[str, Report]) -> None:
     """`syncheck compare` and `syncheck report` print the texts of the snapshots."""
     name, report = case
-    with spelling(COMMAND_LINE):
-        check(f"{name}.compare.txt", plain.render(text.comparison(report, 5)))
-        check(f"{name}.report.txt", plain.render(text.overview(report, 5)))
+    check(f"{name}.compare.txt", plain.render(text.comparison(report, 5)))
+    check(f"{name}.report.txt", plain.render(text.overview(report, 5)))
 
 
 def test_markdown(case: tuple[str, Report]) -> None:
     """`--format markdown` prints the text of the snapshot."""
     name, report = case
-    with spelling(COMMAND_LINE):
-        check(f"{name}.md", markdown.render(report))
+    check(f"{name}.md", markdown.render(report))
 
 
 def test_github(case: tuple[str, Report]) -> None:
     """`--format github` prints the text of the snapshot."""
     name, report = case
-    with spelling(COMMAND_LINE):
-        check(f"{name}.github.txt", github.render(report))
+    check(f"{name}.github.txt", github.render(report))
 
 
 def test_junit(case: tuple[str, Report]) -> None:
     """`--format junit` prints the text of the snapshot."""
     name, report = case
-    with spelling(COMMAND_LINE):
-        check(f"{name}.junit.xml", junit.render(report))
+    check(f"{name}.junit.xml", junit.render(report))
 
 
 def test_html(case: tuple[str, Report]) -> None:
     """The visible text of an HTML page, without charts, equals the snapshot."""
     name, report = case
-    with spelling(COMMAND_LINE):
-        check(f"{name}.html.txt", "\n".join(VisibleText(html.render(report, "VERSION")).lines))
+    check(f"{name}.html.txt", "\n".join(VisibleText(html.render(report, "VERSION")).lines))
 
 
 @pytest.mark.parametrize("name", PATHS)

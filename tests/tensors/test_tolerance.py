@@ -12,7 +12,7 @@ from checkpoints import changed, compare_ranks, network, save, save_safetensors
 
 import syncheck
 from syncheck import api
-from syncheck.errors import COMMAND_LINE, TOML, OptionError, UsageError, spelling
+from syncheck.errors import OptionError
 from syncheck.messages import Note
 from syncheck.records import DECADES
 from syncheck.tensors import kinds
@@ -313,24 +313,20 @@ def test_invalid_tolerances(options: dict[str, Any], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_each_surface_spells_the_options_of_an_error() -> None:
-    """An error has the spelling of Python, the command line or the file, and can be sent between processes."""
-    for options, python, line, file in (
-        ({"group_by": "("}, "group_by='('", "--group-by '('", "tool.syncheck.group-by = '('"),
-        ({"jobs": 0}, "jobs=0", "--jobs 0", "tool.syncheck.jobs = 0"),
-        ({"rtol": 0.5}, "rtol and atol", "--rtol and --atol", "tool.syncheck.rtol and tool.syncheck.atol"),
-        ({"tolerance": {"a.*": 1}}, 'tolerance["a.*"]=1', "", 'tool.syncheck.tolerance."a.*" = 1'),
+def test_an_error_starts_with_its_options() -> None:
+    """An error names the fields of its options, and can be sent between processes."""
+    for options, start in (
+        ({"group_by": "("}, "group_by='('"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"rtol": 0.5}, "rtol and atol"),
+        ({"tolerance": {"a.*": 1}}, 'tolerance["a.*"]=1'),
     ):
         with pytest.raises(OptionError) as caught:
             syncheck.Options(**options)  # type: ignore[arg-type]
         error = caught.value
-        assert str(error).startswith(python)
-        with spelling(COMMAND_LINE):
-            assert str(error).startswith(line)
-        with spelling(TOML):
-            assert str(error).startswith(file)
+        assert str(error).startswith(start)
         sent = pickle.loads(pickle.dumps(error))
-        assert (type(sent), str(sent)) == (UsageError, str(error))
+        assert (type(sent), str(sent)) == (OptionError, str(error))
 
 
 def test_a_tolerance_in_a_call_replaces_the_options() -> None:

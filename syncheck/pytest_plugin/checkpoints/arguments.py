@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Names of files from which plugins may collect tests. `latest` does not match.
 _TESTS = re.compile(r"(?:^|[^a-z])tests?(?:[^a-z]|$)|^conftest\.py$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class CheckpointArguments:
     """The checkpoints to judge.
 
     paths: files, folders and globs. ids: items to run, empty for all. source: option or ini value with the paths.
-    not_judged: given folders with checkpoints from which only tests are collected. unused: why the checkpoints of the
-    ini file are ignored; empty if they are judged or if there are none.
+    not_judged: folders with checkpoints from which only tests are collected. unused: why the checkpoints of the ini
+    file are ignored; empty if they are judged or if there are none.
     """
 
     paths: tuple[str, ...] = ()
@@ -31,51 +35,82 @@ class Selection:
     unused: str = ""
 
 
-def select_checkpoints(config: pytest.Config) -> Selection:
+class Role(NamedTuple):
+    """What a positional path is for. judged: it has checkpoints to judge. collected: pytest collects tests from it."""
+
+    judged: bool
+    collected: bool
+
+
+def select_checkpoints(config: pytest.Config) -> CheckpointArguments:
     """Return the checkpoints to judge, and remove them from `config.args`, from which pytest collects tests.
 
     Raises UsageError for a path or glob without a match.
     """
     start = config.invocation_params.dir
-    given: list[str] = config.getoption("syncheck")
-    by_arguments = config.args_source == pytest.Config.ArgsSource.ARGS
-    arguments = config.args if by_arguments else []
-    ids = [argument for argument in arguments if _is_id(argument, start)]
-    others = [argument for argument in arguments if not _is_id(argument, start)]
-    if given:
-        # If the shell expanded `--syncheck GLOB`, all paths but the first are positional arguments.
-        roles = [(argument, *_argument_roles(config, argument, given)) for argument in others]
-        more = [argument for argument, judged, _ in roles if judged]
-        selection = Selection(
-            (*given, *more),
-            tuple(ids),
-            unused=_unused(config, "--syncheck was given"),
-            not_judged=tuple(
-                argument for argument, judged, _ in roles if not judged and _holds_checkpoint(start / argument)
-            ),
-        )
-        _set_arguments(config, [argument for argument, _, collected in roles if collected])
-    elif others:
-        return Selection(unused=_unused(config, "paths were given"))
+    is_typed = config.args_source == pytest.Config.ArgsSource.ARGS
+    ids, paths = [], []
+    for argument in config.args if is_typed else []:
+        if _is_id(argument, start):
+            ids.append(argument)
+        else:
+            paths.append(argument)
+    if config.getoption("syncheck"):
+        selection = _select_option(config, ids, paths)
+    elif paths:
+        return CheckpointArguments(unused=_unused(config, "paths were given"))
     elif is_same(start, config.rootpath):
         # Like testpaths, the ini value applies to runs from the rootdir without paths. Ids of items are not paths.
-        selection = Selection(tuple(config.getini("syncheck_checkpoints")), tuple(ids), "syncheck_checkpoints")
-        if selection.paths and ids:
+        checkpoints = tuple(config.getini("syncheck_checkpoints"))
+        selection = CheckpointArguments(checkpoints, tuple(ids), "syncheck_checkpoints")
+        if checkpoints and ids:
             _set_arguments(config, [])
     else:
-        return Selection(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
+        return CheckpointArguments(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
     for path in selection.paths:
-        magic = glob.has_magic(path) and not os.path.lexists(start / path)
-        if not path or not (
-            glob.glob(path, root_dir=start, recursive=True) if magic else os.path.lexists(start / path)
-        ):
+        if not _exists(path, start):
             raise pytest.UsageError(f"{selection.source} {path or repr(path)}: no such file or folder in {start}")
     return selection
 
 
-def is_same(folder: Path, other: Path) -> bool:
+def _select_option(config: pytest.Config, ids: list[str], paths: list[str]) -> CheckpointArguments:
+    """Return the checkpoints of `--syncheck`, and of positional paths among them.
+
+    If the shell expanded `--syncheck GLOB`, all paths but the first are positional arguments.
+    """
+    checkpoints: list[str] = list(config.getoption("syncheck"))
+    option_values = tuple(checkpoints)
+    not_judged, collected = [], []
+    for path in paths:
+        role = _find_role(config, path, option_values)
+        if role.judged:
+            checkpoints.append(path)
+        elif _holds_checkpoint(config.invocation_params.dir / path):
+            not_judged.append(path)
+        if role.collected:
+            collected.append(path)
+    _set_arguments(config, collected)
+    unused = _unused(config, "--syncheck was given")
+    return CheckpointArguments(tuple(checkpoints), tuple(ids), not_judged=tuple(not_judged), unused=unused)
+
+
+def _exists(path: str, start: Path) -> bool:
+    """Whether a path exists, or a glob matches a file."""
+    if not path:
+        return False
+    if _is_glob(path, start):
+        return bool(glob.glob(path, root_dir=start, recursive=True))
+    return os.path.lexists(start / path)
+
+
+def _is_glob(path: str, start: Path) -> bool:
+    """Whether a path has the characters of a glob, and is not the name of a file with brackets."""
+    return glob.has_magic(path) and not os.path.lexists(start / path)
+
+
+def is_same(folder: Path, second: Path) -> bool:
     """Whether two paths are the same folder. pytest does not resolve a link in --rootdir."""
-    return folder == other or os.path.samefile(folder, other)
+    return folder == second or os.path.samefile(folder, second)
 
 
 def _unused(config: pytest.Config, reason: str) -> str:
@@ -94,8 +129,8 @@ def _is_id(argument: str, start: Path) -> bool:
     return bool(separator) and os.path.isdir(start / folder)
 
 
-def _argument_roles(config: pytest.Config, argument: str, given: list[str]) -> tuple[bool, bool]:
-    """Return whether a positional path is judged, and whether pytest collects from it, if --syncheck was given.
+def _find_role(config: pytest.Config, argument: str, option_values: Sequence[str]) -> Role:
+    """Return the role of a positional path if --syncheck was given. option_values: the values of --syncheck.
 
     A folder with both tests and checkpoints is judged if it may come from a glob expanded by the shell. This is
     excluded if --syncheck received a glob, or a path inside the folder.
@@ -103,24 +138,38 @@ def _argument_roles(config: pytest.Config, argument: str, given: list[str]) -> t
     """
     start = config.invocation_params.dir
     path = start / argument
-    if "::" in argument or not path.is_dir():
-        judged = "::" not in argument and path.is_file() and path.suffix != ".py" and _holds_checkpoint(path)
-        return judged, not judged
-    names = []
-    for _, folders, found in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += found
-    collected = any(_may_be_tests(config, name) for name in names)
+    if "::" in argument:
+        return Role(judged=False, collected=True)
+    if not path.is_dir():
+        is_checkpoint = path.is_file() and path.suffix != ".py" and _holds_checkpoint(path)
+        return Role(judged=is_checkpoint, collected=not is_checkpoint)
+    names = _list_names(path)
+    has_tests = any(_may_be_tests(config, name) for name in names)
     if not _holds_checkpoint(path):
-        if not collected:
+        if not has_tests:
             raise pytest.UsageError(f"{argument}: this folder contains neither checkpoints nor tests")
-        return False, True
-    patterns = config.getini("python_files")
-    if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
-        return True, collected
-    has_glob = any(glob.has_magic(value) and not os.path.lexists(start / value) for value in given)
-    is_parent = any(Path(os.path.abspath(start / value)).is_relative_to(os.path.abspath(path)) for value in given)
-    return not has_glob and not is_parent, True
+        return Role(judged=False, collected=True)
+    if not _match_any(names, config.getini("python_files")):
+        return Role(judged=True, collected=has_tests)
+    # The shell has expanded a glob only if no glob, and no path inside the folder, arrived unexpanded.
+    folder = os.path.abspath(path)
+    has_glob = any(_is_glob(value, start) for value in option_values)
+    is_parent = any(Path(os.path.abspath(start / value)).is_relative_to(folder) for value in option_values)
+    return Role(judged=not has_glob and not is_parent, collected=True)
+
+
+def _list_names(folder: Path) -> list[str]:
+    """Return the names of all files in a folder, at any depth, except in hidden folders."""
+    names = []
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += files
+    return names
+
+
+def _match_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether one of the names matches one of the globs."""
+    return any(fnmatch.filter(names, pattern) for pattern in patterns)
 
 
 def _may_be_tests(config: pytest.Config, name: str) -> bool:
@@ -128,7 +177,7 @@ def _may_be_tests(config: pytest.Config, name: str) -> bool:
     patterns = [*config.getini("python_files"), *(config.getoption("doctestglob", None) or ())]
     if config.getoption("doctestmodules", False):
         patterns.append("*.py")
-    return _TESTS.search(name) is not None or any(fnmatch(name, pattern) for pattern in patterns)
+    return _TESTS.search(name) is not None or _match_any([name], patterns)
 
 
 def _holds_checkpoint(path: Path) -> bool:

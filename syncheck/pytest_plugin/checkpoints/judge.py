@@ -6,11 +6,12 @@ Checkpoints are compared when the first test item needs them. Paths are relative
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api
-from syncheck.errors import PYTEST, CheckpointError, spelling
+from syncheck.errors import CheckpointError
 from syncheck.messages import Hint
 from syncheck.report import failure, tables, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
@@ -22,43 +23,44 @@ if TYPE_CHECKING:
     from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Group, Report, Unreadable
 
-_MOST = 2000  # characters of a sentence, because findings quote names from the files
+# Characters of a sentence, because findings quote names from the files.
+_MOST = 2000
 
 
 class Judge:
     """Compares checkpoints on demand and caches the results.
 
-    whole: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
+    at_once: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
     separately, because a worker of pytest-xdist may run the items of some runs only.
     histograms: compute histograms for an HTML page. accepting: accept all findings, because they become the baseline.
     """
 
     def __init__(
         self,
-        found: api.Found,
+        checkpoints: api.Found,
         options: api.Options,
         start: Path,
         *,
-        whole: bool,
+        at_once: bool,
         histograms: bool = False,
         accepting: bool = False,
     ) -> None:
-        self.found = found
+        self.checkpoints = checkpoints
         self._accepting = accepting
         self._histograms = histograms
         self.options = options
         self.start = start
-        self._whole = whole
+        self._at_once = at_once
         self._report: Report | CheckpointError | None = None
         self._runs: dict[str, Report | CheckpointError] = {}
         self._numbers: dict[str, list[int]] = {}
-        for number, replicas in enumerate(found.groups):
+        for number, replicas in enumerate(checkpoints.groups):
             self._numbers.setdefault(replicas.run, []).append(number)
 
     def report(self) -> Report:
         """Return the report on all groups. Raises CheckpointError if no file of a group is readable any more."""
         if self._report is None:
-            self._report = self._compare(self.found)
+            self._report = self._compare(self.checkpoints)
         return _raise_error(self._report)
 
     def group(self, number: int) -> tuple[Group, list[Unreadable]]:
@@ -66,28 +68,28 @@ class Judge:
 
         Raises CheckpointError if no file of its run is readable any more.
         """
-        replicas = self.found.groups[number]
+        replicas = self.checkpoints.groups[number]
         report, index = self._report_with(number)
         paths = {snapshot.path for _, snapshot in replicas.ranks}
         return report.groups[index], [file for file in report.unreadable if file.path in paths]
 
     def _report_with(self, number: int) -> tuple[Report, int]:
         """Return a report with a group, and the index of the group in this report."""
-        if self._whole or self._report is not None:
+        if self._at_once or self._report is not None:
             with contextlib.suppress(CheckpointError):
                 return self.report(), number
         # The steps of a run are compared together, because some findings need all steps.
-        run = self.found.groups[number].run
+        run = self.checkpoints.groups[number].run
         numbers = self._numbers[run]
         if run not in self._runs:
-            part = replace(self.found, groups=tuple(self.found.groups[i] for i in numbers), unreadable=())
-            self._runs[run] = self._compare(part)
+            groups = tuple(self.checkpoints.groups[i] for i in numbers)
+            self._runs[run] = self._compare(replace(self.checkpoints, groups=groups, unreadable=()))
         return _raise_error(self._runs[run]), numbers.index(number)
 
-    def _compare(self, found: api.Found) -> Report | CheckpointError:
+    def _compare(self, checkpoints: api.Found) -> Report | CheckpointError:
         with contextlib.chdir(self.start):
             try:
-                report = api.judge(found, self.options, histograms=self._histograms)
+                report = api.judge(checkpoints, self.options, histograms=self._histograms)
                 return api.finish(report, self.options, accept_all=self._accepting)
             except CheckpointError as error:
                 return error
@@ -112,23 +114,20 @@ class Outcome:
     properties: tuple[tuple[str, str], ...] = ()
 
 
-@spelling(PYTEST)
 def judge_planned(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item, and compare its run if necessary."""
     if planned.unreadable is not None:
-        reason = f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}"
-        return _failed(reason)
+        return _failed(f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}")
     assert planned.group is not None
     if planned.item == ALONE:
         return _judge_alone(planned, judge)
     try:
-        group, lost = judge.group(planned.group)
+        group, broken_files = judge.group(planned.group)
     except CheckpointError as error:
         return _failed(f"could not tell: {error}")
-    if lost:
-        files = "; ".join(f"{file.path}: {file.reason}" for file in lost)
-        reason = f"could not tell: unreadable since the run began: {files}"
-        return _failed(reason)
+    if broken_files:
+        files = "; ".join(f"{file.path}: {file.reason}" for file in broken_files)
+        return _failed(f"could not tell: unreadable since the run began: {files}")
     part, reason = judge_item(group, planned.item, planned.siblings)
     properties = _properties(group, planned, part)
     if part.verdict == "out_of_sync":
@@ -143,12 +142,13 @@ def judge_planned(planned: Planned, judge: Judge) -> Outcome:
 
 def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
     assert planned.group is not None
-    replicas = judge.found.groups[planned.group]
+    replicas = judge.checkpoints.groups[planned.group]
     path = replicas.ranks[0][1].path
     headline = f"could not tell: no replica to compare with: {path}"
-    links = [alias.path for alias in judge.found.aliases if alias.of == path]
-    grouping = "; ".join(map(str, replicas.grouping))
-    grouping += f"; links to this file: {names_text(links)}" if links else ""
+    links = [alias.path for alias in judge.checkpoints.aliases if alias.of == path]
+    grouping = "; ".join(str(sentence) for sentence in replicas.grouping)
+    if links:
+        grouping += f"; links to this file: {names_text(links)}"
     advice = str(Hint.GROUP_FILES())
     return _failed(headline, body=f"{headline}\n{shorten(grouping, _MOST)}\n{advice}")
 
@@ -165,18 +165,14 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
     if group.fixed:
         properties["fixed"] = shorten("; ".join(words.fixed_lines([group])), 1000)
-    fact = words.describe_not_finite(group)
-    notes = [*group.notes] if fact is None else [fact, *group.notes]
+    notes = [str(note) for note in group.notes]
+    not_finite = words.describe_not_finite(group)
+    if not_finite is not None:
+        notes.insert(0, str(not_finite))
     if notes:
-        properties["notes"] = shorten("; ".join(map(str, notes)), 500)
+        properties["notes"] = shorten("; ".join(notes), 500)
     properties |= _unjudged(group, planned)
-    for name, findings in (
-        ("findings", part.findings),
-        ("allowed", [finding for finding in part.findings if finding.allowed]),
-        ("accepted", [finding for finding in part.findings if finding.accepted]),
-    ):
-        if findings:
-            properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
+    properties |= _list_codes(part)
     for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
         properties[name] = str(getattr(part.counts, name))
     measured = [diff for diff in tables.sort_worst_first(part.tensors) if diff.max_abs is not None]
@@ -186,10 +182,25 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     return tuple((f"syncheck_{name}", value) for name, value in properties.items())
 
 
+def _list_codes(part: Group) -> dict[str, str]:
+    """Return the properties with codes: of all findings, and of those that do not fail."""
+    # The keys of a dict are an ordered set.
+    codes: dict[str, dict[str, None]] = defaultdict(dict)
+    for finding in part.findings:
+        codes["findings"][finding.code] = None
+        if finding.allowed:
+            codes["allowed"][finding.code] = None
+        if finding.accepted:
+            codes["accepted"][finding.code] = None
+    return {name: ",".join(codes_of_name) for name, codes_of_name in codes.items()}
+
+
 def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
     """Return the properties about tensors and values that belong to no item."""
-    kinds = {kind: counts for kind, counts in group.kinds.items() if item_of(kind) not in planned.siblings}
-    parts = [f"{kind} {c.not_compared}/{c.tensors} not compared" for kind, c in kinds.items() if c.not_compared]
+    parts = []
+    for kind, counts in group.kinds.items():
+        if counts.not_compared and item_of(kind) not in planned.siblings:
+            parts.append(f"{kind} {counts.not_compared}/{counts.tensors} not compared")
     if group.left_out:
         parts.append(f"{group.left_out} tensors excluded by options")
     values = tables.values_text([value for value in group.values if not value.counts])

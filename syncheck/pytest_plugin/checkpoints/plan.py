@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,11 @@ from syncheck.text import make_unique_name, one_line, shorten
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Unreadable
 
-_MOST = 100  # characters of a part of an id, because the name of a run may be arbitrarily long
+# Characters of a part of an id, because the name of a run may be arbitrarily long.
+_MOST = 100
 # Folders of one step or rank. They change with the files given, so an id must not contain them.
 _STEP_OR_RANK = re.compile(r"(?:(?:global_?)?step|epoch|iter|checkpoint|ckpt|rank|r)?[-_=.]?\d+", re.IGNORECASE)
 
@@ -27,13 +29,16 @@ _STEP_OR_RANK = re.compile(r"(?:(?:global_?)?step|epoch|iter|checkpoint|ckpt|ran
 class Planned:
     """One test item.
 
-    folder: of its files. owner: the run and step, or the file. item: see report.items. siblings: all items of the same
-    owner. group: index of its group, None for an unreadable file.
+    folder: of its files.
+    folder_in_id: its escaped path, relative to the rootdir.
+    owner: the run and step, or the file.
+    item: see report.items.
+    siblings: all items of the same owner.
+    group: index of its group, None for an unreadable file.
     """
 
     folder: Path
-    shown: str
-    """The folder in the id."""
+    folder_in_id: str
     owner: str
     item: str
     siblings: tuple[str, ...] = ()
@@ -43,55 +48,65 @@ class Planned:
     @property
     def nodeid(self) -> str:
         """The id as printed by pytest."""
-        return f"{self.shown}::{self.owner}::{self.item}"
+        return f"{self.folder_in_id}::{self.owner}::{self.item}"
 
 
 def relative_id(start: Path, root: Path, nodeid: str) -> str:
     """Return an id relative to the folder in which pytest was started, as pytest prints ids."""
-    shown, separator, rest = nodeid.partition("::")
-    return nodeid if start == root else f"{Path(os.path.relpath(root / shown, start)).as_posix()}{separator}{rest}"
+    if start == root:
+        return nodeid
+    folder, separator, names = nodeid.partition("::")
+    relative = Path(os.path.relpath(root / folder, start)).as_posix()
+    return f"{relative}{separator}{names}"
 
 
-def plan_items(found: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:
+def plan_items(checkpoints: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:
     """Return the items of all groups, then the items of unreadable files. Every given file has an item.
 
     start: the folder to which paths are relative. root: pytest's rootdir, to which ids are relative.
     """
-    used: dict[str, set[str]] = {}
+    owners: dict[str, set[str]] = defaultdict(set)
     planned: list[Planned] = []
-    folders = _folders(found, start)
-    steps = Counter(replicas.run for replicas in found.groups)
-    for number, replicas in enumerate(found.groups):
+    folders = _folders(checkpoints, start)
+    steps = Counter(replicas.run for replicas in checkpoints.groups)
+    for number, replicas in enumerate(checkpoints.groups):
         folder = folders[replicas.run]
+        folder_in_id = _folder_part(folder, root)
         run = replicas.run.removeprefix(f"{os.path.relpath(folder, start)}/").removeprefix(f"{folder}/")
         # With one step only, the id does not contain the step, because it changes with each training.
-        several = steps[replicas.run] > 1 and replicas.step is not None
-        owner = _id_part(f"{run}-step-{replicas.step}" if several else run)
-        shown = _folder_part(folder, root)
-        owner = _add_owner(owner, used.setdefault(shown, set()))
-        if len(replicas.ranks) < 2:
-            items: tuple[str, ...] = (ALONE,)
-        else:
-            items = tuple(dict.fromkeys(map(item_of, api.kinds_in(replicas, options)))) or (NOTHING,)
-        planned += [Planned(folder, shown, owner, item, items, number) for item in items]
-    for file in found.unreadable:
+        if steps[replicas.run] > 1 and replicas.step is not None:
+            run = f"{run}-step-{replicas.step}"
+        owner = _add_owner(_id_part(run), owners[folder_in_id])
+        items = _list_items(replicas, options)
+        planned += [Planned(folder, folder_in_id, owner, item, items, number) for item in items]
+    for file in checkpoints.unreadable:
         folder = Path(os.path.abspath(start / file.path)).parent
-        shown = _folder_part(folder, root)
-        owner = _add_owner(_id_part(os.path.basename(file.path)), used.setdefault(shown, set()))
-        planned.append(Planned(folder, shown, owner, READABLE, (READABLE,), unreadable=file))
+        folder_in_id = _folder_part(folder, root)
+        owner = _add_owner(_id_part(os.path.basename(file.path)), owners[folder_in_id])
+        planned.append(Planned(folder, folder_in_id, owner, READABLE, (READABLE,), unreadable=file))
     return planned
 
 
-def _folders(found: api.Found, start: Path) -> dict[str, Path]:
+def _list_items(replicas: ReplicaGroup, options: api.Options) -> tuple[str, ...]:
+    """Return the items of a group: one for each kind of tensor."""
+    if len(replicas.ranks) < 2:
+        return (ALONE,)
+    items = dict.fromkeys(item_of(kind) for kind in api.kinds_in(replicas, options))
+    return tuple(items) or (NOTHING,)
+
+
+def _folders(checkpoints: api.Found, start: Path) -> dict[str, Path]:
     """Return the folder of each run, common to all of its steps."""
-    paths: dict[str, list[str]] = {}
-    for replicas in found.groups:
-        paths.setdefault(replicas.run, []).extend(snapshot.path for _, snapshot in replicas.ranks)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for replicas in checkpoints.groups:
+        for _, snapshot in replicas.ranks:
+            paths[replicas.run].append(snapshot.path)
     return {run: _folder(files, start) for run, files in paths.items()}
 
 
 def _folder(paths: Iterable[str], start: Path) -> Path:
-    folder = Path(os.path.commonpath([os.path.dirname(os.path.abspath(start / path)) for path in paths]))
+    folders = [os.path.dirname(os.path.abspath(start / path)) for path in paths]
+    folder = Path(os.path.commonpath(folders))
     while folder != start and start in folder.parents and _STEP_OR_RANK.fullmatch(folder.name):
         folder = folder.parent
     return folder

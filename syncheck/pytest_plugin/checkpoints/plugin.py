@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.options import Options
-    from syncheck.pytest_plugin.checkpoints.arguments import Selection
+    from syncheck.pytest_plugin.checkpoints.arguments import CheckpointArguments
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
 
@@ -43,6 +44,7 @@ class Checkpoints(pytest.Collector):
 
 
 def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
+    """Return the items by the value of a field."""
     groups: dict[str, list[Planned]] = {}
     for item in planned:
         groups.setdefault(getattr(item, field), []).append(item)
@@ -65,8 +67,8 @@ class CheckpointItem(pytest.Item):
 
         outcome = judge_planned(self.planned, self.judge)
         # Plugins such as pytest-rerunfailures run the same item again.
-        other_properties = [(name, value) for name, value in self.user_properties if not name.startswith("syncheck_")]
-        self.user_properties[:] = [*other_properties, *outcome.properties]
+        foreign_properties = [entry for entry in self.user_properties if not entry[0].startswith("syncheck_")]
+        self.user_properties[:] = [*foreign_properties, *outcome.properties]
         self._headline = outcome.headline
         if outcome.status == "failed":
             pytest.fail(outcome.body, pytrace=False)
@@ -79,7 +81,8 @@ class CheckpointItem(pytest.Item):
         crash = getattr(representation, "reprcrash", None)
         if isinstance(excinfo.value, pytest.fail.Exception) and crash is not None:
             crash.message = self._headline
-            crash.path, crash.lineno = str(self.reportinfo()[0]), 0  # --tb=line prints the folder
+            # --tb=line prints the folder.
+            crash.path, crash.lineno = str(self.reportinfo()[0]), 0
         return representation
 
     def reportinfo(self) -> tuple[Path, None, str]:
@@ -88,44 +91,54 @@ class CheckpointItem(pytest.Item):
         The folder is escaped, because not every name can be sent to another process or written to XML. The title is
         more than the id, because pytest -v would interpret dots in an id as attributes.
         """
-        return self.config.rootpath / self.planned.shown, None, f"syncheck {self.nodeid}"
+        return self.config.rootpath / self.planned.folder_in_id, None, f"syncheck {self.nodeid}"
 
 
-SELECTION = pytest.StashKey["Selection"]()
+SELECTION = pytest.StashKey["CheckpointArguments"]()
 
 
 def header_lines(config: pytest.Config) -> list[str]:
     """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
-    selection, lines = config.stash.get(SELECTION, None), _project_options(config)
-    if selection is None or not (lines or selection.not_judged or selection.unused):
+    selection = config.stash.get(SELECTION, None)
+    if selection is None:
         return []
-    from syncheck.pytest_plugin.texts import PytestText
+    lines = []
+    if selection.not_judged or selection.unused:
+        # Most runs do not need the texts.
+        from syncheck.pytest_plugin.texts import PytestText
+
+        for path in selection.not_judged:
+            lines.append(str(PytestText.NOT_COMPARED(path=path)))
+        if selection.unused:
+            lines.append(str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+    lines += _project_options(config)
+    if not lines:
+        return []
     from syncheck.text import one_line
 
-    if selection.unused:
-        lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
-    lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
     return [one_line(line) for line in lines]
 
 
 def _project_options(config: pytest.Config) -> list[str]:
     """Return a line with the options of [tool.syncheck], the defaults of the fixture and of tests of checkpoints."""
-    if not any(map(_mentions_syncheck, (config.rootpath, *config.rootpath.parents))):
-        return []  # do not import the configuration in other projects
+    folders = [config.rootpath, *config.rootpath.parents]
+    # The configuration is not imported in projects that do not use syncheck.
+    if not any(_mentions_syncheck(folder) for folder in folders):
+        return []
     from syncheck import config as project
     from syncheck.errors import SyncheckError
+    from syncheck.options import Options
 
     try:
-        loaded = project.load(config.rootpath)
+        path, values = project.load(config.rootpath)
     except SyncheckError as error:
-        return [f"syncheck: {error}"]  # only tests of checkpoints and tests with the fixture fail
-    parts = [
-        f"{key} {options.format_value(loaded.comparison[key.replace('-', '_')])}"
-        for key in project.list_applied_keys(loaded, **options.read_options(config))
-    ]
-    if not parts or loaded.path is None:
+        # Only tests of checkpoints and tests with the fixture fail.
+        return [f"syncheck: {error}"]
+    applied = project.list_applied(values, Options, options.read_options(config))
+    if not applied or path is None:
         return []
-    return [f"syncheck: options from {os.path.relpath(loaded.path, config.rootpath)}: {'; '.join(parts)}"]
+    parts = [f"{name} {options.format_value(values[name])}" for name in applied]
+    return [f"syncheck: options from {os.path.relpath(path, config.rootpath)}: {'; '.join(parts)}"]
 
 
 def _mentions_syncheck(folder: Path) -> bool:
@@ -153,13 +166,13 @@ def configure(config: pytest.Config) -> None:
     config.stash[SELECTION] = selection
     outputs: list[str] = config.getoption("syncheck_output")
     if selection.paths:
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.errors import SyncheckError
 
-        with spelling(PYTEST):
-            try:
-                plugin = _plugin(config, selection, outputs)
-            except SyncheckError as error:
-                raise pytest.UsageError(str(error)) from None  # one line and exit code 4
+        try:
+            plugin = _plugin(config, selection, outputs)
+        except SyncheckError as error:
+            # One line and exit code 4.
+            raise pytest.UsageError(str(error)) from None
         config.pluginmanager.register(plugin, "syncheck-checkpoints")
     elif outputs or config.getoption("syncheck_update_baseline"):
         from syncheck.pytest_plugin.texts import PytestText
@@ -169,72 +182,74 @@ def configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
 
 
-def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> CheckpointPlugin:
+def _plugin(config: pytest.Config, selection: CheckpointArguments, outputs: list[str]) -> CheckpointPlugin:
     from syncheck import api
     from syncheck import config as project
-    from syncheck.errors import PYTEST
+    from syncheck.options import Options
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import plan_items
     from syncheck.report.formats import check_extensions, needs_histograms
 
     start = config.invocation_params.dir
-    check_extensions(outputs, option=PYTEST.name("output"))
+    check_extensions(outputs)
     # The project's options are searched from the rootdir, like pytest's own options.
-    compare_options = project.merge_options(project.load(config.rootpath), **options.read_options(config))
+    _, values = project.load(config.rootpath)
+    compare_options = project.merge_options(values, Options, options.read_options(config))
     updates: bool = bool(config.getoption("syncheck_update_baseline"))
     with contextlib.chdir(start):
         if updates:
             _require_all_checkpoints(compare_options, selection)
         api.check_baseline(compare_options, update=updates)
         _protect_inputs(config, outputs, selection, compare_options.baseline)
-        found = api.find(*selection.paths, options=compare_options)
+        checkpoints = api.find(*selection.paths, options=compare_options)
+    # pytest does not resolve a link in --rootdir.
     root = start if is_same(start, config.rootpath) else config.rootpath
-    planned = plan_items(found, compare_options, start, root)
-    writes = not _is_worker(config)
+    planned = plan_items(checkpoints, compare_options, start, root)
+    # A worker of pytest-xdist writes no file.
+    needs_report = (bool(outputs) or updates) and not _is_worker(config)
     judge = Judge(
-        found,
+        checkpoints,
         compare_options,
         start,
-        whole=(bool(outputs) or updates) and writes,
-        histograms=needs_histograms(outputs) and writes,
+        at_once=needs_report,
+        histograms=needs_report and needs_histograms(outputs),
         accepting=updates,
     )
     return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, updates=updates)
 
 
-def _protect_inputs(config: pytest.Config, written: list[str], selection: Selection, baseline: str | None) -> None:
+def _protect_inputs(
+    config: pytest.Config, written: list[str], selection: CheckpointArguments, baseline: str | None
+) -> None:
     """Raise OptionError, before the comparison, if an output file would replace an input or a checkpoint.
 
     written: the reports. baseline: the file to read or to update.
     """
-    from syncheck.errors import PYTEST
     from syncheck.readers.outputs import protect_all
 
-    named = [(PYTEST.name("output"), path) for path in written]
+    named = [("output", path) for path in written]
     inputs = list(selection.paths)
     if baseline is not None and config.getoption("syncheck_update_baseline"):
-        named.append(("{baseline}", baseline))
+        named.append(("baseline", baseline))
     elif baseline is not None:
         inputs.append(baseline)
-    for pair in config.getoption("syncheck_diff") or ():
-        for side in pair:
-            inputs += side.split(",")
+    for side in chain.from_iterable(config.getoption("syncheck_diff") or ()):
+        inputs += side.split(",")
     # Tests may create the folders of the outputs.
     protect_all(named, inputs)
 
 
-def _require_all_checkpoints(options: Options, selection: Selection) -> None:
+def _require_all_checkpoints(options: Options, selection: CheckpointArguments) -> None:
     """Raise OptionError unless there is a baseline, and its update would see the tests of all checkpoints."""
     from syncheck.errors import OptionError
 
     if options.baseline is None:
-        message = "requires {baseline} FILE, or baseline in the table tool.syncheck"
-        raise OptionError(message, "baseline", update_baseline=True)
+        raise OptionError("requires baseline=FILE, or baseline in the table tool.syncheck", update_baseline=True)
     if selection.ids:
         raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
 
 
-def _select_items(planned: list[Planned], selection: Selection, config: pytest.Config) -> list[Planned]:
+def _select_items(planned: list[Planned], selection: CheckpointArguments, config: pytest.Config) -> list[Planned]:
     """Return the items whose ids were given, or all items."""
     if not selection.ids:
         return planned
@@ -242,21 +257,24 @@ def _select_items(planned: list[Planned], selection: Selection, config: pytest.C
     from syncheck.pytest_plugin.texts import PytestText
     from syncheck.text import names_text
 
-    start, known = config.invocation_params.dir, [item.nodeid for item in planned]
+    start = config.invocation_params.dir
     selected: set[str] = set()
-    for given in selection.ids:
-        folder, _, rest = given.partition("::")
-        absolute = os.path.realpath(start / folder)
-        matching = [
-            item.nodeid
-            for item in planned
-            if os.path.realpath(item.folder) == absolute and f"{item.owner}::{item.item}::".startswith(f"{rest}::")
-        ]
+    for nodeid in selection.ids:
+        matching = [item.nodeid for item in planned if _matches_id(item, nodeid, start)]
         if not matching:
-            tests = names_text([relative_id(start, config.rootpath, nodeid) for nodeid in known], _MOST_IDS)
-            raise pytest.UsageError(str(PytestText.NO_SUCH_TEST(nodeid=given, tests=tests)))
+            available = [relative_id(start, config.rootpath, item.nodeid) for item in planned]
+            tests = names_text(available, _MOST_IDS)
+            raise pytest.UsageError(str(PytestText.NO_SUCH_TEST(nodeid=nodeid, tests=tests)))
         selected.update(matching)
     return [item for item in planned if item.nodeid in selected]
+
+
+def _matches_id(item: Planned, nodeid: str, start: Path) -> bool:
+    """Whether an id from the command line selects an item: the id of the item, of its run, or its folder."""
+    folder, _, names = nodeid.partition("::")
+    if os.path.realpath(item.folder) != os.path.realpath(start / folder):
+        return False
+    return f"{item.owner}::{item.item}::".startswith(f"{names}::")
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -281,14 +299,16 @@ class CheckpointPlugin:
         """Return the number of checkpoints: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
         from syncheck.pytest_plugin.checkpoints.summary import describe_options
 
-        found = self.judge.found
-        files = sum(len(group.ranks) for group in found.groups) + len(found.unreadable)
-        groups = len(found.groups)
-        counts = f"{files} checkpoint{'s' * (files != 1)}, {groups} group{'s' * (groups != 1)}"
-        skipped = f", {found.skipped} other files skipped" if found.skipped else ""
-        links = f", {len(found.aliases)} links to other files not compared" if found.aliases else ""
-        effective = describe_options(self.judge.options)
-        return f"syncheck: {counts}{skipped}{links}{f'; options: {effective}' if effective else ''}"
+        checkpoints = self.judge.checkpoints
+        files = sum(len(group.ranks) for group in checkpoints.groups) + len(checkpoints.unreadable)
+        groups = len(checkpoints.groups)
+        line = f"syncheck: {files} checkpoint{'s' * (files != 1)}, {groups} group{'s' * (groups != 1)}"
+        if checkpoints.skipped:
+            line += f", {checkpoints.skipped} other files skipped"
+        if checkpoints.aliases:
+            line += f", {len(checkpoints.aliases)} links to other files not compared"
+        options_text = describe_options(self.judge.options)
+        return f"{line}; options: {options_text}" if options_text else line
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -297,8 +317,8 @@ class CheckpointPlugin:
         """Add the checkpoints to the collected items; pytest then counts and selects them like tests."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
-            for shown, planned in _group_by(self.planned, "shown").items():
-                fields = {"name": shown, "nodeid": shown, "path": planned[0].folder}
+            for folder, planned in _group_by(self.planned, "folder_in_id").items():
+                fields = {"name": folder, "nodeid": folder, "path": planned[0].folder}
                 report.result.append(Checkpoints.from_parent(collector, **fields, planned=planned, judge=self.judge))
         return report
 
@@ -319,31 +339,33 @@ class CheckpointPlugin:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report. After a run of several processes this compares again, because no process compared all."""
         finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-        if _is_worker(session.config) or session.config.getoption("collectonly") or exitstatus not in finished:
+        if exitstatus not in finished or session.config.getoption("collectonly") or _is_worker(session.config):
             return
-        from syncheck.errors import PYTEST, SyncheckError, spelling
-
-        with spelling(PYTEST):
-            for path in self.outputs:
-                try:
-                    self._write(path)
-                except SyncheckError as error:
-                    self.errors.append(str(error))
-            try:
-                if self.updates:
-                    self.updated = self._update_baseline()
-            except SyncheckError as error:
-                self.errors.append(str(error))
+        for path in self.outputs:
+            with self._record_errors():
+                self._write(path)
+        if self.updates:
+            with self._record_errors():
+                self.updated = self._update_baseline()
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
+    @contextlib.contextmanager
+    def _record_errors(self) -> Generator[None]:
+        """Record an error for the summary, so that the next file is still written."""
+        from syncheck.errors import SyncheckError
+
+        try:
+            yield
+        except SyncheckError as error:
+            self.errors.append(str(error))
+
     def _write(self, path: str) -> None:
-        from syncheck.errors import PYTEST
         from syncheck.report.formats import write_file
 
         report = self.judge.report()
         with contextlib.chdir(self.judge.start):
-            write_file(path, report, PYTEST.name("output"), self.judge.options)
+            write_file(path, report, self.judge.options)
         self.written.append(path)
 
     def _update_baseline(self) -> str:
@@ -364,28 +386,21 @@ class CheckpointPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
-        from syncheck.errors import PYTEST, spelling
-
-        with spelling(PYTEST):
-            self._write_summary(terminalreporter)
-
-    def _write_summary(self, reporter: pytest.TerminalReporter) -> None:
-        """Print the section."""
         from syncheck.pytest_plugin.checkpoints import summary
 
         order = {item.nodeid: number for number, item in enumerate(self.planned)}
-        groups = summary.collect_groups(reporter, order)
+        groups = summary.collect_groups(terminalreporter, order)
         if not groups and not self.errors and not self.written:
             return
-        reporter.write_sep("=", "syncheck")
-        summary.write_groups(reporter, groups)
-        summary.write_notes(reporter, groups)
-        effective = summary.describe_options(self.judge.options)
-        if effective:
-            reporter.line(f"options in effect: {effective}")
+        terminalreporter.write_sep("=", "syncheck")
+        summary.write_groups(terminalreporter, groups)
+        summary.write_notes(terminalreporter, groups)
+        options_text = summary.describe_options(self.judge.options)
+        if options_text:
+            terminalreporter.line(f"options in effect: {options_text}")
         if self.updated:
-            reporter.line(f"baseline written: {self.updated}")
+            terminalreporter.line(f"baseline written: {self.updated}")
         for path in self.written:
-            reporter.line(f"report written: {path}")
+            terminalreporter.line(f"report written: {path}")
         for error in self.errors:
-            reporter.line(f"ERROR: {error}", red=True, bold=True)
+            terminalreporter.line(f"ERROR: {error}", red=True, bold=True)

@@ -6,17 +6,17 @@ The data are properties of test reports, which pytest-xdist sends from its worke
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import PYTHON
-from syncheck.options import list_options
+from syncheck.options import PYTHON, list_options
 from syncheck.pytest_plugin.checkpoints.plan import relative_id
 from syncheck.pytest_plugin.options import format_value
 from syncheck.report import words
 from syncheck.report.items import ALONE, NOTHING, READABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     import pytest
 
@@ -41,22 +41,29 @@ _COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green"}
 
 def write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
     """Print a line for each group, the most important first."""
-    ranked = sorted(groups.items(), key=lambda entry: _ORDER.index(_verdict(entry[1])))
+
+    def find_rank(entry: tuple[str, Mapping[str, Mapping[str, str]]]) -> int:
+        return _ORDER.index(_verdict(entry[1]))
+
+    ranked = sorted(groups.items(), key=find_rank)
     for owner, items in ranked[:_MOST_GROUPS]:
         verdict = _verdict(items)
         reporter.write(words.VERDICTS[verdict], **{_COLORS[verdict]: True})
         name = relative_id(reporter.config.invocation_params.dir, reporter.config.rootpath, owner)
         parts = [_item_text(item, properties) for item, properties in items.items()]
-        parts += filter(None, [_group_property(items, "not_judged")])
+        not_judged = _group_property(items, "not_judged")
+        if not_judged:
+            parts.append(not_judged)
         reporter.line(f"  {name}: {'; '.join(parts)}")
-        if values := _group_property(items, "values_that_differ"):
+        values = _group_property(items, "values_that_differ")
+        if values:
             reporter.line(f"    values that differ: {values}")
-    if len(ranked) > _MOST_GROUPS:
-        rest = [_verdict(items) for _, items in ranked[_MOST_GROUPS:]]
-        counts = ", ".join(
-            f"{rest.count(verdict)} {words.VERDICTS[verdict].lower()}" for verdict in _ORDER if verdict in rest
-        )
-        reporter.line(f"... and {len(rest)} more groups: {counts}")
+    hidden = Counter(_verdict(items) for _, items in ranked[_MOST_GROUPS:])
+    if hidden:
+        counts = []
+        for verdict in sorted(hidden, key=_ORDER.index):
+            counts.append(f"{hidden[verdict]} {words.VERDICTS[verdict].lower()}")
+        reporter.line(f"... and {hidden.total()} more groups: {', '.join(counts)}")
 
 
 def write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
@@ -64,11 +71,12 @@ def write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
     notes = Counter(_group_property(items, "notes") for items in groups.values())
     notes.pop("", None)
     for note, count in notes.most_common(_MOST_NOTES):
-        on = f" on {count} of {len(groups)} groups" if len(groups) > 1 else ""
-        reporter.line(f"note{on}: {note}")
-    for fixed in dict.fromkeys(_group_property(items, "fixed") for items in groups.values()):
-        if fixed:
-            reporter.line(fixed, green=True)
+        scope = f" on {count} of {len(groups)} groups" if len(groups) > 1 else ""
+        reporter.line(f"note{scope}: {note}")
+    fixed_findings = dict.fromkeys(_group_property(items, "fixed") for items in groups.values())
+    fixed_findings.pop("", None)
+    for finding in fixed_findings:
+        reporter.line(finding, green=True)
 
 
 def describe_options(options: Options) -> str:
@@ -76,56 +84,86 @@ def describe_options(options: Options) -> str:
     parts = []
     for name, declaration in list_options(PYTHON, type(options)).items():
         value = getattr(options, name)
-        if declaration.in_summary and value is not False and value not in (None, (), {}):
-            parts.append(name if value is True else f"{name} {format_value(value)}")
+        is_default = value is False or value in (None, (), {})
+        if not declaration.in_summary or is_default:
+            continue
+        parts.append(name if value is True else f"{name} {format_value(value)}")
     return "; ".join(parts)
 
 
 def collect_groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
     """Return the properties of finished items by group and item, in the order of collection."""
     by_id: dict[str, Mapping[str, str]] = {}
-    for reports in reporter.stats.values():
-        for report in reports:
-            # `stats` also contains warnings and deselected items, which have no properties.
-            properties = {
-                name.removeprefix("syncheck_"): str(value)
-                for name, value in getattr(report, "user_properties", ())
-                if str(name).startswith("syncheck_")
-            }
-            if "verdict" in properties and getattr(report, "when", "") == "call":
+    for report in chain.from_iterable(reporter.stats.values()):
+        # `stats` also contains warnings and deselected items, which have no phase.
+        if getattr(report, "when", "") == "call":
+            properties = _list_properties(report)
+            if "verdict" in properties:
                 by_id[report.nodeid] = properties
+
+    def find_position(nodeid: str) -> int:
+        return order.get(nodeid, len(order))
+
     groups: Groups = {}
-    for nodeid in sorted(by_id, key=lambda nodeid: order.get(nodeid, len(order))):
+    for nodeid in sorted(by_id, key=find_position):
         owner, _, item = nodeid.rpartition("::")
         groups.setdefault(owner, {})[item] = by_id[nodeid]
     return groups
 
 
+def _list_properties(report: Any) -> dict[str, str]:
+    """Return the properties of a report that this plugin added, without their prefix."""
+    properties = {}
+    for name, value in getattr(report, "user_properties", ()):
+        if str(name).startswith("syncheck_"):
+            properties[name.removeprefix("syncheck_")] = str(value)
+    return properties
+
+
 def _group_property(items: Mapping[str, Mapping[str, str]], name: str) -> str:
     """Return a property of a group, which each of its judged items has, or an empty text."""
-    return next((properties[name] for properties in items.values() if name in properties), "")
+    for properties in items.values():
+        if name in properties:
+            return properties[name]
+    return ""
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
     """Return the verdict of a group. An undecided item, such as shards, does not prevent IN SYNC."""
     verdicts = {properties["verdict"] for properties in items.values()}
-    return "in_sync" if "in_sync" in verdicts and "out_of_sync" not in verdicts else min(verdicts, key=_ORDER.index)
+    if "in_sync" in verdicts and "out_of_sync" not in verdicts:
+        return "in_sync"
+    return min(verdicts, key=_ORDER.index)
 
 
 def _item_text(item: str, properties: Mapping[str, str]) -> str:
     """Return the result of one item: 'bn-stats 14/21 differ (SYN201)'."""
     if item in _WITHOUT_TENSORS:
         return _WITHOUT_TENSORS[item]
-    parts = []
     tensors = int(properties.get("tensors", 0))
+    counts = []
     for name, label in (("different", "differ"), ("not_compared", "not compared"), ("close", "close")):
         if int(properties.get(name, 0)):
-            parts.append(f"{properties[name]}/{tensors} {label}")
-    result = ", ".join(parts) or (f"{tensors} " if tensors else "") + _VERBS[properties["verdict"]]
-    ignored = {code: label for label in ("allowed", "accepted") for code in _codes(properties, label)}
-    codes = [f"{code} {ignored[code]}" if code in ignored else code for code in _codes(properties, "findings")]
-    return f"{item} {result}" + (f" ({', '.join(codes)})" if codes else "")
+            counts.append(f"{properties[name]}/{tensors} {label}")
+    if not counts:
+        verb = _VERBS[properties["verdict"]]
+        counts.append(f"{tensors} {verb}" if tensors else verb)
+    text = f"{item} {', '.join(counts)}"
+    codes = _describe_codes(properties)
+    return f"{text} ({', '.join(codes)})" if codes else text
 
 
-def _codes(properties: Mapping[str, str], name: str) -> Iterable[str]:
-    return properties[name].split(",") if name in properties else ()
+def _describe_codes(properties: Mapping[str, str]) -> list[str]:
+    """Return the codes of the findings, with the reason why a finding does not fail."""
+    ignored = {}
+    for label in ("allowed", "accepted"):
+        for code in _list_codes(properties, label):
+            ignored[code] = label
+    codes = []
+    for code in _list_codes(properties, "findings"):
+        codes.append(f"{code} {ignored[code]}" if code in ignored else code)
+    return codes
+
+
+def _list_codes(properties: Mapping[str, str], name: str) -> list[str]:
+    return properties[name].split(",") if name in properties else []

@@ -30,7 +30,8 @@ def main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     connection = socket.socket(fileno=descriptor)
-    pid, identity = os.getpid(), _fstat(descriptor)[:3]  # mode, inode, device
+    # Mode, inode and device.
+    pid, identity = os.getpid(), _fstat(descriptor)[:3]
     # A process forked by a test must not send messages or keep the connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -51,7 +52,8 @@ def main(descriptor: int) -> None:
 
     first = messages.get()
     session.serve(first["run"], messages.get, send)
-    threading.Event().wait()  # until the outer pytest has read the last message and kills this process
+    # Wait until the outer pytest has read the last message and kills this process.
+    threading.Event().wait()
 
 
 def _become_subreaper() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from _pytest._code.code import ExceptionChainRepr, ReprEntry, ReprEntryNative, ReprFileLocation, ReprTraceback
 
@@ -26,11 +26,19 @@ _LISTENER = re.compile(r"/syncheck/pytest_plugin/ranks/child\.py\", line \d+ in 
 
 
 class RanksFailed(Exception):
-    """A test did not pass on all ranks. shown: the representation for pytest."""
+    """A test did not pass on all ranks. representation: for pytest."""
 
-    def __init__(self, shown: ExceptionChainRepr) -> None:
-        self.shown = shown
-        super().__init__(shown.reprcrash.message if shown.reprcrash else "")
+    def __init__(self, representation: ExceptionChainRepr) -> None:
+        self.representation = representation
+        crash = representation.reprcrash
+        super().__init__(crash.message if crash else "")
+
+
+class Failure(NamedTuple):
+    """A failure of a rank. phase: " in setup" or " in teardown", empty for the call."""
+
+    phase: str
+    text: str
 
 
 def describe_failure(item: pytest.Item, results: Sequence[Result], time_limit: str) -> RanksFailed:
@@ -38,135 +46,206 @@ def describe_failure(item: pytest.Item, results: Sequence[Result], time_limit: s
 
     time_limit: the message if a time limit was exceeded, or "".
     """
-    world, first_text = len(results), ""
-    failed = sorted((r for r in results if r.failed_at is not None), key=lambda r: r.failed_at or 0)
-    if time_limit or not failed:
-        ended, stuck = [r for r in results if r.clean], [r for r in results if not r.over and not r.failed]
-        headline = time_limit or "the ranks ended differently"
-        shown = _text(item, [f"{headline}\n", *_state_lines(ended, stuck, world)], headline)
+    by_location: dict[tuple[str, ...], list[Result]] = {}
+    for result in _sort_by_failure(results):
+        by_location.setdefault(_locate(result), []).append(result)
+    if time_limit or not by_location:
+        first = None
+        representation = _describe_states(item, results, time_limit or "the ranks ended differently")
     else:
-        # Show the lowest rank that failed at this location, because the order of the failures is random.
-        first = min((r for r in failed if _key(r) == _key(failed[0])), key=lambda r: r.rank)
-        failed.remove(first)
+        # The lowest rank that failed at the first location, because the order of the failures is random.
+        first_ranks = next(iter(by_location.values()))
+        first = min(first_ranks, key=_get_rank)
+        first_ranks.remove(first)
+        representation = _represent_first(item, first, len(results))
+    for equal in filter(None, by_location.values()):
+        text = _describe_later(equal, first, item.config.get_verbosity())
+        representation.addsection(f"{_ranks(equal)}: failed too", text)
+    _add_stacks(representation, results)
+    return RanksFailed(representation)
+
+
+def _sort_by_failure(results: Sequence[Result]) -> list[Result]:
+    """Return the failed ranks in the order of their failures."""
+    return sorted((result for result in results if result.failed), key=_get_failure_time)
+
+
+def _get_failure_time(result: Result) -> float:
+    return result.failed_at or 0.0
+
+
+def _get_rank(result: Result) -> int:
+    return result.rank
+
+
+def _describe_later(equal: Sequence[Result], first: Result | None, verbosity: int) -> str:
+    """Return the text about ranks with one failure, which is not shown yet.
+
+    equal: the ranks. first: the rank whose failure is shown in full; None after a time limit.
+    """
+    if first is not None:
         first_text = _mask_rank(_full_text(first))
-        shown = _own_failure(item, first, world)
-    by_key: dict[tuple[str, ...], list[Result]] = {}
-    for result in failed:
-        by_key.setdefault(_key(result), []).append(result)
-    for key, same in by_key.items():
-        if not time_limit and all(_mask_rank(_full_text(r)) == first_text for r in same):
-            text = "with the same failure\n"
-        elif (missing := 2 - item.config.get_verbosity()) <= 0:
-            text = "\n".join(map(_full_text, same))
-        else:
-            location = "" if time_limit or key != _key(first) else "at the same location\n"
-            text = f"{location}{_short_text(same[0])}use -{'v' * missing} to see the full failure\n"
-        shown.addsection(f"{_ranks(same)}: failed too", text)
-    _add_stacks(shown, results)
-    return RanksFailed(shown)
+        if all(_mask_rank(_full_text(result)) == first_text for result in equal):
+            return "with the same failure\n"
+    missing = 2 - verbosity
+    if missing <= 0:
+        return "\n".join(_full_text(result) for result in equal)
+    is_same_location = first is not None and _locate(equal[0]) == _locate(first)
+    location = "at the same location\n" if is_same_location else ""
+    return f"{location}{_short_text(equal[0])}use -{'v' * missing} to see the full failure\n"
 
 
 def describe_disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequence[Result]) -> RanksFailed:
     """Return the failure of a test with different outcomes on the ranks."""
-    parts = [f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items()]
-    disagree = "the ranks disagree on the outcome: " if len(parts) > 1 else ""
-    headline = f"{disagree}{'; '.join(parts)}"
-    shown = _text(item, [f"{headline}\n"], headline)
-    _add_stacks(shown, results)
-    return RanksFailed(shown)
+    headline = "; ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items())
+    if len(kinds) > 1:
+        headline = f"the ranks disagree on the outcome: {headline}"
+    representation = _represent_text(item, [f"{headline}\n"], headline)
+    _add_stacks(representation, results)
+    return RanksFailed(representation)
 
 
-def _add_stacks(shown: ExceptionChainRepr, results: Sequence[Result]) -> None:
+def _add_stacks(representation: ExceptionChainRepr, results: Sequence[Result]) -> None:
+    """Add the stacks of the ranks that had not finished."""
+    some_not_ready = any(result.ready is None for result in results)
     for result in results:
-        if not result.over and result.ready is not None and any(r.ready is None for r in results):
-            shown.addsection(f"rank {result.rank}: had not started the test", "waiting for the other ranks\n")
-        elif not result.over:
-            stack = _trim_stacks(result.output("stacks")) or "no stack available\n"
-            phase = " the teardown of its fixtures after a failure" if result.failed else ""
-            title = f"rank {result.rank}: had not finished{phase}; its stack, innermost call first"
-            shown.addsection(title, stack)
+        if result.over:
+            continue
+        # A rank starts the test when all ranks are ready.
+        if result.ready is not None and some_not_ready:
+            title = f"rank {result.rank}: had not started the test"
+            representation.addsection(title, "waiting for the other ranks\n")
+            continue
+        stack = _trim_stacks(result.output("stacks")) or "no stack available\n"
+        phase = " the teardown of its fixtures after a failure" if result.failed else ""
+        title = f"rank {result.rank}: had not finished{phase}; its stack, innermost call first"
+        representation.addsection(title, stack)
 
 
-def _own_failure(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
+def _represent_first(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
     """Return the representation made by the rank's pytest, after a line with the rank and before later failures."""
-    (phase, text), *later = _failures(result)
-    title = f"rank {result.rank} of {world} failed{phase}:\n"
-    shown = next((report.longrepr for report in result.reports if report.outcome == "failed"), None)
-    if isinstance(shown, ExceptionChainRepr):
-        *before, (traceback, crash, description) = shown.chain
-        if crash is not None:
-            crash = ReprFileLocation(crash.path, crash.lineno, f"rank {result.rank}: {crash.message}")
-        first = ReprTraceback([ReprEntryNative([title])], None, "native")
-        representation = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, description)])
-        for name, content, separator in shown.sections:
-            representation.addsection(name, content, separator)
+    first, *later = _list_failures(result)
+    title = f"rank {result.rank} of {world} failed{first.phase}:\n"
+    report = _find_failed_report(result)
+    if report is not None and isinstance(report.longrepr, ExceptionChainRepr):
+        representation = _add_title(report.longrepr, title, result.rank)
     else:
-        representation = _text(item, [title, f"{text}\n"], f"rank {result.rank}: {_summary(text)}")
-    for in_phase, other in later:
-        representation.addsection(f"rank {result.rank}: failed{in_phase} too", f"{other}\n")
+        headline = f"rank {result.rank}: {_summary(first.text)}"
+        representation = _represent_text(item, [title, f"{first.text}\n"], headline)
+    for failure in later:
+        representation.addsection(f"rank {result.rank}: failed{failure.phase} too", f"{failure.text}\n")
     return representation
 
 
-def _text(item: pytest.Item, lines: list[str], headline: str) -> ExceptionChainRepr:
+def _add_title(original: ExceptionChainRepr, title: str, rank: int) -> ExceptionChainRepr:
+    """Return a representation with a line before it, and with the rank in its message."""
+    *before, (traceback, crash, description) = original.chain
+    if crash is not None:
+        crash = ReprFileLocation(crash.path, crash.lineno, f"rank {rank}: {crash.message}")
+    first = ReprTraceback([ReprEntryNative([title])], None, "native")
+    representation = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, description)])
+    for name, content, separator in original.sections:
+        representation.addsection(name, content, separator)
+    return representation
+
+
+def _represent_text(item: pytest.Item, lines: list[str], headline: str) -> ExceptionChainRepr:
     path, line, _ = item.location
     traceback = ReprTraceback([ReprEntryNative(lines)], None, "native")
     return ExceptionChainRepr([(traceback, ReprFileLocation(path, (line or 0) + 1, headline), None)])
 
 
 def _full_text(result: Result) -> str:
-    return "\n".join(text for _, text in _failures(result)) + "\n"
+    return "\n".join(failure.text for failure in _list_failures(result)) + "\n"
 
 
-def _failures(result: Result) -> list[tuple[str, str]]:
-    """Return each failure of a rank as phase (" in setup", or "" for the call) and text."""
-    failed = [report for report in result.reports if report.outcome == "failed"]
-    failures = [("" if report.when == "call" else f" in {report.when}", report.longreprtext) for report in failed]
-    failures += [("", problem) for problem in result.problems]
-    return failures if result.left_with is None else [*failures, ("", result.describe_exit())]
+def _list_failed_reports(result: Result) -> list[pytest.TestReport]:
+    return [report for report in result.reports if report.outcome == "failed"]
+
+
+def _find_failed_report(result: Result) -> pytest.TestReport | None:
+    """Return the report of the first failed phase, or None."""
+    failed = _list_failed_reports(result)
+    return failed[0] if failed else None
+
+
+def _list_failures(result: Result) -> list[Failure]:
+    """Return the failures of a rank: of the phases of the test, then outside the test."""
+    failures = []
+    for report in _list_failed_reports(result):
+        phase = "" if report.when == "call" else f" in {report.when}"
+        failures.append(Failure(phase, report.longreprtext))
+    for problem in result.problems:
+        failures.append(Failure("", problem))
+    if result.left_with is not None:
+        failures.append(Failure("", result.describe_exit()))
+    return failures
 
 
 def _short_text(result: Result) -> str:
     """Return locations and messages only. Most later failures are consequences of the first one."""
     lines = []
-    for report in result.reports:
-        if report.outcome == "failed" and isinstance(report.longrepr, ExceptionChainRepr):
-            entries = report.longrepr.reprtraceback.reprentries
-            locations = (entry.reprfileloc for entry in entries if isinstance(entry, ReprEntry))
-            lines += [f"{location.path}:{location.lineno}" for location in locations if location is not None]
-            crash = report.longrepr.reprcrash
-            lines += [f"E   {line}" for line in (crash.message if crash else "").splitlines()[:MOST_LINES]]
-        elif report.outcome == "failed":
+    for report in _list_failed_reports(result):
+        if isinstance(report.longrepr, ExceptionChainRepr):
+            lines += _list_locations(report.longrepr)
+        else:
             lines += report.longreprtext.splitlines()[-MOST_LINES:]
-    lines += [line for problem in result.problems for line in problem.splitlines()[-MOST_LINES:]]
-    return "\n".join([*lines, *([result.describe_exit()] if result.left_with is not None else [])]) + "\n"
+    for problem in result.problems:
+        lines += problem.splitlines()[-MOST_LINES:]
+    if result.left_with is not None:
+        lines.append(result.describe_exit())
+    return "\n".join(lines) + "\n"
 
 
-def _state_lines(ended: Sequence[Result], stuck: Sequence[Result], world: int) -> list[str]:
-    lines = [f"{_ranks(ended)} of {world} had ended\n"] if ended else []
-    lines += [f"{_ranks(stuck)} of {world} had not finished\n"] if stuck else []
+def _list_locations(representation: ExceptionChainRepr) -> list[str]:
+    """Return the locations of a traceback, and its message."""
+    lines = []
+    for entry in representation.reprtraceback.reprentries:
+        location = entry.reprfileloc if isinstance(entry, ReprEntry) else None
+        if location is not None:
+            lines.append(f"{location.path}:{location.lineno}")
+    crash = representation.reprcrash
+    if crash is not None:
+        for line in crash.message.splitlines()[:MOST_LINES]:
+            lines.append(f"E   {line}")
+    return lines
+
+
+def _describe_states(item: pytest.Item, results: Sequence[Result], headline: str) -> ExceptionChainRepr:
+    """Represent a failure without a failed rank: which ranks had ended, and which had not."""
+    ended = [result for result in results if result.clean]
+    stuck = [result for result in results if not result.over and not result.failed]
+    lines = [f"{headline}\n"]
+    if ended:
+        lines.append(f"{_ranks(ended)} of {len(results)} had ended\n")
+    if stuck:
+        lines.append(f"{_ranks(stuck)} of {len(results)} had not finished\n")
     if ended and stuck:
         lines.append(
             "a collective may be waiting for a rank after its end; check for collectives called on some ranks only\n"
         )
-    return lines
+    return _represent_text(item, lines, headline)
 
 
 def _ranks(results: Sequence[Result]) -> str:
-    return ranks_text(sorted(r.rank for r in results))
+    return ranks_text(sorted(result.rank for result in results))
 
 
 def _summary(text: str) -> str:
+    """Return the error of a traceback in one line, or the first line of another text."""
     match = _SUMMARY.search(text)
-    return " ".join((match[0] if match else text.strip().partition("\n")[0]).removeprefix("E ").split())
+    line = match[0] if match else text.strip().partition("\n")[0]
+    return " ".join(line.removeprefix("E ").split())
 
 
-def _key(result: Result) -> tuple[str, ...]:
-    """Return the location and the type of a failure."""
-    report = next((report for report in result.reports if report.outcome == "failed"), None)
-    crash = report.longrepr.reprcrash if report and isinstance(report.longrepr, ExceptionChainRepr) else None
-    if report is None or crash is None:
+def _locate(result: Result) -> tuple[str, ...]:
+    """Return the location and the type of a rank's first failure; the text of a failure without a location."""
+    report = _find_failed_report(result)
+    if report is None or not isinstance(report.longrepr, ExceptionChainRepr) or report.longrepr.reprcrash is None:
         return (_mask_rank(_full_text(result)),)
-    return (report.when, crash.path, str(crash.lineno), re.split(r"\W", crash.message, maxsplit=1)[0])
+    crash = report.longrepr.reprcrash
+    error_type = re.split(r"\W", crash.message, maxsplit=1)[0]
+    return (report.when, crash.path, str(crash.lineno), error_type)
 
 
 def _mask_rank(text: str) -> str:
@@ -181,11 +260,17 @@ def _trim_stacks(stacks: str) -> str:
         if _LISTENER.search(thread):
             continue
         head, *frames = thread.splitlines() or [""]
-        own = []
-        for frame in frames:
-            if _FRAMEWORK.search(frame):
-                break
-            own.append(frame)
-        if own:
-            threads.append("\n".join([head, *own]) + "\n")
+        frames_of_test = _take_frames_of_test(frames)
+        if frames_of_test:
+            threads.append("\n".join([head, *frames_of_test]) + "\n")
     return "".join(threads) or stacks
+
+
+def _take_frames_of_test(frames: Sequence[str]) -> list[str]:
+    """Return the frames above the first frame of pytest, innermost call first."""
+    frames_of_test = []
+    for frame in frames:
+        if _FRAMEWORK.search(frame):
+            break
+        frames_of_test.append(frame)
+    return frames_of_test

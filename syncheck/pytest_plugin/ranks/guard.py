@@ -14,6 +14,7 @@ import sys
 def descendants(pid: int) -> list[int]:
     """Return all descendants of a process; an empty list without /proc."""
     result: list[int] = []
+    # /proc lists the children of each thread, so that processes are visited level by level.
     pending = [pid]
     while pending:
         tasks = f"/proc/{pending.pop()}/task"

@@ -15,15 +15,16 @@ import zlib
 from collections import defaultdict
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from syncheck.pytest_plugin.ranks.failure import RanksFailed, describe_disagreement, describe_failure
-from syncheck.pytest_plugin.ranks.marker import RETRIED, Settings, ranks_of, read_marker
+from syncheck.pytest_plugin.ranks.marker import RETRIED, Marker, ranks_of, read_marker
 from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, failed_start, is_main_report, is_strict_xpass
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,22 +35,28 @@ class Tail:
 
     def __init__(self, results: Sequence[Result], live: bool) -> None:
         self._results = results if live else ()
-        self._read: dict[tuple[int, str], int] = defaultdict(int)  # bytes
+        # Bytes that have been printed, by rank and stream.
+        self._printed: dict[tuple[int, str], int] = defaultdict(int)
 
     def __call__(self) -> None:
         """Print new lines."""
         for result in self._results:
             for stream in ("stdout", "stderr"):
-                try:
-                    with (result.folder / stream).open("rb") as file:
-                        file.seek(self._read[result.rank, stream])
-                        new = file.read()
-                except OSError:
-                    continue
-                complete = new if result.over else new[: new.rfind(b"\n") + 1]
-                self._read[result.rank, stream] += len(complete)
-                for line in complete.decode(errors="replace").splitlines():
+                for line in self._read_lines(result, stream):
                     getattr(sys, stream).write(f"[rank {result.rank}] {line}\n")
+
+    def _read_lines(self, result: Result, stream: str) -> list[str]:
+        """Return the lines that were written since the last call; an incomplete line only after the end of the rank."""
+        try:
+            with (result.folder / stream).open("rb") as file:
+                file.seek(self._printed[result.rank, stream])
+                content = file.read()
+        except OSError:
+            return []
+        if not result.over:
+            content = content[: content.rfind(b"\n") + 1]
+        self._printed[result.rank, stream] += len(content)
+        return content.decode(errors="replace").splitlines()
 
 
 POOL = pytest.StashKey[Pool]()
@@ -75,16 +82,16 @@ class OnRanks:
     def repr_failure(self: Any, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
         """Return the representation of the failing ranks instead of a traceback of this plugin."""
         if isinstance(excinfo.value, RanksFailed):
-            return excinfo.value.shown
+            return excinfo.value.representation
         return super().repr_failure(excinfo)  # type: ignore[misc]
 
 
 def run_on_ranks(item: pytest.Item) -> None:
     """Change the class of an item to run it on ranks."""
-    own = type(item)
+    item_class = type(item)
     if hasattr(item, "funcargs"):
         item.funcargs = _NoFixtures()
-    item.__class__ = types.new_class(own.__name__, (OnRanks, own))
+    item.__class__ = types.new_class(item_class.__name__, (OnRanks, item_class))
 
 
 class _NoFixtures(dict[str, Any]):
@@ -97,29 +104,31 @@ class _NoFixtures(dict[str, Any]):
 def _run(item: Any) -> None:
     """Run an item on its ranks."""
     __tracebackhide__ = True
-    settings = read_marker(item)
-    assert settings is not None
-    if settings.group and util.find_spec("torch") is None:
+    marker = read_marker(item)
+    assert marker is not None
+    if marker.group and util.find_spec("torch") is None:
         pytest.fail("tests on several ranks require torch: pip install 'syncheck[live]'", pytrace=False)
     for attempt in range(1, STARTS + 1):
-        results, time_limit = _run_once(item, settings)
-        if attempt < STARTS and not time_limit and (reason := failed_start(results)):
-            item.user_properties.append((RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
-        else:
+        results, time_limit = _run_once(item, marker)
+        reason = "" if time_limit else failed_start(results)
+        if not reason or attempt == STARTS:
             break
+        item.user_properties.append((RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
     _judge(item, results, time_limit)
 
 
-def _run_once(item: Any, settings: Settings) -> tuple[list[Result], str]:
+def _run_once(item: Any, marker: Marker) -> tuple[list[Result], str]:
     """Run the test on its ranks. Return their results, and the message about an exceeded time limit or ""."""
     world = ranks_of(item)
-    limit = settings.timeout or item.config.stash[LIMIT]
+    limit = marker.timeout or item.config.stash[LIMIT]
     shared = _make_folder(item)
-    results = [Result(rank, shared / f"rank{rank}") for rank in range(world)]
-    for result in results:
-        result.folder.mkdir()
+    results = []
+    for rank in range(world):
+        folder = shared / f"rank{rank}"
+        folder.mkdir()
+        results.append(Result(rank, folder))
     (shared / "shared").mkdir()
-    tasks = _make_tasks(item, shared, world, limit, group=settings.group)
+    tasks = _make_tasks(item, shared, world, limit, group=marker.group)
     live = item.config.getoption("capture", "") == "no"
     tail = Tail(results, live=live)
     time_limit = ""
@@ -166,31 +175,34 @@ def _make_tasks(item: Any, shared: Path, world: int, limit: float, *, group: boo
         # Hooks may read the input of the pytest-xdist worker, so each rank receives a copy.
         "workerinput": getattr(config, "workerinput", None),
     }
-    return [
-        common
-        | {
+    tasks = []
+    for rank in range(world):
+        folder = shared / f"rank{rank}"
+        task = {
             "rank": rank,
-            "folder": str(shared / f"rank{rank}"),
-            "basetemp": str(shared / f"rank{rank}" / "tmp"),
+            "folder": str(folder),
+            "basetemp": str(folder / "tmp"),
             "environment": environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         }
-        for rank in range(world)
-    ]
+        tasks.append(common | task)
+    return tasks
 
 
 def _arguments(config: pytest.Config) -> list[str]:
     """Return pytest's arguments for a rank: those of this run, and additional options before a `--`."""
-    args = list(map(str, config.invocation_params.args))
-    end = args.index("--") if "--" in args else len(args)
+    args = [str(argument) for argument in config.invocation_params.args]
     extra = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    extra += ["--capture=no"] if config.pluginmanager.hasplugin("capture") else []
-    extra += ["--no-cov"] if config.pluginmanager.hasplugin("pytest_cov") else []
+    for plugin, option in (("capture", "--capture=no"), ("pytest_cov", "--no-cov")):
+        if config.pluginmanager.hasplugin(plugin):
+            extra.append(option)
+    end = args.index("--") if "--" in args else len(args)
     return [*args[:end], *extra, *args[end:]]
 
 
 def _environment(world: int) -> dict[str, str]:
     """Return the environment common to all ranks, with the variables of torchrun."""
-    with socket.socket() as probe:  # a port for stores created by tests
+    # A port for stores created by tests.
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
@@ -209,10 +221,14 @@ def _environment(world: int) -> dict[str, str]:
 
 def _files(item: pytest.Item, start: Path) -> list[str]:
     """Return the files of all tests on ranks in this run, as arguments of pytest."""
-    own = os.path.relpath(item.path, start)
-    others = {os.path.relpath(other.path, start) for other in item.session.items if isinstance(other, OnRanks)}
-    # pytest interprets brackets in an argument as parameters of a test.
-    return sorted({own} | {path for path in others if "[" not in path and "::" not in path})
+    files = {os.path.relpath(item.path, start)}
+    for item_on_ranks in item.session.items:
+        if isinstance(item_on_ranks, OnRanks):
+            path = os.path.relpath(item_on_ranks.path, start)
+            # pytest interprets brackets in an argument as parameters of a test.
+            if "[" not in path and "::" not in path:
+                files.add(path)
+    return sorted(files)
 
 
 def _coverage_settings(config: pytest.Config) -> dict[str, Any] | None:
@@ -231,38 +247,48 @@ def _coverage_settings(config: pytest.Config) -> dict[str, Any] | None:
 
 def _add_sections(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None:
     """Add the ranks' output, logs, warnings and properties to the item. output: whether to add stdout and stderr."""
-    seen: set[tuple[Any, ...]] = set()
+    recorded_warnings: set[tuple[Any, ...]] = set()
     for result in results:
-        for stream in ("stdout", "stderr") if output else ():
-            if text := result.output(stream):
-                item.add_report_section("call", f"{stream} rank {result.rank}", text)
+        if output:
+            _add_output(item, result)
         # The last report includes the sections of all earlier reports.
         for title, text in result.reports[-1].sections if result.reports else ():
             if "log" in title:
                 item.add_report_section(title.split()[-1], f"log rank {result.rank}", text)
         for warning in result.warnings:
-            if (key := tuple(warning.values())) not in seen:
-                seen.add(key)
+            key = tuple(warning.values())
+            if key not in recorded_warnings:
+                recorded_warnings.add(key)
                 _record_warning(item, warning)
     _add_properties(item, results)
 
 
+def _add_output(item: pytest.Item, result: Result) -> None:
+    """Add what a rank has written to stdout and stderr."""
+    for stream in ("stdout", "stderr"):
+        text = result.output(stream)
+        if text:
+            item.add_report_section("call", f"{stream} rank {result.rank}", text)
+
+
 def _add_properties(item: pytest.Item, results: Sequence[Result]) -> None:
     """Add the ranks' properties: once if they are equal on all ranks, otherwise with the rank."""
-    recorded = {r.rank: list(r.reports[-1].user_properties) for r in results if r.reports}
-    for rank, properties in recorded.items():
+    properties_of = {result.rank: list(result.reports[-1].user_properties) for result in results if result.reports}
+    for rank, properties in properties_of.items():
         for entry in properties:
-            is_common = len(recorded) == len(results) and all(entry in other for other in recorded.values())
             name, value = entry
-            if not is_common:
+            ranks = [number for number, recorded in properties_of.items() if entry in recorded]
+            if len(ranks) < len(results):
                 item.user_properties.append((f"{name}[rank {rank}]", value))
             elif rank == 0:
                 item.user_properties.append((name, value))
 
 
 def _record_warning(item: pytest.Item, warning: dict[str, Any]) -> None:
-    known = getattr(builtins, warning["category"], None) or getattr(pytest, warning["category"], None)
-    category = known if isinstance(known, type) and issubclass(known, Warning) else UserWarning
+    category = getattr(builtins, warning["category"], None) or getattr(pytest, warning["category"], None)
+    # A class of another library is not imported for its name.
+    if not isinstance(category, type) or not issubclass(category, Warning):
+        category = UserWarning
     message = warnings.WarningMessage(category(warning["text"]), category, warning["file"], warning["line"])
     item.ihook.pytest_warning_recorded.call_historic(
         kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
@@ -272,44 +298,63 @@ def _record_warning(item: pytest.Item, warning: dict[str, Any]) -> None:
 def _judge(item: pytest.Item, results: Sequence[Result], time_limit: str) -> None:
     """Raise the outcome of the test; return if it passed, or if the outer pytest evaluates its xfail marker."""
     __tracebackhide__ = True
-    kinds: dict[str, list[int]] = {}
+    kind_of_rank: dict[int, str] = {}
     reasons: dict[str, str] = {}
     for result in results:
-        kind, reason = _outcome(result)
-        kinds.setdefault(kind, []).append(result.rank)
-        reasons.setdefault(kind, reason)
+        outcome = _find_outcome(result)
+        kind_of_rank[result.rank] = outcome.kind
+        # The reason of the first rank stands for all.
+        reasons.setdefault(outcome.kind, outcome.reason)
+    ranks_of_kind = group_ranks(kind_of_rank)
+    kinds = ranks_of_kind.keys()
     # The other ranks may be waiting for the failed rank.
-    if "xfailed" in kinds and kinds.keys() <= {"xfailed", "passed", "passed against strict xfail", "not finished"}:
+    if "xfailed" in kinds and kinds <= {"xfailed", "passed", "passed against strict xfail", "not finished"}:
         pytest.xfail(reasons["xfailed"])
-    if time_limit or kinds.keys() & {"failed", "not finished"}:
-        if kinds.keys() <= {"skipped", "not finished"} and not time_limit:
-            raise describe_disagreement(item, kinds, results)
+    if time_limit or kinds & {"failed", "not finished"}:
+        if kinds <= {"skipped", "not finished"} and not time_limit:
+            raise describe_disagreement(item, ranks_of_kind, results)
         raise describe_failure(item, results, time_limit)
-    if len(kinds) > 1 or "not run" in kinds:  # "not run": another plugin prevented the test in the rank's session
-        raise describe_disagreement(item, kinds, results)
+    # "not run": another plugin prevented the test in the rank's session.
+    if len(kinds) > 1 or "not run" in kinds:
+        raise describe_disagreement(item, ranks_of_kind, results)
     if "skipped" in kinds:
         raise pytest.skip.Exception(reasons["skipped"], _use_item_location=True)
     if "passed against strict xfail" in kinds and not _outer_is_strict(item):
         raise describe_failure(item, results, reasons["passed against strict xfail"])
 
 
-def _outcome(result: Result) -> tuple[str, str]:
+class Outcome(NamedTuple):
+    """The outcome of a test on one rank. reason: of a skip or an expected failure."""
+
+    kind: str
+    reason: str = ""
+
+
+def _find_outcome(result: Result) -> Outcome:
+    """Return the outcome on a rank. The first report with another outcome than "passed" decides."""
     if result.failed:
-        return "failed", ""
+        return Outcome("failed")
     reports = [report for report in result.reports if is_main_report(report)]
     for report in reports:
         if report.outcome == "skipped":
-            if hasattr(report, "wasxfail"):
-                return "xfailed", str(report.wasxfail)
-            # (file, line, reason), converted to a list by JSON.
-            reason = str(report.longrepr[2] if isinstance(report.longrepr, (list, tuple)) else report.longrepr)
-            return "skipped", reason.removeprefix("Skipped: ")
+            return _describe_skip(report)
         if is_strict_xpass(report):
-            return "passed against strict xfail", str(report.longrepr)
+            return Outcome("passed against strict xfail", str(report.longrepr))
     if not result.done:
-        return "not finished", ""
-    called = any(report.when == "call" and report.outcome == "passed" for report in reports)
-    return "passed" if called else "not run", ""
+        return Outcome("not finished")
+    was_called = any(report.when == "call" and report.outcome == "passed" for report in reports)
+    return Outcome("passed" if was_called else "not run")
+
+
+def _describe_skip(report: pytest.TestReport) -> Outcome:
+    """Return the outcome of a skipped test, or of a test that failed as expected."""
+    if hasattr(report, "wasxfail"):
+        return Outcome("xfailed", str(report.wasxfail))
+    reason: Any = report.longrepr
+    # (file, line, reason), converted to a list by JSON.
+    if isinstance(reason, (list, tuple)):
+        reason = reason[2]
+    return Outcome("skipped", str(reason).removeprefix("Skipped: "))
 
 
 def _outer_is_strict(item: pytest.Item) -> bool:

@@ -23,7 +23,7 @@ MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Marker:
     """Arguments of the marker. ranks: numbers of ranks. several: whether `ranks` was a list.
 
     timeout: seconds, None for the default of the run. group: whether to create a process group; if not, torch is not
@@ -36,39 +36,52 @@ class Settings:
     group: bool = True
 
 
-def read_marker(node: Any) -> Settings | None:
-    """Return the settings of a node's closest marker, or None. Fails the test if the marker is invalid."""
+def read_marker(node: Any) -> Marker | None:
+    """Return the arguments of a node's closest marker, or None. Fails the test if the marker is invalid."""
     mark = node.get_closest_marker(NAME)
     return None if mark is None else _read(mark.args, mark.kwargs, node.nodeid)
 
 
 def ranks_of(item: Any) -> int:
     """Return the number of ranks of one test."""
-    settings = read_marker(item)
-    assert settings is not None
+    marker = read_marker(item)
+    assert marker is not None
+    if not marker.several:
+        return marker.ranks[0]
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if settings.several and PARAMETER not in parameters:
+    if PARAMETER not in parameters:
         _fail(item.nodeid, "with a list of ranks must be on the test, its class or module, not on a parameter")
-    number: int = parameters[PARAMETER] if settings.several else settings.ranks[0]
+    number: int = parameters[PARAMETER]
     return number
 
 
-def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Settings:
-    given = dict(kwargs)
+def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Marker:
+    arguments = dict(kwargs)
     if args:
-        given.setdefault("ranks", args[0])
-    unknown = sorted(given.keys() - {"ranks", "timeout", "group"})
+        arguments.setdefault("ranks", args[0])
+    unknown = sorted(arguments.keys() - {"ranks", "timeout", "group"})
     if unknown or len(args) > 1:
         _fail(node, f"has no argument {', '.join(unknown) or args[1]!r}; it takes ranks, timeout and group")
-    ranks = given.get("ranks", 2)
+    ranks = arguments.get("ranks", 2)
     several = isinstance(ranks, (list, tuple))
-    listed = tuple(ranks) if several else (ranks,)
-    if not listed or not all(type(n) is int and 1 <= n <= MOST_RANKS for n in listed) or len(set(listed)) < len(listed):
+    numbers = tuple(ranks) if several else (ranks,)
+    if not _are_different_numbers(numbers):
         _fail(node, f"ranks={ranks!r}: must be a number from 1 to {MOST_RANKS}, or a list of different numbers")
-    timeout = given.get("timeout")
-    if timeout is not None and (not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf")):
+    timeout = arguments.get("timeout")
+    if timeout is not None and not _is_duration(timeout):
         _fail(node, f"timeout={timeout!r}: must be a number of seconds above 0")
-    return Settings(listed, several, timeout, bool(given.get("group", True)))
+    return Marker(numbers, several, timeout, bool(arguments.get("group", True)))
+
+
+def _are_different_numbers(numbers: Sequence[object]) -> bool:
+    """Whether there is a number of ranks, and each is possible and occurs once."""
+    # True is an int to Python.
+    valid = [number for number in numbers if type(number) is int and 1 <= number <= MOST_RANKS]
+    return 0 < len(numbers) == len(valid) == len(set(valid))
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
 def _fail(node: str, problem: str) -> NoReturn:

@@ -5,6 +5,7 @@ The implementation is imported when the first test with the marker is collected.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 def default_timeout(config: pytest.Config) -> float:
     """Return the time limit in seconds of tests without a limit in their marker: the option, then the ini value."""
-    given = config.getoption("syncheck_timeout")
-    text = config.getini("syncheck_timeout") if given is None else given
+    name, text = "--syncheck-timeout", config.getoption("syncheck_timeout")
+    if text is None:
+        name, text = "syncheck_timeout", config.getini("syncheck_timeout")
     try:
         seconds = float(text)
     except ValueError:
@@ -28,9 +30,13 @@ def default_timeout(config: pytest.Config) -> float:
     if not 0 < seconds < float("inf"):
         from syncheck.pytest_plugin.texts import PytestText
 
-        name = "syncheck_timeout" if given is None else "--syncheck-timeout"
         raise pytest.UsageError(str(PytestText.TIMEOUT(option=name, value=text)))
     return seconds
+
+
+def _list_marked(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests on several ranks."""
+    return [item for item in items if item.get_closest_marker(NAME)]
 
 
 class RanksPlugin:
@@ -39,8 +45,9 @@ class RanksPlugin:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         """Make items with the marker run on ranks."""
-        marked = [item for item in items if item.get_closest_marker(NAME)]
-        if not marked or config.pluginmanager.hasplugin("syncheck-rank"):  # inside a rank, run the test itself
+        marked = _list_marked(items)
+        # Inside a rank, run the test itself.
+        if not marked or config.pluginmanager.hasplugin("syncheck-rank"):
             return
         from syncheck.pytest_plugin.ranks import item as on_ranks
         from syncheck.pytest_plugin.ranks.pool import Pool
@@ -59,7 +66,7 @@ class RanksPlugin:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Raise UsageError for --pdb and --trace, because ranks have no terminal."""
-        marked = [item for item in session.items if item.get_closest_marker(NAME)]
+        marked = _list_marked(session.items)
         for option in ("usepdb", "trace"):
             if marked and session.config.getoption(option, False):
                 from syncheck.pytest_plugin.texts import PytestText
@@ -69,19 +76,21 @@ class RanksPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tests whose ranks had to be started again, even if they passed."""
-        reports = [r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "call"]
-        retried = [(r.nodeid, reason) for r in reports for name, reason in r.user_properties if name == RETRIED]
-        for nodeid, reason in retried:
-            terminalreporter.write_line(f"{nodeid}: {reason}; the ranks were started again")
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if getattr(report, "when", "") != "call":
+                continue
+            for name, reason in report.user_properties:
+                if name == RETRIED:
+                    terminalreporter.write_line(f"{report.nodeid}: {reason}; the ranks were started again")
 
 
 def parametrize_ranks(metafunc: pytest.Metafunc) -> None:
     """Create one test for each entry of `ranks=[2, 4]`."""
-    settings = read_marker(metafunc.definition)
-    if settings is not None and settings.several:
+    marker = read_marker(metafunc.definition)
+    if marker is not None and marker.several:
         metafunc.fixturenames.append(PARAMETER)
-        ids = [f"{number}ranks" for number in settings.ranks]
-        metafunc.parametrize(PARAMETER, settings.ranks, ids=ids, indirect=True)
+        ids = [f"{number}ranks" for number in marker.ranks]
+        metafunc.parametrize(PARAMETER, marker.ranks, ids=ids, indirect=True)
 
 
 def get_rank(request: pytest.FixtureRequest) -> Rank:

@@ -63,10 +63,10 @@ class Pool:
             self._kill(numbers)
             raise
         # After a failure on some ranks only, collectives of other ranks may be pending.
-        alike = len({result.failed for result in results}) == 1
-        if alike and all(result.done and result.reusable for result in results):
+        have_same_outcome = len({result.failed for result in results}) == 1
+        if have_same_outcome and all(result.done and result.reusable for result in results):
+            # After all ranks have ended, because leaving a process group may break it for other ranks.
             for process in running:
-                # After all ranks have ended, because leaving a process group may break it for other ranks.
                 process.send({"release": True})
         else:
             self._kill(numbers)
@@ -84,7 +84,8 @@ class Pool:
         self._processes += [None] * (len(results) - len(self._processes))
         for number, result in enumerate(results):
             process = self._processes[number]
-            if process is not None and not process.wait_until_idle(RELEASE):  # killed or stuck since its last test
+            # Killed or stuck since its last test.
+            if process is not None and not process.wait_until_idle(RELEASE):
                 process.kill()
                 process = None
             if process is None:
@@ -101,54 +102,68 @@ class Pool:
         self, running: Sequence[RankProcess], results: Sequence[Result], limit: float, tail: Callable[[], None]
     ) -> str:
         """Receive messages until all ranks are done, the grace period after a failure is over, or time is up."""
-        by_socket = {process.socket: i for i, process in enumerate(running)}
-        started, began = time.monotonic(), False
+        started = time.monotonic()
+        has_begun = False
         while not all(result.over for result in results):
-            readable = wait([s for s, i in by_socket.items() if not results[i].over], timeout=TICK)
-            for number in {by_socket[s] for s in readable}:  # type: ignore[index]
-                self._receive(running[number], results[number])
-            for process, result in zip(running, results, strict=True):
-                # A grandchild may keep the connection open after the rank has ended.
-                if not result.over and process.ended():
-                    self._receive(process, result)
-                    if not result.over:
-                        self._record_exit(process, result)
+            self._receive_all(running, results)
             tail()
             now = time.monotonic()
-            left = [result.left_early_at for result in results if result.left_early_at is not None]
-            if left and now > min(left) + GRACE:
-                in_teardown = any(result.left_early_at is not None and not result.over for result in results)
-                if not in_teardown or now > min(left) + TEARDOWN:
-                    break
+            if _has_grace_passed(results, now):
+                break
             ready = [result.ready for result in results if result.ready is not None]
             if len(ready) < len(results):
                 if now > started + STARTUP:
                     return f"the ranks' process groups were not ready in {STARTUP:g} s"
-            elif not began and not left:  # no rank may run the test alone
-                began = True
+            elif has_begun:
+                if now > max(ready) + limit:
+                    return str(PytestText.TIME_LIMIT(seconds=limit))
+            # No rank may run the test alone.
+            elif all(result.left_early_at is None for result in results):
+                has_begun = True
                 for process in running:
                     process.send({"begin": True})
-            elif began and now > max(ready) + limit:
-                return str(PytestText.TIME_LIMIT(seconds=limit))
         return ""
 
+    def _receive_all(self, running: Sequence[RankProcess], results: Sequence[Result]) -> None:
+        """Wait for the next messages, but not longer than TICK, and record which ranks have ended."""
+        by_socket = {}
+        for process, result in zip(running, results, strict=True):
+            if not result.over:
+                by_socket[process.socket] = process, result
+        for connection in wait(list(by_socket), timeout=TICK):
+            self._receive(*by_socket[connection])  # type: ignore[index]
+        for process, result in by_socket.values():
+            # A grandchild may keep the connection open after the rank has ended.
+            if not result.over and process.ended():
+                self._receive(process, result)
+                if not result.over:
+                    self._record_exit(process, result)
+
     def _receive(self, process: RankProcess, result: Result) -> None:
+        """Read the messages of a rank. Without a connection, the rank has ended."""
         messages = process.receive()
         if messages is None:
             self._record_exit(process, result)
-        for message in messages or ():
-            if "report" in message:
-                result.add(self._load_report(message["report"]))
-            result.joining = result.joining or "joining" in message
-            if "ready" in message:
-                result.ready = time.monotonic()
-            if "problem" in message:
-                result.problems.append(message["problem"])
-                result.fail()
-            if "warning" in message:
-                result.warnings.append(message["warning"])
-            if "done" in message:
-                result.done, result.reusable = True, message["done"]["reusable"]
+            return
+        for message in messages:
+            self._apply_message(message, result)
+
+    def _apply_message(self, message: dict[str, Any], result: Result) -> None:
+        """Add a message to the result of its rank."""
+        if "report" in message:
+            result.add(self._load_report(message["report"]))
+        if "joining" in message:
+            result.joining = True
+        if "ready" in message:
+            result.ready = time.monotonic()
+        if "problem" in message:
+            result.problems.append(message["problem"])
+            result.fail()
+        if "warning" in message:
+            result.warnings.append(message["warning"])
+        if "done" in message:
+            result.done = True
+            result.reusable = message["done"]["reusable"]
 
     def _record_exit(self, process: RankProcess, result: Result) -> None:
         result.left_with = process.kill_disconnected()
@@ -162,9 +177,22 @@ class Pool:
                 self._processes[number] = None
 
 
+def _has_grace_passed(results: Sequence[Result], now: float) -> bool:
+    """Whether the other ranks have had enough time to end after a rank has left the test early."""
+    ends = [result.left_early_at for result in results if result.left_early_at is not None]
+    if not ends or now <= min(ends) + GRACE:
+        return False
+    # A rank that has left the test may still tear its fixtures down.
+    in_teardown = any(result.left_early_at is not None and not result.over for result in results)
+    return not in_teardown or now > min(ends) + TEARDOWN
+
+
 def _collect_stacks(running: Sequence[RankProcess], results: Sequence[Result]) -> None:
-    stuck = [(process, result) for process, result in zip(running, results, strict=False) if not result.over]
-    for process, _ in stuck:
-        process.ask_for_stack()
-    if stuck:
-        wait_for_stacks([result.folder / "stacks" for _, result in stuck])
+    stack_files = []
+    # After an error while the ranks were started, there are fewer processes than results.
+    for process, result in zip(running, results, strict=False):
+        if not result.over:
+            process.ask_for_stack()
+            stack_files.append(result.folder / "stacks")
+    if stack_files:
+        wait_for_stacks(stack_files)

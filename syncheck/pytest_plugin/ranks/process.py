@@ -52,7 +52,8 @@ class Guard:
 
     def send(self, line: str) -> None:
         """Send `+PID` to watch a process, `-PID` after its end, because its id may be reused."""
-        with suppress(OSError):  # the guard was killed
+        # The guard was killed.
+        with suppress(OSError):
             self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()
 
@@ -106,10 +107,12 @@ class RankProcess:
                 break
             except OSError:
                 data = b""
-            self._closed = not data
+            if not data:
+                self._closed = True
             self._received += data
-        *lines, rest = bytes(self._received).split(b"\n") if b"\n" in self._received else [bytes(self._received)]
-        self._received = bytearray(rest)
+        # The last line may be incomplete.
+        *lines, incomplete = bytes(self._received).split(b"\n")
+        self._received = bytearray(incomplete)
         messages = [_decode(line) for line in lines]
         return None if self._closed and not messages else messages
 
@@ -134,14 +137,14 @@ class RankProcess:
     def wait_until_idle(self, seconds: float) -> bool:
         """Wait until the child has released its last test. Return whether it has, and is alive."""
         deadline = time.monotonic() + seconds
-        while not self.idle and time.monotonic() < deadline:
+        while not self.idle:
             messages = self.receive()
-            if messages is None or self.ended():
+            if messages is None or self.ended() or time.monotonic() > deadline:
                 return False
             self.idle = any("released" in message for message in messages)
             if not self.idle:
                 time.sleep(0.005)
-        return self.idle and not self.ended()
+        return not self.ended()
 
     def ask_for_stack(self) -> None:
         """Make the child write the stacks of all threads, even if it is blocked in C code."""
@@ -164,10 +167,15 @@ def wait_for_stacks(files: list[Path], seconds: float = 2.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        now = [file.stat().st_size if file.exists() else 0 for file in files]
-        if now == sizes and all(now):
+        sizes_now = [_find_size(file) for file in files]
+        if sizes_now == sizes and all(sizes_now):
             return
-        sizes = now
+        sizes = sizes_now
+
+
+def _find_size(file: Path) -> int:
+    """Return the size of a file in bytes, 0 if it does not exist."""
+    return file.stat().st_size if file.exists() else 0
 
 
 def _decode(line: bytes) -> dict[str, Any]:

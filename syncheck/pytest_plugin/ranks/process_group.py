@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # Seconds by which the timeout of collectives exceeds the test's time limit, which reports the state of all ranks.
 EXTRA_TIMEOUT = 30.0
-_destroyed: list[Any] = []  # destroyed process groups and their backends
+# Destroyed process groups and their backends.
+_destroyed: list[Any] = []
 
 
 def prepare(task: dict[str, Any]) -> None:
@@ -66,13 +67,16 @@ def destroy() -> None:
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        with suppress(AttributeError, RuntimeError):  # private names of torch; a group without a CPU backend
+        # Private names of torch, and a group without a CPU backend.
+        with suppress(AttributeError, RuntimeError):
             cpu = sys.modules["torch"].device("cpu")
             _destroyed.extend(group._get_backend(cpu) for group in dist.distributed_c10d._world.pg_map)  # noqa: SLF001
             _destroyed.extend(dist.distributed_c10d._world.pg_map)  # noqa: SLF001
         dist.destroy_process_group()
-    for index in reversed(range(len(_destroyed))):  # groups before their backends, which they reference
-        if sys.getrefcount(_destroyed[index]) <= 2:  # the list and the argument
+    # Groups before their backends, which they reference.
+    for index in reversed(range(len(_destroyed))):
+        # One reference is in the list, one is the argument.
+        if sys.getrefcount(_destroyed[index]) <= 2:
             del _destroyed[index]
 
 
@@ -86,7 +90,8 @@ def settings() -> tuple[Any, ...]:
         _device(torch),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.distributed.get_debug_level(),  # of TORCH_DISTRIBUTED_DEBUG at import, or set by the test
+        # Of TORCH_DISTRIBUTED_DEBUG at import, or set by the test.
+        torch.distributed.get_debug_level(),
     )
 
 

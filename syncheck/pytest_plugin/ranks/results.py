@@ -81,10 +81,12 @@ class Result:
             with (self.folder / stream).open("rb") as file:
                 omitted = file.seek(0, os.SEEK_END) - MOST_OUTPUT
                 file.seek(0)
-                data = file.read(MOST_OUTPUT if omitted <= 0 else half)
-                if omitted > 0:
+                if omitted <= 0:
+                    data = file.read(MOST_OUTPUT)
+                else:
+                    beginning = file.read(half)
                     file.seek(-half, os.SEEK_END)
-                    data += f"\n... {omitted} bytes omitted ...\n".encode() + file.read(half)
+                    data = beginning + f"\n... {omitted} bytes omitted ...\n".encode() + file.read(half)
         except OSError:
             return ""
         return data.decode(errors="replace")
@@ -92,7 +94,7 @@ class Result:
     def describe_exit(self) -> str:
         """Return how the process ended."""
         assert self.left_with is not None
-        when = "during the test" if self.ready is not None else "before the test started"
+        when = "before the test started" if self.ready is None else "during the test"
         if self.left_with == LOST_CONNECTION:
             return f"its process lost the connection to pytest {when}; check for code closing file descriptors"
         if self.left_with >= 0:
@@ -107,10 +109,19 @@ class Result:
 
 def failed_start(results: Sequence[Result]) -> str:
     """Return why the ranks did not start; "" if they did, or if code of the test may have failed."""
-    failed = [result for result in results if result.failed]
-    at_start = all(r.joining or (r.reused and not r.problems) for r in failed) and any(r.ready is None for r in results)
-    reasons = (f"rank {r.rank}: {r.problems[0].strip() if r.problems else r.describe_exit()}" for r in failed)
-    return "; ".join(reasons) if at_start else ""
+    if all(result.ready is not None for result in results):
+        return ""
+    reasons = []
+    for result in results:
+        if not result.failed:
+            continue
+        # Before a rank joins the process group, it imports the test module, which may fail.
+        was_importing = not result.joining and (result.problems or not result.reused)
+        if was_importing:
+            return ""
+        reason = result.problems[0].strip() if result.problems else result.describe_exit()
+        reasons.append(f"rank {result.rank}: {reason}")
+    return "; ".join(reasons)
 
 
 def is_main_report(report: pytest.TestReport) -> bool:

@@ -66,7 +66,8 @@ def _enter(task: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(task["environment"])
     sys.path[:] = task["path"]
-    if faulthandler.is_enabled():  # by pytest, which keeps the stderr of the first test
+    # Pytest has enabled it with the stderr of the first test.
+    if faulthandler.is_enabled():
         faulthandler.enable(file=2)
     stacks = (folder / "stacks").open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -188,9 +189,8 @@ def _session(task: Task, plugin: _Plugin) -> None:
     from _pytest.config import _prepareconfig
 
     config = _prepareconfig(task["args"], [plugin])
-    config.pluginmanager.register(
-        object(), "syncheck-rank"
-    )  # marks this session as a rank for the hooks of this plugin
+    # Marks this session as a rank for the hooks of this plugin.
+    config.pluginmanager.register(object(), "syncheck-rank")
     for name in _DISABLED_PLUGINS:
         if config.pluginmanager.hasplugin(name):
             config.pluginmanager.unregister(name=name)
@@ -206,7 +206,8 @@ def _session(task: Task, plugin: _Plugin) -> None:
         config.workeroutput = {}  # type: ignore[attr-defined]
     stdout = sys.stdout
     with open(os.devnull, "w", encoding="utf-8") as null:
-        sys.stdout = null  # discards the output of the rank's terminal reporter
+        # Discards the output of the rank's terminal reporter.
+        sys.stdout = null
         try:
             plugin.stdout = stdout
             config.hook.pytest_cmdline_main(config=config)
@@ -269,12 +270,14 @@ class _Plugin:
         else:
             self.send_problem(self._describe_missing_test())
         if self.measured is not None:
-            self.measured.save()  # the process may be killed later
+            # The process may be killed later.
+            self.measured.save()
         stopped = session.shouldfail or session.shouldstop
         self.send({"done": {"reusable": not stopped and _fingerprint() == before}})
 
     def _describe_missing_test(self) -> str:
         nodeid = self.task["nodeid"]
+        # A file or class that cannot be collected hides all of its tests.
         broken = [text for node, text in self.broken.items() if nodeid.startswith(node)]
         if broken:
             return "\n".join(["collecting the test failed:", *broken])
@@ -297,7 +300,8 @@ class _Plugin:
         try:
             process_group.destroy()
         except Exception:  # noqa: BLE001
-            os._exit(1)  # the pool starts a new process
+            # The pool starts a new process.
+            os._exit(1)
         self.send({"released": True})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
