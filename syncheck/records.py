@@ -228,14 +228,14 @@ class Counts:
         # Tensors with different shapes count as not compared, although they are out of sync.
         return self.tensors - self.not_compared
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, added: Counts) -> Counts:
         return Counts(
-            tensors=self.tensors + other.tensors,
-            identical=self.identical + other.identical,
-            equal=self.equal + other.equal,
-            close=self.close + other.close,
-            different=self.different + other.different,
-            not_compared=self.not_compared + other.not_compared,
+            tensors=self.tensors + added.tensors,
+            identical=self.identical + added.identical,
+            equal=self.equal + added.equal,
+            close=self.close + added.close,
+            different=self.different + added.different,
+            not_compared=self.not_compared + added.not_compared,
         )
 
 
@@ -409,6 +409,7 @@ class Report:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings of all groups."""
+        # In the order of the groups, so the same finding at several steps occurs several times.
         findings: list[Finding] = []
         for group in self.groups:
             findings += group.findings
@@ -446,12 +447,14 @@ class OutOfSync(SyncheckError, AssertionError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
+        # The default would call the class with the text alone.
         # Test runners send exceptions from one process to another.
         return type(self), (str(self), self.report)
 
 
 def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
+    # The first rank makes the order of equally large sets the same in every process.
     ordered = sorted(sets, key=lambda ranks: (-len(ranks), ranks[0]))
     return tuple(map(tuple, ordered))
 
@@ -461,6 +464,7 @@ def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     # Neither of two equally large sets is more likely to be right.
     if len(sets) < 2 or len(sets[0]) == len(sets[1]):
         return ()
+    # In the order of ranks, because the sets have the order of their sizes.
     minority: list[int] = []
     for ranks in sets[1:]:
         minority += ranks
