@@ -73,6 +73,7 @@ def _find_kinds(
         if snapshot.metadata is not None and snapshot.metadata.buffers is not None:
             described[rank] = snapshot
 
+    # Metadata without a description of the model says nothing about its buffers.
     metadata = merge_metadata(described) if described else None
     kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
     return _mark_mixed(kinds, aligned, selection)

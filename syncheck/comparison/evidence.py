@@ -48,6 +48,7 @@ def add_evidence(
     for name, ranks in _find_damage(differing, replicas, files).items():
         fields[name]["damaged"] = ranks
 
+    # Tensors of different names resemble each other by their cosines, so these searches come last.
     for name, holds in find_exchanged(differing, replicas, files).items():
         fields[name]["holds"] = holds
 
@@ -219,6 +220,7 @@ def _compare_bits(patterns: Sequence[int]) -> dict[str, Any]:
     if not 1 < len(patterns) <= _PAIRED:
         return {}
 
+    # The largest number counts, so that a single flipped bit is certain between all clusters.
     flips = [first ^ second for first, second in combinations(patterns, 2)]
     flipped_bits = max(flip.bit_count() for flip in flips)
     bit = flips[0].bit_length() - 1

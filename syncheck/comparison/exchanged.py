@@ -66,14 +66,15 @@ def find_exchanged(
                 if start is not None:
                     by_start[start].append(content)
 
-    found: dict[str, dict[int, str]] = defaultdict(dict)
+    exchanged: dict[str, dict[int, str]] = defaultdict(dict)
     for contents in by_start.values():
-        for odd in contents:
-            other = _find_equal(odd, contents, files) if odd.is_odd else None
-            if other is not None:
-                found[odd.name].update(dict.fromkeys(odd.ranks, other.name))
+        for content in contents:
+            # Contents outside the majority are those that a rank may have moved.
+            source = _find_equal(content, contents, files) if content.is_odd else None
+            if source is not None:
+                exchanged[content.name].update(dict.fromkeys(content.ranks, source.name))
 
-    return dict(found)
+    return dict(exchanged)
 
 
 def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
@@ -107,22 +108,24 @@ def _describe_start(tensor: Tensor, files: Files) -> bytes | None:
     return hashlib.blake2b(f"{tensor.dtype} {tensor.shape} ".encode() + data, digest_size=16).digest()
 
 
-def _find_equal(odd: _Content, contents: Sequence[_Content], files: Files) -> _Content | None:
+def _find_equal(content: _Content, candidates: Sequence[_Content], files: Files) -> _Content | None:
     """Return another tensor of other ranks with the same bytes."""
-    for other in contents:
-        is_elsewhere = other.name != odd.name and not set(other.ranks) & set(odd.ranks)
-        if is_elsewhere and _hold_equal_bytes(odd.tensor, other.tensor, files):
-            return other
+    for candidate in candidates:
+        if candidate.name == content.name or not set(candidate.ranks).isdisjoint(content.ranks):
+            continue
+
+        if _hold_equal_bytes(content.tensor, candidate.tensor, files):
+            return candidate
 
     return None
 
 
-def _hold_equal_bytes(one: Tensor, other: Tensor, files: Files) -> bool:
+def _hold_equal_bytes(first: Tensor, second: Tensor, files: Files) -> bool:
     """Whether two tensors of one dtype and shape have equal bytes."""
     step = block_size(2)
-    for start in range(0, one.numel, step):
-        count = min(step, one.numel - start)
-        if bytes(files.read(one, start, count, 0)) != bytes(files.read(other, start, count, 1)):
+    for start in range(0, first.numel, step):
+        count = min(step, first.numel - start)
+        if bytes(files.read(first, start, count, 0)) != bytes(files.read(second, start, count, 1)):
             return False
 
     return True
@@ -138,22 +141,31 @@ def find_resembling(
 
     cosines: between the replicas of each tensor. Raises CheckpointError if a file can no longer be read.
     """
-    found: dict[str, dict[int, str]] = defaultdict(dict)
+    resembling: dict[str, dict[int, str]] = defaultdict(dict)
     turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
     for partners in _group_partners(turned):
         vectors = {diff.name: _read_vectors(diff, replicas[diff.name], files) for diff in partners[:_MOST_ALIKE]}
-        for one, other in combinations(vectors, 2):
-            for rank, (vector, reference) in vectors[one].items():
-                if rank not in vectors[other]:
-                    continue
+        for name, partner in combinations(vectors, 2):
+            for rank in vectors[name]:
+                if rank in vectors[partner] and _have_exchanged_directions(vectors[name][rank], vectors[partner][rank]):
+                    resembling[name][rank] = partner
+                    resembling[partner][rank] = name
 
-                other_vector, other_reference = vectors[other][rank]
-                # Exchanged tensors are alike in both directions.
-                if float(vector @ other_reference) >= ALIKE and float(other_vector @ reference) >= ALIKE:
-                    found[one][rank] = other
-                    found[other][rank] = one
+    return dict(resembling)
 
-    return dict(found)
+
+def _have_exchanged_directions(first: tuple[Vector, Vector], second: tuple[Vector, Vector]) -> bool:
+    """Whether each of two tensors of a rank has nearly the direction of the other tensor on other ranks.
+
+    first, second: the vectors of the rank and of the other ranks.
+    """
+    first_vector, first_reference = first
+    second_vector, second_reference = second
+    # Exchanged tensors are alike in both directions.
+    if float(first_vector @ second_reference) < ALIKE:
+        return False
+
+    return float(second_vector @ first_reference) >= ALIKE
 
 
 def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:

@@ -313,11 +313,11 @@ def _fit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
 
 def _predict_unsynchronized(share: float, pair: _Pair, momentum: float) -> tuple[float, float]:
     """Return the cosine and growth of unsynchronized statistics, if `share` of the batch differences is constant."""
-    kept = 1 - momentum
+    decay = 1 - momentum
 
     def covariance(a: int, b: int) -> float:
-        constant = (1 - kept**a) * (1 - kept**b)
-        random = momentum**2 * kept ** (b - a) * (1 - kept ** (2 * a)) / (1 - kept**2)
+        constant = (1 - decay**a) * (1 - decay**b)
+        random = momentum**2 * decay ** (b - a) * (1 - decay ** (2 * a)) / (1 - decay**2)
         return share * constant + (1 - share) * random
 
     first, last = covariance(pair.earlier, pair.earlier), covariance(pair.later, pair.later)

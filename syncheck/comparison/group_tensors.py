@@ -94,6 +94,7 @@ class GroupTensors:
     def _compare_replicas(self, name: str, kind: str, tensors: Mapping[int, Tensor]) -> None:
         dtype = next(iter(tensors.values())).dtype
         may_be_partitioned = self._optimizer.may_hold(name, of_optimizer=kind in OPTIMIZER)
+        # If ranks hold different state by design, a missing state is no difference.
         is_partitioned = may_be_partitioned and not self._optimizer.unclear and not self._is_lost(name, tensors)
         replica_sets = self._alignment.find_replica_sets(name, tensors)
         scan = FiniteScan(dtype, nan_only=kind == "buffer")
@@ -113,6 +114,7 @@ class GroupTensors:
             self._tally.not_finite.append(name)
 
         if diff is not None:
+            # The state of other parameters, or state out of sync: the files do not show which.
             if diff.out_of_sync and self._optimizer.unclear and may_be_partitioned:
                 diff = skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, self._optimizer.unclear)
 

@@ -46,8 +46,8 @@ class ModelValues:
 
             self._formats.add(snapshot.format)
             for name, membership in snapshot.model_values.items():
-                known = self._memberships.get(name, membership)
-                self._memberships[name] = max(known, membership, key=_ORDER.index)
+                earlier = self._memberships.get(name, membership)
+                self._memberships[name] = max(earlier, membership, key=_ORDER.index)
 
     def includes(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a value belongs to the model, and not to the rank.

@@ -92,7 +92,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     equal_ranks = _find_set(rank, diff.clusters)
     if equal_ranks is None:
         # Ranks without the tensor are in no cluster, and count as equal to each other.
-        clustered = {member for cluster in diff.clusters for member in cluster}
+        clustered = set[int]().union(*diff.clusters)
         equal_ranks = tuple(member for member in ranks_to_compare if member not in clustered)
 
     minority = set(ranks_to_compare) - set(equal_ranks)

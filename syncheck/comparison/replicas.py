@@ -81,6 +81,7 @@ def _compare_tensors(alignment: Alignment, classification: Classification, selec
     tally = Tally()
     snapshots = alignment.snapshots
     if len(snapshots) > 1:
+        # Importing numpy for the search for NaN pays off only for large files.
         prepare(max(snapshot.bytes for snapshot in snapshots.values()))
         with Files(jobs=selection.jobs) as files:
             GroupTensors(alignment, classification, selection, files, tally).compare()
@@ -93,6 +94,7 @@ def _compare_values(
 ) -> list[ValueDiff]:
     """Return the diffs of values, and of the attributes of modules in memory."""
     snapshots = alignment.snapshots
+    # A running job holds all values, but files of other formats may lack some.
     is_strict = in_memory(snapshots) and not replicas.two_models
     values = compare_values(alignment, classification.is_selected, selection.exclude, strict=is_strict)
     if replicas.paired:
@@ -135,6 +137,7 @@ def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot
 
 
 def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
+    # The training's host: a file may have been copied to another machine, or into another folder.
     host = snapshot.host
     if snapshot.metadata is not None and snapshot.metadata.host:
         host = snapshot.metadata.host

@@ -124,26 +124,28 @@ def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int 
 
     ranks: by position in the group, the rank of the file, None if it is unknown.
     """
-    known: dict[int, int] = {}
+    rank_of_position: dict[int, int] = {}
     for position in values:
         rank = ranks[position]
         if rank is None:
             return False
 
-        known[position] = rank
+        rank_of_position[position] = rank
 
-    if len(set(known.values())) < len(known):  # two files of one rank
+    if len(set(rank_of_position.values())) < len(rank_of_position):  # two files of one rank
         return False
 
     kinds = {type(value) for value in values.values()}
     if kinds == {str}:
-        patterns = {_without_number(values[position], rank) for position, rank in known.items()}
+        patterns = {_without_number(values[position], rank) for position, rank in rank_of_position.items()}
         return len(patterns) == 1
 
     if not kinds <= {int, float}:
         return False
 
-    return _are_on_a_line(sorted((rank, values[position]) for position, rank in known.items()), seeds=is_seed(name))
+    return _are_on_a_line(
+        sorted((rank, values[position]) for position, rank in rank_of_position.items()), seeds=is_seed(name)
+    )
 
 
 def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:

@@ -65,6 +65,7 @@ class Tally:
         if diff is not None:
             self.diffs.append(diff)
 
+        # A rank that lacks a tensor was compared with ranks that have it.
         is_compared = status != "not_compared" or (diff is not None and diff.reason is Reason.MISSING)
         if is_compared and replica_sets is not None and kind != "optimizer_step":
             self.compared.update(*replica_sets.comparable)
@@ -73,6 +74,7 @@ class Tally:
 
     def _add_shards(self, diff: TensorDiff | None, replica_sets: ReplicaSets | None, *, partitioned: bool) -> None:
         is_sharded = diff is not None and diff.reason is Reason.SHARDED
+        # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
         if replica_sets is not None and replica_sets.kind:
             layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
             self.shard_sets[layout].append(() if is_sharded else replica_sets.comparable)
@@ -85,6 +87,7 @@ class Tally:
         """Return a summary of the sharded tensors by kind and layout."""
         summaries = []
         for (kind, layout), sets_of_tensors in self.shard_sets.items():
+            # Shards without replicas have an empty set.
             compared = [sets for sets in sets_of_tensors if sets]
             replica_groups = tuple(dict.fromkeys(chain.from_iterable(compared)))
             summaries.append(Shards(kind, layout, len(sets_of_tensors), len(compared), replica_groups))

@@ -57,6 +57,7 @@ def compare_tensor(
     else:
         diff = _add_values(diff, _compare_matching(diff, tensors, replica_sets, compare))
 
+    # Ranks of other pipeline stages or experts do not need the tensor.
     missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
     if not missing_ranks:
         return diff
@@ -137,7 +138,8 @@ def _make_missing(
 
 def _add_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]) -> TensorDiff:
     """Return the diff of a tensor that differs, and that some ranks lack. present: the ranks that have it."""
-    clustered = {rank for cluster in diff.clusters for rank in cluster}
+    clustered = set[int]().union(*diff.clusters)
+    # Ranks of replica sets without a difference are in no cluster yet.
     unclustered = tuple(rank for rank in present if rank not in clustered)
     clusters = diff.clusters
     if unclustered:
@@ -183,6 +185,7 @@ def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets
     else:
         return None
 
+    # From the strongest to the weakest reason: shards of several layouts may have several shapes, too.
     for find in (_find_refused_shards, _find_refused_kinds, _find_shapes, _find_dtypes, _find_layouts):
         diff = find(bare, tensors, replica_sets)
         if diff is not None:
@@ -340,6 +343,7 @@ def _make_mismatch(
     bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
 ) -> TensorDiff:
     """Return a diff of values by rank: shapes, dtypes or layouts."""
+    # The values of most ranks come first, like the clusters of compared bytes.
     ranks_by_value = group_ranks(values)
     sets = largest_first(ranks_by_value.values())
     value_of_set = {tuple(ranks): value for value, ranks in ranks_by_value.items()}
@@ -384,6 +388,7 @@ def _compare_set(
 
 def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff:
     """Return one diff of several replica sets, with the numbers of the worst set."""
+    # The numbers of several sets have no common reference, so those of the worst set stand for all.
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     clusters: list[tuple[int, ...]] = []
     minority: list[int] = []
@@ -442,7 +447,11 @@ def _compare_bytes(
 
 def _name_ranks(clusters: Iterable[Iterable[int]], ranks: Sequence[int]) -> Sets:
     """Return clusters of ranks. clusters: of positions in `ranks`."""
-    return tuple(tuple(ranks[position] for position in positions) for positions in clusters)
+    named_clusters: list[tuple[int, ...]] = []
+    for positions in clusters:
+        named_clusters.append(tuple(ranks[position] for position in positions))
+
+    return tuple(named_clusters)
 
 
 def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, int]:

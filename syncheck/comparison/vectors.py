@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.findings import FIRST_MOMENTS, MEASURED, SECOND_MOMENTS
@@ -38,7 +39,7 @@ def select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
         if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:
             by_kind[kind].append(diff)
 
-    return [diff for diffs in by_kind.values() for diff in diffs]
+    return list(chain.from_iterable(by_kind.values()))
 
 
 def _moment_of(diff: TensorDiff) -> str | None:

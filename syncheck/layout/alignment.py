@@ -94,6 +94,7 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
         for stored_name, tensor in snapshot.tensors.items():
             tensors.setdefault(names_of_rank[stored_name], {})[rank] = tensor
 
+    # The first copy in another stage takes the name of its tensor, so that both are compared.
     copies = find_copies(tensors, snapshots)
     separate_copies = {name: tensors.pop(name) for name in copies}
     for name, source in copies.items():
@@ -107,11 +108,13 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
             rank: tensor for rank, tensor in tensors[source].items() if rank not in tensors[name]
         }
 
+    # Libraries without metadata give an embedding one name in all stages.
     for name, by_rank in tensors.items():
         if is_embedding_in_stages(name, by_rank, snapshots):
             tied.add(name)
 
     positions = find_positions(snapshots)
+    # Outside a mesh, all ranks hold whole tensors.
     replicated: frozenset[str] = frozenset()
     if positions.plain:
         replicated = find_replicated((*tensors, *separate_copies))

@@ -115,6 +115,7 @@ def _group_equal_layouts(tensors: Iterable[Tensor]) -> list[list[str]]:
     """Return lists of names of tensors at one location with the same dtype, shape, strides and boxes."""
     names: dict[Hashable, list[str]] = defaultdict(list)
     for tensor in tensors:
+        # Two tensors in several boxes may begin with the same box.
         boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
         names[tensor.dtype, tensor.shape, tensor.strides, tuple(boxes)].append(tensor.name)
 
@@ -178,6 +179,7 @@ def list_ties(snapshots: Iterable[Snapshot]) -> dict[str, str]:
             if sources.setdefault(name, source) != source:
                 contradicted.add(name)
 
+    # Metadata is untrusted, and ranks of different runs may list different ties.
     for name in contradicted:
         del sources[name]
 
@@ -244,6 +246,7 @@ def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: 
     if name.startswith("optimizer."):
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
 
+    # The names first: most tensors are no embeddings.
     if not _EMBEDDING.fullmatch(parameter):
         return False
 
@@ -263,6 +266,7 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
     for diff in missing:
         lacking_ranks |= _find_lacking_ranks(diff)
 
+    # If one file holds all tensors, the other files lack tensors.
     if lacking_ranks != {replica.rank for replica in comparison.replicas}:
         return comparison
 

@@ -58,7 +58,7 @@ class _Contents:
     """Flat tensors of weights, by group and rank."""
     states: dict[_State, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     """The tensors of states by name, by group and rank."""
-    others: dict[str, Tensor] = field(default_factory=dict)
+    unjoined: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are not joined."""
 
 
@@ -86,9 +86,11 @@ def join(snapshot: Snapshot) -> Snapshot:
     if not is_zero3:
         paddings = _read_sizes(snapshot, f"optimizer.{first_label}.param_alignment_paddings.")
 
+    # The fp32 weights of the optimizer are more exact than their copies in the model states.
     whole_tensors = _join_groups(snapshot.path, contents, groups, paddings, len(ranks))
     for name, value in snapshot.values.items():
         tied_name = name.removeprefix(f"{top}shared_params.")
+        # A tied parameter has no weights of its own in the optimizer.
         if tied_name != name and isinstance(value, str) and value in whole_tensors:
             whole_tensors[tied_name] = whole_tensors[value]
 
@@ -97,7 +99,7 @@ def join(snapshot: Snapshot) -> Snapshot:
     if copies:
         notes = (*notes, Note.WEIGHT_COPIES(count=copies))
 
-    tensors = contents.model | whole_tensors | contents.others
+    tensors = contents.model | whole_tensors | contents.unjoined
     return replace(
         snapshot,
         tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
@@ -176,7 +178,7 @@ def _sort_tensors(snapshot: Snapshot, ranks: Mapping[str, int]) -> _Contents:
         elif rank == 0:
             contents.model[inner_name] = tensor
         elif inner_name not in contents.model:
-            contents.others[name] = tensor
+            contents.unjoined[name] = tensor
 
     return contents
 
@@ -191,7 +193,7 @@ def _sort_optimizer_tensor(contents: _Contents, name: str, rank: int | None, ten
     elif rank is not None and state is not None:
         contents.states[_State(state[1], rank)][state[2]] = tensor
     else:
-        contents.others[name] = tensor
+        contents.unjoined[name] = tensor
 
 
 def _read_sizes(snapshot: Snapshot, start: str) -> dict[str, list[int]]:
@@ -202,6 +204,7 @@ def _read_sizes(snapshot: Snapshot, start: str) -> dict[str, list[int]]:
             continue
 
         name = full_name.removeprefix(start)
+        # An empty list of sizes: a scalar.
         if value == "()":
             lists[name] = []
         elif are_naturals([value]):
@@ -302,6 +305,7 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
         count += len(members)
 
     groups_with_data = {group for group, flats in contents.flats.items() if any(map(_has_elements, flats.values()))}
+    # Groups without elements may be missing in param_shapes.
     if groups_with_data <= groups.keys() and len(shapes) == count:
         return shapes
 
@@ -352,6 +356,7 @@ def _split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: 
     if len(set(lengths)) > 1 or sum(lengths) != needed:
         raise _refuse_lengths(path, group, lengths, needed)
 
+    # The last chunk of a parameter may be shorter, and has padding in the flat tensor.
     position = 0
     for name, size in sizes.items():
         for rank in range(ranks):
@@ -407,6 +412,7 @@ def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str,
         if not plain_name or _LAYOUT.match(plain_name) or is_membership(plain_name):
             continue
 
+        # A value that differs between ranks keeps the label of its rank.
         if joined.setdefault(plain_name, value) == value:
             joined[plain_name] = value
         else:

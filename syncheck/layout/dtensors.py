@@ -32,6 +32,7 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
     if runs is None:
         return None
 
+    # Files are untrusted: the part must have the shape that follows from its layout.
     _check_shape(rank, tensor, runs)
     if not tensor.numel:
         return []
@@ -50,6 +51,7 @@ def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
 
     coordinate = find_coordinate(rank, sharding)
     splits = _order_splits(sharding)
+    # Partial sums have no box.
     if coordinate is None or splits is None:
         return None
 
@@ -125,6 +127,7 @@ def _order_splits(sharding: Sharding) -> list[_Split] | None:
             ranks *= sharding.mesh[later.mesh_dim] if later.dim == split.dim else 1
             position += 1
 
+        # The stripes are not those of other mesh dimensions, so they are literal.
         if ranks != split.stripes:
             return splits
 
@@ -142,6 +145,7 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     if len({tensor.dtype for tensor in sharded.values()}) > 1:
         return {}
 
+    # A missing or damaged shard is no error here: the tensor is reported as not comparable.
     try:
         whole_tensors = _assemble(sharded)
     except MalformedFile:

@@ -69,6 +69,7 @@ def group_replicas(
     else:
         described = [snapshot for snapshot in ordered if has_rank_in_metadata(snapshot)]
         plain = [snapshot for snapshot in ordered if not has_rank_in_metadata(snapshot)]
+        # Files with and without metadata may be of one run, so both are grouped before they are joined.
         groups = _group_by_metadata(described)
         copies = _group_copies(plain, roots or {})
         if not copies:
@@ -176,6 +177,7 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
 
     Files with one name in several folders are treated likewise if the folders' names differ in words.
     """
+    # Both criteria need all files, because a file outside the folders contradicts copies.
     if _have_equal_names(snapshots, roots):
         path = snapshots[0].path
         step = split_path(path).number_of("step")
@@ -222,6 +224,7 @@ def _are_folder_copies(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) 
 
         contents.setdefault(folder, set()).add(os.path.relpath(snapshot.path, folder))
 
+    # Copies of a folder hold the same files.
     first_content, *other_contents = contents.values() or [set[str]()]
     if not other_contents or any(content != first_content for content in other_contents):
         return False
@@ -271,6 +274,7 @@ def _group_by_words(snapshots: list[Snapshot], paths: Mapping[str, PathNumbers])
     keys: dict[str, FileKey] = {}
     for snapshot in snapshots:
         key = paths[snapshot.path].key()
+        # Without a step or part, the names of files may be the only words that differ.
         has_moment = bool(key.step or key.part)
         name = os.path.basename(snapshot.path) if has_moment or has_equal_folders else "*"
         keys[snapshot.path] = FileKey(name, key.step, key.part)
@@ -375,6 +379,7 @@ def _make_group(
         else:
             grouping += (Grouping.COUNTED_OVER_NODES(),)
 
+    # The natural order of names is not the order of ranks if several numbers vary.
     ranked.sort(key=lambda pair: pair[0])
     name = title_of(first.without(*first.all_of("step"), *replica_positions))
     return ReplicaGroup(name, first.number_of("step"), tuple(ranked), grouping)

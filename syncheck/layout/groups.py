@@ -71,6 +71,7 @@ def number_replicas(members: Sequence[Snapshot]) -> Ranked:
         if rank is not None:
             by_rank[rank] = member
 
+    # A rank is unknown, or several files claim it.
     if len(by_rank) < len(members):
         return tuple(enumerate(members))
 
@@ -106,6 +107,7 @@ def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> s
         return parts.without_replica()
 
     starred = parts.list_replica_numbers()
+    # The number nearest to the file's own name is most likely its rank.
     for position in reversed(_find_rank_numbers(snapshot)):
         if get_start(parts, position) not in shared:
             return parts.without(*starred, position)
@@ -188,6 +190,7 @@ def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], l
             folder = os.path.dirname(group.ranks[0][1].path)
             is_named_after_folder = True
 
+        # A folder is known to the user, and a run_id is not.
         name = run
         if is_named_after_folder and folder:
             name = f"{folder}/{run}"
@@ -244,6 +247,7 @@ def _find_common_folder(paths: Iterable[str]) -> str:
 
 def select_last_steps(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
     """Return the last step's group of each run with several replicas; for repeated steps, the first group."""
+    # Reversed, so that the first group of a repeated step is the last one that the dictionary keeps.
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
     several.sort(key=lambda group: -1 if group.step is None else group.step)
     return tuple({group.run: group for group in several}.values())

@@ -38,6 +38,7 @@ def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     for group in groups:
         depth = max(depth, _get_template(group).count("/"))
 
+    # Equal folders first: a folder that may differ joins more groups.
     groups = _join_by_path(groups, None)
     for level in range(depth):
         groups = _join_by_path(groups, level)
@@ -57,6 +58,7 @@ def _join_by_path(groups: Sequence[ReplicaGroup], level: int | None) -> list[Rep
     """
     joined: list[ReplicaGroup] = []
     for path, candidates in partition_by(groups, lambda group: _star_folder(group, level)).items():
+        # Groups whose ranks are unknown or repeat have no path in common.
         if path is None:
             joined += candidates
         elif _can_join(candidates):
@@ -128,6 +130,7 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
 
     level: of the host's folder, as in `_join_by_path`; None if the groups are not of several hosts.
     """
+    # Metadata names the run better than a path.
     first = groups[0]
     for group in groups:
         if _has_metadata(group):
@@ -217,5 +220,6 @@ def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
     if _has_metadata(group) or _has_metadata(candidate):
         return False
 
+    # Two groups of several files are more likely two runs.
     is_single = len(group.ranks) == 1 or len(candidate.ranks) == 1
     return is_single and first == second

@@ -145,6 +145,7 @@ def _split_files(snapshot: Snapshot) -> dict[str, _RankFile]:
         label, inner_name = _split_label(name)
         files[label].tensors[inner_name] = tensor
 
+    # Values without a label belong to the folder, and not to a rank.
     labels = {label for label, file in files.items() if file.tensors}
     for name, value in snapshot.values.items():
         label, inner_name = _split_label(name)
@@ -221,13 +222,8 @@ def _read_degree(values: Mapping[str, Any], kind: str, default: int = 1) -> int:
 
 
 def _malformed(snapshot: Snapshot, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(
-        snapshot.path,
-        place=place,
-        found=found,
-        needed=needed,
-        next_step="copy the folders of all ranks, or save again",
-    )
+    next_step = "copy the folders of all ranks, or save again"
+    return MalformedFile(snapshot.path, place=place, found=found, needed=needed, next_step=next_step)
 
 
 def _split_chunk(name: str) -> tuple[int, str]:
@@ -258,6 +254,7 @@ def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Gr
             if match is not None:
                 numbers[match[1]][_Stage(chunk, position.stage)].add(int(match[2]))
 
+    # Each rank has a part of every virtual stage.
     count = len(set().union(*chunks_by_label.values()))
     for label, chunks in chunks_by_label.items():
         if chunks != set(range(count)):
@@ -387,6 +384,7 @@ class _Placing:
 
             shape[dim] *= tensor_ranks
 
+        # Data-parallel ranks save no files, so the other dimensions of the mesh hold copies.
         copied_sizes = [size for size, _ in copied.values()]
         copied_coordinates = [coordinate for _, coordinate in copied.values()]
         return name, Sharding(

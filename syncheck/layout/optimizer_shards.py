@@ -78,6 +78,7 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> Detected:
     If each rank numbers its own parameters from 0, replace the numbers by names of parameters if the partition is
     known, and by `(rank 1).0` otherwise.
     """
+    # What files record comes before what their shapes suggest.
     for detect in (_detect_by_metadata, _detect_by_label, _detect_by_numbers):
         detected = detect(snapshots)
         if detected is not None:
@@ -117,6 +118,7 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     if not all_labels:
         return None
 
+    # Replicas store the same shards.
     if len(all_labels) < count:
         return Detected(snapshots, OptimizerShards())
 
@@ -227,10 +229,12 @@ def _detect_by_shapes(snapshots: Mapping[int, Snapshot], counts: Mapping[int, in
     """
     parameters = _list_parameters(next(iter(snapshots.values())))
     shapes_by_rank = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
+    # Partitions together have at most the parameters of the model.
     total = sum(counts.values())
     if total > len(parameters) or not _are_of_model(shapes_by_rank.values(), parameters.values()):
         return Detected(snapshots, OptimizerShards())
 
+    # One number with two shapes cannot be one parameter.
     holders = [counts[rank] for rank in shapes_by_rank]
     is_partition = _contradict_each_other(list(shapes_by_rank.values()))
     # Replicas have the same number of parameters.
@@ -300,6 +304,7 @@ def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     """Return the shapes of the model's parameters in their order. Tied parameters count once, as in an optimizer."""
     model = {name: tensor for name, tensor in snapshot.tensors.items() if not _STATE.fullmatch(name)}
     shapes = {name: tensor.full_shape for name, tensor in model.items()}
+    # Sharing memory shows only if the file stores the model with torch.save.
     tied: set[str] = set()
     for _, *later_names in find_shared_tensors(model.values()):
         tied.update(later_names)
@@ -368,6 +373,7 @@ def _partition_group(
         group_shapes.update(shapes)
 
     members = [name for name, shape in parameters.items() if None in group_shapes or shape in group_shapes]
+    # The sort is stable, as in torch.
     members.sort(key=lambda name: math.prod(parameters[name]), reverse=True)
     names: dict[int, list[str]] = {rank: [] for rank in sizes}
     for name in members:
@@ -392,6 +398,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
         match = _STATE.fullmatch(name)
+        # A step counter has no dimensions, whatever the shape of its parameter.
         if match is None or (not tensor.shape and match[2] == "step"):
             continue
 

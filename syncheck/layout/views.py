@@ -60,6 +60,7 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     boxes = []
     for box in list_shards(tensor):
         local, first = box.tensor, box.start[dim]
+        # Only the part of the box within the range remains.
         low, high = max(start, first), min(start + length, first + local.shape[dim])
         if low >= high:
             continue
@@ -113,29 +114,41 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
         spans = zip(at, box.start, box.tensor.shape, strict=True)
         return all(start <= i < start + length for i, start, length in spans)
 
-    box = next((box for box in list_shards(view) if holds(box, index)), None)
-    if box is None:
+    shard = next((shard for shard in list_shards(view) if holds(shard, index)), None)
+    if shard is None:
         return None
 
     size = DTYPES[tensor.dtype].size
-    steps = zip(index, box.start, box.tensor.strides, strict=True)
-    at = box.tensor.offset + size * sum((i - start) * stride for i, start, stride in steps)
-    for whole in list_shards(tensor):
-        left, rest = divmod(at - whole.tensor.offset, size)
-        if whole.tensor.path != box.tensor.path or whole.tensor.data is not box.tensor.data or left < 0 or rest:
+    steps = zip(index, shard.start, shard.tensor.strides, strict=True)
+    offset = shard.tensor.offset + size * sum((number - start) * stride for number, start, stride in steps)
+    for candidate in list_shards(tensor):
+        # Bytes in memory have no path.
+        is_same_file = candidate.tensor.path == shard.tensor.path and candidate.tensor.data is shard.tensor.data
+        skipped, misalignment = divmod(offset - candidate.tensor.offset, size)
+        if not is_same_file or skipped < 0 or misalignment:
             continue
 
-        found = list(whole.start)
-        # The largest stride first: elements of a box do not overlap.
-        for dim in sorted(range(len(found)), key=lambda dim: -whole.tensor.strides[dim]):
-            if whole.tensor.shape[dim] > 1 and (stride := whole.tensor.strides[dim]):
-                step = min(left // stride, whole.tensor.shape[dim] - 1)
-                found[dim], left = found[dim] + step, left - step * stride
-
-        if not left:
-            return tuple(found)
+        position = _find_index(candidate.tensor, skipped)
+        if position is not None:
+            return tuple(start + number for start, number in zip(candidate.start, position, strict=True))
 
     return None
+
+
+def _find_index(tensor: Tensor, skipped: int) -> list[int] | None:
+    """Return the index of an element of a tensor in one piece; None if no index has this offset.
+
+    skipped: elements from the first element of the tensor.
+    """
+    index = [0] * len(tensor.shape)
+    # The largest stride first: elements of a box do not overlap.
+    for dim in sorted(range(len(index)), key=lambda dim: -tensor.strides[dim]):
+        stride = tensor.strides[dim]
+        if tensor.shape[dim] > 1 and stride:
+            index[dim] = min(skipped // stride, tensor.shape[dim] - 1)
+            skipped -= index[dim] * stride
+
+    return None if skipped else index
 
 
 def list_shards(tensor: Tensor) -> Sequence[Shard]:

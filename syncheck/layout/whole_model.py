@@ -49,6 +49,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         tensors = {name: _without_layout(tensor) for name, tensor in first.tensors.items()}
         return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=tensors)
 
+    # Optimizers may number their parameters, so names are needed before the tensors are joined.
     alignment = align(snapshots)
     named = alignment.snapshots
     stubs: set[str] = set()
@@ -123,15 +124,15 @@ def _join_folder(snapshot: Snapshot) -> Snapshot:
 
 
 def add_tied_names(
-    models: Sequence[Snapshot], listed: Iterable[tuple[str, str]] = ()
+    models: Sequence[Snapshot], listed_ties: Iterable[tuple[str, str]] = ()
 ) -> list[tuple[Snapshot, tuple[str, ...]]]:
     """Add the names of tied tensors that only another model stores. Return each model with the added names.
 
     torch.save stores all names of tensors that share memory, and `save_pretrained` stores one of them.
-    listed: pairs of tied names in the metadata of the files.
+    listed_ties: pairs of tied names in the metadata of the files.
     """
     tensors_of_models = [normalize_keys(model.tensors) for model in models]
-    ties = [list(pair) for pair in listed]
+    ties = [list(pair) for pair in listed_ties]
     for tensors in tensors_of_models:
         renamed = [replace(tensor, name=name) for name, tensor in tensors.items()]
         ties += find_shared_tensors(renamed)
@@ -155,6 +156,7 @@ def _find_tied_tensors(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[st
         if not present_names:
             continue
 
+        # All names of a tie stand for equal bytes, so any of them will do.
         for name in tie:
             if name not in tensors:
                 tied_tensors[name] = replace(tensors[present_names[0]], name=name)
@@ -234,6 +236,7 @@ def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for name, (first_value, *other_values) in values_by_name.items():
         is_on_all_ranks = len(other_values) + 1 == len(snapshots)
+        # Each rank of a partitioned optimizer lists its own parameters.
         is_equal = all(value == first_value for value in other_values)
         if not is_membership(name) or (is_on_all_ranks and is_equal):
             joined[name] = first_value

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.live.exchange.fetching import Key
-    from syncheck.live.exchange.manifest import GroupContents
+    from syncheck.live.exchange.manifest import Content, GroupContents
     from syncheck.messages import Message
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
@@ -116,11 +116,12 @@ def _add_not_finite(report: Report, contents: GroupContents) -> Report:
     """Add the equal tensors that hold NaN or infinity; the comparison has read none of them."""
     (group,) = report.groups
     differing = {diff.name for diff in group.tensors if diff.out_of_sync}
-    measured = () if group.not_finite is None else group.not_finite.names
     names = [name for name in contents.not_finite if name in group.evidence.names and name not in differing]
-    names += measured
-    found = NotFinite(tuple(names), len(names)) if names else None
-    return replace(report, groups=(replace(group, not_finite=found),))
+    if group.not_finite is not None:
+        names += group.not_finite.names
+
+    not_finite = NotFinite(tuple(names), len(names)) if names else None
+    return replace(report, groups=(replace(group, not_finite=not_finite),))
 
 
 def _compare_contents(
@@ -136,31 +137,43 @@ def _compare_contents(
 ) -> Report:
     """Return the report about the contents of all ranks. Parameters as in `compare_snapshots`."""
     grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
-    slow = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
-    if slow:
-        grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
+    fallbacks = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
+    if fallbacks:
+        reason = next(iter(fallbacks.values()))
+        grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(fallbacks), reason=reason),)
+
     has_attributes = any(contents.attributes.values())
-    if (
-        contents.are_equal and not has_attributes and options.reference is None
-    ):  # with a reference, the report also has its rank
+    # With a reference, the report also has its rank.
+    if contents.are_equal and not has_attributes and options.reference is None:
         return _report_in_sync(contents, options, name, grouping, {} if cache is None else cache)
-    wanted = _find_differing(contents, options)
-    if not wanted:
+
+    to_fetch = _find_differing(contents, options)
+    if not to_fetch:
         return _judge_replicas(contents, options, name, grouping)
-    content = contents.of_rank(channel.rank)
-    names = contents.fetched_names(content)
-    own: dict[Key, Sliced] = {
-        (names[name], content.tensors[name].same): tensor.data
-        for name, tensor in local.tensors.items()
-        if tensor.data is not None
-    }
+
+    local_bytes = _list_local_bytes(channel, local, contents)
 
     def measure() -> Report:
-        readable, beyond = _attach_bytes(contents, channel, own, wanted, budget)
-        over = (Grouping.OVER_BUDGET(tensors=beyond, budget=budget),) if beyond else ()
-        return _judge_replicas(readable, options, name, grouping + over, histograms=histograms)
+        readable, beyond = _attach_bytes(contents, channel, local_bytes, to_fetch, budget)
+        reasons = grouping
+        if beyond:
+            reasons += (Grouping.OVER_BUDGET(tensors=beyond, budget=budget),)
 
-    return channel.run_on_leader(measure, lambda pieces: read_pieces(own, pieces))
+        return _judge_replicas(readable, options, name, reasons, histograms=histograms)
+
+    return channel.run_on_leader(measure, lambda pieces: read_pieces(local_bytes, pieces))
+
+
+def _list_local_bytes(channel: Channel, local: Snapshot, contents: GroupContents) -> dict[Key, Sliced]:
+    """Return the bytes of this rank's tensors by the names under which ranks exchange them."""
+    content = contents.of_rank(channel.rank)
+    names = contents.fetched_names(content)
+    local_bytes: dict[Key, Sliced] = {}
+    for name, tensor in local.tensors.items():
+        if tensor.data is not None:
+            local_bytes[names[name], content.tensors[name].same] = tensor.data
+
+    return local_bytes
 
 
 def _report_in_sync(
@@ -175,15 +188,18 @@ def _report_in_sync(
     if report is None:
         report = _judge_replicas(contents, options, name, grouping, ranks[:2])
         first = report.groups[0].replicas[0]
-        replicas = tuple(
-            replace(first, path=path, rank=rank, host=host, bytes=size) for path, rank, host, size in infos
-        )
-        report = replace(report, groups=(replace(report.groups[0], replicas=replicas),))
+        replicas = []
+        for path, rank, host, size in infos:
+            replicas.append(replace(first, path=path, rank=rank, host=host, bytes=size))
+
+        report = replace(report, groups=(replace(report.groups[0], replicas=tuple(replicas)),))
         cache.clear()
         cache[key] = report
-    current = hyperparameters(manifest.snapshot.values)
+
+    # Values may change between the checks of one monitor.
     (group,) = report.groups
-    return replace(report, groups=(replace(group, evidence=replace(group.evidence, hyperparameters=current)),))
+    evidence = replace(group.evidence, hyperparameters=hyperparameters(manifest.snapshot.values))
+    return replace(report, groups=(replace(group, evidence=evidence),))
 
 
 def _judge_replicas(
@@ -195,7 +211,8 @@ def _judge_replicas(
     *,
     histograms: bool = False,
 ) -> Report:
-    replicas = ReplicaGroup(name, contents.step, tuple(contents.snapshots(ranks).items()), grouping, paired=True)
+    members = tuple(contents.snapshots(ranks).items())
+    replicas = ReplicaGroup(name, contents.step, members, grouping, paired=True)
     reference.check_reference(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
@@ -242,37 +259,46 @@ def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[b
 def _attach_bytes(
     contents: GroupContents,
     channel: Channel,
-    own: Mapping[Key, Sliced],
-    wanted: Mapping[str, Mapping[bytes, RemoteTensor]],
+    local_bytes: Mapping[Key, Sliced],
+    to_fetch: Mapping[str, Mapping[bytes, RemoteTensor]],
     budget: int,
 ) -> tuple[GroupContents, int]:
     """Return the contents with readable bytes for differing tensors within the budget.
 
     The second result is the number of tensors beyond the budget, which have digests only.
     """
-    to_fetch: list[RemoteTensor] = []
+
+    def get_size(name: str) -> int:
+        return sum(tensor.size for tensor in to_fetch[name].values())
+
     beyond: set[str] = set()
-    for name in sorted(wanted, key=lambda name: sum(tensor.size for tensor in wanted[name].values())):
-        remote = [tensor for digest, tensor in wanted[name].items() if (name, digest) not in own]
-        budget -= sum(tensor.size for tensor in remote)
+    for name in sorted(to_fetch, key=get_size):
+        for digest, remote_tensor in to_fetch[name].items():
+            if (name, digest) not in local_bytes:
+                budget -= remote_tensor.size
+
         if budget < 0:
             beyond.add(name)
-        else:
-            to_fetch += remote
+
     # In the order of the comparison, so that one message fetches neighboring tensors.
-    order = {name: i for i, name in enumerate(wanted)}
-    fetcher = Fetcher(channel, own, sorted(to_fetch, key=lambda tensor: order[tensor.name]))
+    remote_tensors: list[RemoteTensor] = []
+    for name, by_digest in to_fetch.items():
+        if name not in beyond:
+            remote_tensors += [tensor for digest, tensor in by_digest.items() if (name, digest) not in local_bytes]
 
-    def attach(name: str, tensor: Tensor) -> Tensor:
-        if name in beyond:
-            return with_digest_only(tensor)
-        key = (name, tensor.same)
-        return replace(tensor, data=RemoteBytes(fetcher, key)) if tensor.same in wanted.get(name, ()) else tensor
+    fetcher = Fetcher(channel, local_bytes, remote_tensors)
+    by_key: dict[tuple[bytes, bytes], Content] = {}
+    for content_key, content in contents.by_key.items():
+        tensors: dict[str, Tensor] = {}
+        for name, fetched_name in contents.fetched_names(content).items():
+            tensor = content.tensors[name]
+            if fetched_name in beyond:
+                tensor = with_digest_only(tensor)
+            elif tensor.same in to_fetch.get(fetched_name, ()):
+                tensor = replace(tensor, data=RemoteBytes(fetcher, (fetched_name, tensor.same)))
 
-    by_key = {
-        key: content.with_tensors(
-            {name: attach(common, content.tensors[name]) for name, common in contents.fetched_names(content).items()}
-        )
-        for key, content in contents.by_key.items()
-    }
+            tensors[name] = tensor
+
+        by_key[content_key] = content.with_tensors(tensors)
+
     return replace(contents, by_key=by_key), len(beyond)
