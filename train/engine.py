@@ -90,8 +90,7 @@ def prepare(
     parts.check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-    # Equal on all ranks, so that all ranks build equal models.
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
     data = parts.load(settings, ctx)
     ctx = METHODS[settings.method].place(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
@@ -100,8 +99,7 @@ def prepare(
     fault = make_fault(settings, ctx, plan.steps)
     fault.build_model = partial(parts.make_model, settings, data)
     model = fault.build_model()
-    # Before a method removes parts of other ranks.
-    method.parameters = sum(p.numel() for p in model.parameters())
+    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
     parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
     # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
     forward = fault.after_wrap(method, method.wrap(model))

@@ -22,7 +22,8 @@ from train.checkpoints.formats import FORMATS
 from train.data import AUGMENTATIONS, DATASETS
 from train.errors import UserError
 from train.faults import FAULTS
-from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
+from train.launch.environment import is_group_requested, prints_for_all_ranks
+from train.launch.launch_options import LaunchOptions
 from train.methods import METHODS
 from train.methods.cp import MODES
 from train.methods.pipeline_stages import PIPELINES

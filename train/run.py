@@ -38,12 +38,12 @@ from train.engine import train
 from train.errors import RankError, Stopped, UserError
 from train.launch import spawn
 from train.launch.environment import (
-    LaunchOptions,
     describe_idle_gpus,
     find_launcher,
     make_rank_context,
     prints_for_all_ranks,
 )
+from train.launch.launch_options import LaunchOptions
 from train.launch.process_group import PeerLost, process_group
 from train.launch.signals import (
     INTERRUPTED,

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from torch.multiprocessing.spawn import spawn
 
 from train.errors import refuse
-from train.launch.environment import LaunchOptions, count_gpus, has_slurm_peers, parse_gpus
+from train.launch.environment import count_gpus, has_slurm_peers, parse_gpus
+from train.launch.launch_options import LaunchOptions
 from train.launch.signals import (
     GRACE,
     REPEAT,
