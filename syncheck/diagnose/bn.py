@@ -67,7 +67,9 @@ def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
     if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
         return ()
     statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
-    return tuple(statistics) if all(map(_has_majority, statistics)) else ()
+    if all(map(_has_majority, statistics)):
+        return tuple(statistics)
+    return ()
 
 
 def _has_majority(diff: TensorDiff) -> bool:
@@ -171,4 +173,6 @@ def drift(group: Comparison) -> float:
     for diff in group.tensors:
         if diff.kind in BN_STATISTICS and diff.max_abs is not None:
             largest.append(float(diff.max_abs))
-    return sum(largest) / len(largest) if largest else 0.0
+    if largest:
+        return sum(largest) / len(largest)
+    return 0.0

@@ -14,6 +14,7 @@ from syncheck.diagnose.selection import (
     out_of_sync,
     select_kinds,
     select_names,
+    with_status,
 )
 from syncheck.records import History, HistoryPoint
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
@@ -175,7 +176,7 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
 def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
     """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
     for group in reversed(groups[:-1]):
-        uncompared = [diff for diff in group.tensors if diff.status == "not_compared"]
+        uncompared = with_status(group.tensors, "not_compared")
         unequal = list_names((*out_of_sync(group), *uncompared))
         are_present = group.evidence.names.keys() >= set(names)
         if are_present and set(unequal).isdisjoint(names):

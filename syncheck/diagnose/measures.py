@@ -19,6 +19,16 @@ TOUCHED = 0.1
 _CONFINED = ("one", "contiguous")
 
 
+def count_mismatched(diff: TensorDiff) -> int:
+    """Return the number of differing elements; 0 if only digests were compared."""
+    return 0 if diff.mismatched is None else diff.mismatched
+
+
+def share_of(diff: TensorDiff) -> float:
+    """Return the share of differing elements of a tensor with elements; 0 if only digests were compared."""
+    return count_mismatched(diff) / diff.numel
+
+
 def evidence_of(diff: TensorDiff) -> Evidence:
     """Return the evidence of a tensor, without any content if it was not collected."""
     return diff.evidence or Evidence()
@@ -42,7 +52,9 @@ def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
     for diff in diffs:
         if diff.mismatched is not None and diff.numel:
             shares.append(diff.mismatched / diff.numel)
-    return median(shares) if shares else None
+    if shares:
+        return median(shares)
+    return None
 
 
 def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
@@ -69,7 +81,9 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
 def median_cosine(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the median of the cosines between replicas; None if none was measured."""
     measured = cosines(diffs)
-    return median(measured) if measured else None
+    if measured:
+        return median(measured)
+    return None
 
 
 def largest_norm(diff: TensorDiff, default: float) -> float:

@@ -136,7 +136,9 @@ def _count_missing(tensors: int, values: int) -> Message:
     """State how many tensors and values are missing."""
     if tensors and values:
         return Text.TENSORS_AND_VALUES(tensors=tensors, values=values)
-    return Text.TENSORS(tensors=tensors) if tensors else Text.VALUES(values=values)
+    if tensors:
+        return Text.TENSORS(tensors=tensors)
+    return Text.VALUES(values=values)
 
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:

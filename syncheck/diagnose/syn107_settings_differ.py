@@ -133,7 +133,9 @@ def apply(case: Case) -> Match | None:
     settings = case.of_values("setting")
     modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
     if not settings:
-        return _match_modes(case, modes) if modes else None
+        if modes:
+            return _match_modes(case, modes)
+        return None
     orders = [setting for setting in settings if setting.name in ORDERS]
     # Settings of the next step come first. A scheduler's counters and best loss take effect later.
     acting, delayed = _split_by_effect(settings)
@@ -189,7 +191,9 @@ def _choose_cause(
         return Text.CAUSE_ORDER, Text.FIX_ORDER
     if all(setting.name.endswith(f".{REQUIRES_GRAD}") for setting in unordered):
         return Text.CAUSE_GRADIENTS, Text.FIX_GRADIENTS
-    return (Text.CAUSE_ROUNDING, None) if choose_only_rounding(unordered) else (None, None)
+    if choose_only_rounding(unordered):
+        return (Text.CAUSE_ROUNDING, None)
+    return (None, None)
 
 
 def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:

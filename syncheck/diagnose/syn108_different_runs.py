@@ -76,10 +76,11 @@ def apply(case: Case) -> Match | None:
     identities = [name for name in evidence.runs if name in IDENTITIES]
     if not identities and not _is_plausible(case):
         return None
+
     run_of = _identify_runs(case, identities or list(evidence.runs))
     certainty = _choose_certainty(case, identities)
     tensors = _select_undamaged(case)
-    return Match(
+    match = Match(
         tensors,
         find_minority(run_of) or case.group.ranks,
         _list_facts(case, tensors, certainty),
@@ -87,8 +88,10 @@ def apply(case: Case) -> Match | None:
         # A difference within one run has another cause.
         agree=list(group_ranks(run_of).values()),
         certainty=certainty,
-        alternatives=_list_alternatives(case) if certainty == "consistent" else (),
     )
+    if certainty == "consistent":
+        return match.as_consistent(*_list_alternatives(case))
+    return match
 
 
 def _select_undamaged(case: Case) -> tuple[TensorDiff, ...]:
@@ -127,7 +130,7 @@ def _is_plausible(case: Case) -> bool:
     """Whether the tensors look like those of different runs: most parameters differ, and so do the gradients."""
     trained = case.trained_parameters()
     differing = trained & case.differing_parameters().keys()
-    if not trained or len(differing) < MOST * len(trained):
+    if not differing or len(differing) < MOST * len(trained):
         return False
     # Equal averages of gradients show a common run.
     if case.with_moment() and case.agrees("optimizer"):

@@ -133,7 +133,9 @@ def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
 def _state_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
     """State how many optimizer tensors differ beside the counters."""
     count = count_kinds(tensors, "optimizer")
-    return [Text.STATE_DIFFERS(count=count)] if count else []
+    if count:
+        return [Text.STATE_DIFFERS(count=count)]
+    return []
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:

@@ -109,7 +109,9 @@ def _summarize(scales: Mapping[int, float]) -> Message:
     if not scales:
         return Text.STATES_DIFFER()
     least, most = min(scales.values()), max(scales.values())
-    return Text.SCALES_DIFFER(ratio=most / least) if least > 0 else Text.ZERO_SCALE()
+    if least > 0:
+        return Text.SCALES_DIFFER(ratio=most / least)
+    return Text.ZERO_SCALE()
 
 
 def _value_facts(state: _ScalerState) -> list[Message]:
@@ -118,7 +120,10 @@ def _value_facts(state: _ScalerState) -> list[Message]:
     facts = [Text.VALUE(name=name, values=dict(state.values[name])) for name in names]
     for diff in state.tensors:
         values = dict(evidence_of(diff).values)
-        facts.append(Text.VALUE(name=diff.name, values=values) if values else Text.VALUE_UNKNOWN(name=diff.name))
+        if values:
+            facts.append(Text.VALUE(name=diff.name, values=values))
+        else:
+            facts.append(Text.VALUE_UNKNOWN(name=diff.name))
     return limit_facts(facts, _MOST, Text.MORE)
 
 
@@ -157,4 +162,6 @@ def _ranks_after_overflow(state: _ScalerState) -> set[int]:
 
 def _as_number(value: object) -> float:
     """Return the number; infinity for any other value."""
-    return float(value) if isinstance(value, (int, float)) else math.inf
+    if isinstance(value, (int, float)):
+        return float(value)
+    return math.inf
