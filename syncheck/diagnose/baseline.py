@@ -159,6 +159,7 @@ def update_baseline(report: Report, known: Known) -> Known:
 
     Entries outside the report stay. Raises UsageError if files could not be read or nothing was compared.
     """
+    # An unreadable file may hold the rank that differs.
     if report.unreadable:
         first = report.unreadable[0]
         raise UsageError(f"the baseline is not updated: {first.path} could not be read, so findings may be missing")

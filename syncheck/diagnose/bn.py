@@ -54,6 +54,7 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     if not others_agree(case):
         return ()
     statistics = case.of_kind(*BN_STATISTICS)
+    # Differences of the variances alone belong to SYN204.
     if case.compared("bn_mean") and not has_kind(statistics, "bn_mean"):
         return ()
     return statistics
@@ -64,6 +65,7 @@ def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
 
     Batches of their own make all ranks differ, so the statistics were changed on some ranks only.
     """
+    # A stale rank has old statistics, and a rank with other counts saw other batches.
     if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
         return ()
     statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
@@ -160,6 +162,7 @@ def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
 
 def explained_by_settings(case: Case) -> bool:
     """Whether SYN107 covers differing settings and the differing parameters that follow from them."""
+    # SYN107 precedes the rules on BatchNorm, and covers the settings with the parameters.
     uncovered = frozenset(list_names(case.tensors))
     if not exclude_names(out_of_sync(case.group, "parameter"), uncovered):
         return False

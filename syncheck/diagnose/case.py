@@ -151,6 +151,7 @@ class Case:
     def optimized(self) -> frozenset[str] | None:
         """The names of the parameters of the optimizer; None if some state has no known parameter."""
         metadata = self.group.evidence.metadata
+        # Each rank has the state of a part of the parameters.
         if metadata.optimizer_sharded:
             return None
         if metadata.optimizer_parameters:
@@ -174,6 +175,7 @@ class Case:
         Only the frozen parameters of the metadata if the optimizer's parameters are unknown.
         """
         optimized = self.optimized
+        # Without the names of the optimizer's parameters, any parameter may be trained.
         if optimized is None:
             return self.frozen
         return self.frozen | (self.names_of("parameter") - optimized)
@@ -261,6 +263,7 @@ class Case:
             return False
         if evidence.metadata.averaging or not self.agrees("optimizer_step"):
             return False
+        # A scaler skips the steps with an overflow, so another scale shows skipped steps.
         counters = [value for value in self.group.values if value.kind in ("counter", "scaler")]
         return not any(value.counts for value in counters)
 
@@ -332,6 +335,7 @@ class Case:
 
     def agreement_facts(self, tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
         """State which ranks agree and which differ, or that there is no majority. Empty for two replicas."""
+        # Two replicas differ from each other, which the first statement of a finding says.
         if self.number_of_ranks < 3:
             return ()
         partitioned = [diff for diff in tensors if len(diff.replica_groups) > 1]

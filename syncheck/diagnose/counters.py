@@ -213,4 +213,7 @@ def may_be_old(case: Case) -> bool:
 
     They are if they store their step. With checkpoints of several steps, an older file of a rank is a stale rank.
     """
-    return not case.group.evidence.stores_progress and not case.in_memory and len(case.steps()) == 1
+    if case.group.evidence.stores_progress or case.in_memory:
+        return False
+    # With checkpoints of several steps, an older file of a rank is a stale rank.
+    return len(case.steps()) == 1

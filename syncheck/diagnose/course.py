@@ -125,7 +125,10 @@ def _find_course(courses: list[list[_Sighting]], sighting: _Sighting) -> list[_S
 
 def _observe(position: int, group: Group, finding: Finding) -> _Sighting | None:
     """Return the parameters and ranks of a finding; None if it is not about the values of parameters."""
-    if finding.code not in _OF_PARAMETERS or not finding.counts or group.step is None:
+    if finding.code not in _OF_PARAMETERS or group.step is None:
+        return None
+    # A warning that does not count is no fault.
+    if not finding.counts:
         return None
     parameters = select_names(out_of_sync(group, "parameter"), finding.tensors)
     if not parameters:

@@ -69,8 +69,9 @@ def localized_damage(case: Case) -> list[list[TensorDiff]]:
 def _select_differing(case: Case) -> list[TensorDiff]:
     """Return the differences that damage may explain."""
     differing = exclude_kinds(case.tensors, *_OF_BATCHES)
-    if not differing and len(case.tensors) == 1 and is_one_bit(case.tensors[0]):
-        differing = list(case.tensors)
+    if not differing and len(case.tensors) == 1:
+        # A single bit of a running statistic is damage, unlike other differences of batches.
+        differing = list(filter(is_one_bit, case.tensors))
     # Buffers may depend on each rank's data, and have rules of their own.
     of_model = exclude_names(exclude_kinds(differing, "buffer"), case.loose)
     return of_model or differing

@@ -38,6 +38,7 @@ def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
     scales = scales_of(case.group)
     if not scales or min(scales.values()) <= 0:
         return False
+    # Each overflow halves the scale.
     overflows = math.log2(max(scales.values()) / min(scales.values()))
     ranks_with_overflows = set(below_highest(scales))
     for counter in counters:

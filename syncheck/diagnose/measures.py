@@ -59,8 +59,17 @@ def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
 
 def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
     """Whether a smaller share of the elements than `least` differs. False if the share is unknown."""
-    share = differing_share(diffs)
-    return share is not None and share < least
+    return is_below(differing_share(diffs), least)
+
+
+def is_below(measure: float | None, limit: float) -> bool:
+    """Whether a measure is known and below a limit."""
+    return measure is not None and measure < limit
+
+
+def is_at_least(measure: float | None, limit: float) -> bool:
+    """Whether a measure is known and reaches a limit."""
+    return measure is not None and measure >= limit
 
 
 def is_confined(diff: TensorDiff) -> bool:
@@ -73,6 +82,7 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
     measured = []
     for diff in diffs:
         cosine = evidence_of(diff).cosine
+        # The cosine of two numbers shows their signs only.
         if diff.numel > 1 and cosine is not None:
             measured.append(cosine)
     return measured

@@ -67,6 +67,7 @@ def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]
 
 def out_of_sync(group: Comparison, *kinds: str) -> list[TensorDiff]:
     """Return the tensors of these kinds that are out of sync, whatever rule explains them; without kinds, all."""
+    # Also tensors that a rule has covered: they still show what happened to the ranks.
     differing = [diff for diff in group.tensors if diff.out_of_sync]
     if kinds:
         return select_kinds(differing, *kinds)
@@ -98,6 +99,7 @@ def holders_of(diffs: Iterable[TensorDiff]) -> set[int]:
 
 def differing_elements(diffs: Iterable[TensorDiff]) -> int:
     """Return the number of different elements of all tensors, as far as they were counted."""
+    # Digests show that bytes differ, but not how many elements.
     counted = [diff.mismatched for diff in diffs if diff.mismatched is not None]
     return sum(counted)
 

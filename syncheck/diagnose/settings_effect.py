@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.measures import largest_norm, median_cosine
+from syncheck.diagnose.measures import is_below, largest_norm, median_cosine
 from syncheck.diagnose.moments import unexplained_by_decay
 from syncheck.diagnose.optimizer_names import is_rmsprop_momentum
 from syncheck.diagnose.selection import exclude_kinds, exclude_names, join_ranks, last_part, list_names, module_of
@@ -65,6 +65,8 @@ def find_explained(case: Case, acting: Sequence[ValueDiff], settings: Sequence[V
 
     acting: the settings that change the next step. settings: all settings that differ.
     """
+    if not acting:
+        return Effect()
     between = _select_between_settings(case, acting)
     keys = _keys(acting)
     if keys <= _OF_ROUNDING:
@@ -135,8 +137,7 @@ def _may_explain_moments(case: Case, keys: frozenset[str]) -> bool:
     if keys & (_OF_MOMENTS | {"weight_decay"}):
         return True
     moments = case.differing_moments().values()
-    cosine = median_cosine(moments)
-    if cosine is None or cosine >= ALIKE:
+    if not is_below(median_cosine(moments), ALIKE):
         return True
     return not unexplained_by_decay(case, moments)
 

@@ -61,6 +61,7 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
         cosine = median_cosine(diff for diff in out_of_sync(group) if is_gradient_average(diff.name))
         if cosine is not None:
             measured.append(_Measurement(group.step, cosine))
+    # At every step, wrong gradients keep the first moments apart.
     if not _is_rising([measurement.cosine for measurement in measured]):
         return list(findings)
 

@@ -115,6 +115,7 @@ def describe_clusters(clusters: Sequence[Sequence[int]], ranks: tuple[int, ...])
     single_ranks = tuple(sorted(cluster[0] for cluster in clusters if len(cluster) == 1))
     if single_ranks:
         facts.append(Common.DIFFERS(ranks=single_ranks))
+    # The sets are sorted by size, so the first two show a tie.
     if len(clusters[0]) == len(clusters[1]):
         facts.append(Common.NO_MAJORITY())
     return tuple(facts)

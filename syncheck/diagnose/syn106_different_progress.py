@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
@@ -217,8 +218,10 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """Cover everything changed by training, except differences between ranks of the same progress."""
     tensors = tuple(exclude_names(case.tensors, case.frozen))
     values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
-    agree = _find_sets_of_progress(case, progress) if progress else None
-    return Match(tensors, ranks, facts, values, agree=agree)
+    match = Match(tensors, ranks, facts, values)
+    if not progress:
+        return match
+    return replace(match, agree=_find_sets_of_progress(case, progress))
 
 
 def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:

@@ -132,6 +132,7 @@ def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = case.of_values("setting")
     modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
+    # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
         if modes:
             return _match_modes(case, modes)
@@ -141,8 +142,9 @@ def apply(case: Case) -> Match | None:
     acting, delayed = _split_by_effect(settings)
     unordered = [*acting, *delayed]
 
+    # Another order has moved values to other names, whatever the settings are.
     exchanged = _find_exchanged(case, orders)
-    explained, unexplained = find_explained(case, acting, unordered) if acting else ((), ())
+    explained, unexplained = find_explained(case, acting, unordered)
     covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
     facts = _order_facts(case, orders, exchanged)
     if unordered:
@@ -176,7 +178,10 @@ def _split_by_effect(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], li
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
     """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
-    if not acting or not has_kind(match.tensors, "parameter") or has_gradient_averages(case):
+    if not acting or not has_kind(match.tensors, "parameter"):
+        return match
+    # The averages of gradients show that the gradients are equal.
+    if has_gradient_averages(case):
         return match
     if has_equal_settings(case, acting):
         return match.as_consistent("SYN213")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose import syn240_rounding_only
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.localized import localized_damage
-from syncheck.diagnose.measures import evidence_of, median_cosine
+from syncheck.diagnose.measures import evidence_of, is_at_least, median_cosine
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Message, Sentence
@@ -106,7 +106,9 @@ def _needs_other_runs(case: Case) -> bool:
     if not case.values and not _select_undamaged(case):
         return False
     # Two runs that should be equal may still differ in one element or by rounding.
-    return not localized_damage(case) and syn240_rounding_only.apply(case) is None
+    if localized_damage(case):
+        return False
+    return syn240_rounding_only.apply(case) is None
 
 
 def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
@@ -135,8 +137,7 @@ def _is_plausible(case: Case) -> bool:
     # Equal averages of gradients show a common run.
     if case.with_moment() and case.agrees("optimizer"):
         return False
-    cosine = median_cosine(case.differing_moments().values())
-    return cosine is None or cosine < ALIKE
+    return not is_at_least(median_cosine(case.differing_moments().values()), ALIKE)
 
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:

@@ -84,12 +84,15 @@ def apply(case: Case) -> Match | None:
     ]
     match = Match((*counts, *statistics), deviating_ranks, facts)
 
+    # Other batches would have changed the statistics too.
     if case.is_in_sync(*BN_STATISTICS):
         return match.with_cause(Text.CAUSE_COUNT_ALONE, Text.FIX_COUNT_ALONE).as_consistent("SYN205")
     if not case.differing_parameters():
         return match
     # A file of an earlier step, and weights that were loaded on some ranks, have other counts and other parameters.
-    return match.as_consistent("SYN217" if may_be_old(case) else "SYN210")
+    if may_be_old(case):
+        return match.as_consistent("SYN217")
+    return match.as_consistent("SYN210")
 
 
 def _summarize(case: Case, counts: Sequence[TensorDiff], deviating_ranks: tuple[int, ...]) -> Message:

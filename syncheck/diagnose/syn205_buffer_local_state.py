@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
 from syncheck.diagnose.case import Case, Match, is_weight
 from syncheck.diagnose.history import last_agreement, trend_of
-from syncheck.diagnose.measures import TOUCHED, evidence_of, is_share_below, values_by_rank
+from syncheck.diagnose.measures import TOUCHED, evidence_of, is_at_least, is_share_below, values_by_rank
 from syncheck.diagnose.selection import (
     exclude_names,
     has_kind,
@@ -200,8 +200,11 @@ def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], c
         *evidence,
         *_rank_facts(of_rank),
     ]
-    copies = statistics_of_copies(case) if changed else ()
-    match = case.make_match(of_model, facts, (*updates.tensors, *copies))
+    covered = [*updates.tensors]
+    if changed:
+        # A copy of the model has its statistics too.
+        covered += statistics_of_copies(case)
+    match = case.make_match(of_model, facts, covered)
     cause, fix = _select_words(of_model, are_buffers)
     return replace(match, cause=cause, fix=fix, alternatives=alternatives)
 
@@ -306,7 +309,9 @@ def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
     """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
     minorities = {diff.minority for diff in differing}
     have_majority = all(len(diff.clusters[0]) > 1 for diff in differing)
-    if have_majority and len(minorities) == 1 and () not in minorities:
+    # One set of ranks deviates in all tensors.
+    is_one_set = len(minorities) == 1 and () not in minorities
+    if have_majority and is_one_set:
         return True
     return any(map(_is_zero_on_some_ranks, differing))
 
@@ -382,8 +387,7 @@ def _has_one_origin(diff: TensorDiff) -> bool:
     # Single numbers are hardly ever initialized randomly.
     if diff.numel == 1:
         return True
-    cosine = evidence_of(diff).cosine
-    if cosine is None or cosine < ONE_ORIGIN:
+    if not is_at_least(evidence_of(diff).cosine, ONE_ORIGIN):
         return False
     # A few differing elements are damage, unless their names are those of running statistics.
     return not is_share_below([diff], TOUCHED)

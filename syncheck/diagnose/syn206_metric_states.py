@@ -124,13 +124,16 @@ def _find_differing_metrics(case: Case) -> frozenset[str]:
 
 def _find_metrics(case: Case) -> dict[str, _States]:
     """Return the modules that hold states of metrics only, with their states."""
+    # An optimizer trains no state of a metric, whatever its name is.
     trained = case.optimized or frozenset()
     states_of: dict[str, _States] = defaultdict(_States)
     other_modules = set()
     for name, kind in case.group.evidence.names.items():
         module, state, is_item = _split(name)
-        is_state = kind in ("parameter", "buffer") and state in _STATES
-        if not is_state or not module or name in trained:
+        is_untrained = kind in ("parameter", "buffer") and name not in trained
+        is_state = is_untrained and state in _STATES
+        # The tensors of the model itself are no states of a metric.
+        if not is_state or not module:
             other_modules.add(module_of(name))
             continue
         states_of[module].names.add(state)

@@ -41,7 +41,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import TOUCHED, cosines, is_share_below
+from syncheck.diagnose.measures import TOUCHED, cosines, is_below, is_share_below
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
     COMMON_START,
@@ -166,7 +166,7 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(differing.parameters, facts, covered)
 
     cosine = mean_cosine(differing.parameters)
-    if cosine is not None and cosine < COMMON_START:
+    if is_below(cosine, COMMON_START):
         # Ranks without a common start may be separate runs, whose files do not say so.
         return match.as_consistent(*dict.fromkeys((*reason.alternatives, "SYN108")))
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
@@ -210,7 +210,7 @@ def _judge_squares(case: Case, differing: _Differing) -> _Reason | None:
         return _judge_first_moments(case, differing)
     number = _count_moments(case, differing)
     cosine = mean_cosine(differing.moments)
-    is_turned = cosine is not None and cosine < ALIKE
+    is_turned = is_below(cosine, ALIKE)
     if is_turned and _no_two_agree(case, differing.parameters):
         return _Reason(_summarize(case, differing, cosine), number)
 

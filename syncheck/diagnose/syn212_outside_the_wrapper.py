@@ -29,7 +29,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_adapter
-from syncheck.diagnose.measures import TOUCHED, is_share_below, median_cosine
+from syncheck.diagnose.measures import TOUCHED, is_at_least, is_below, is_share_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
 from syncheck.diagnose.selection import list_names, union_of
 from syncheck.diagnose.statements import follower_facts, largest_difference
@@ -107,8 +107,9 @@ def apply(case: Case) -> Match | None:
 
     trend, since = case.trend_facts("parameter")
     has_moments = bool(case.with_moment())
-    has_signature = _has_own_gradients(case, part) if has_moments else _moves_apart(case, part, trend)
-    if not has_signature:
+    if has_moments and not _has_own_gradients(case, part):
+        return None
+    if not has_moments and not _moves_apart(case, part, trend):
         return None
 
     covered = _select_covered(case, part)
@@ -132,7 +133,10 @@ def _find_part(case: Case) -> _Part | None:
     if are_named:
         names |= moments.keys()
     modules = _find_modules(case, names)
-    if not parameters or not modules or not names <= case.trained_parameters():
+    # Names outside the trained parameters are not those of a part of the model.
+    if not names <= case.trained_parameters():
+        return None
+    if not parameters or not modules:
         return None
     return _Part(list(parameters.values()), list(moments.values()), names, are_named, modules)
 
@@ -202,7 +206,7 @@ def _has_common_start(case: Case, part: _Part) -> bool:
     if case.number_of_ranks < 3 or not case.ranks_differ(part.parameters):
         return False
     cosine = mean_cosine(part.parameters)
-    return cosine is not None and cosine >= COMMON_START
+    return is_at_least(cosine, COMMON_START)
 
 
 def _find_modules(case: Case, differing: frozenset[str]) -> list[str]:
@@ -264,6 +268,4 @@ def _has_own_gradients(case: Case, part: _Part) -> bool:
         return True
     # Without step counts, a skipped step or an unequal start may look the same.
     cosine = median_cosine(part.moments)
-    if cosine is None or cosine >= ALIKE:
-        return False
-    return not case.just_began()
+    return is_below(cosine, ALIKE) and not case.just_began()

@@ -38,7 +38,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import cosines, evidence_of, median_cosine
+from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
     decay_share,
@@ -240,7 +240,7 @@ def _match_scaled_squares(
     """Match second moments that are on one side. is_smaller: on the deviating ranks; larger otherwise."""
     cosine = mean_cosine(moments)
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
-    if not is_smaller and cosine is not None and cosine < ALIKE:
+    if not is_smaller and is_below(cosine, ALIKE):
         return None
 
     lengths = _compare_lengths(list(filter(_has_lengths, moments)))
@@ -279,8 +279,7 @@ def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) 
 
 def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
     """Whether all ranks differ, and their first moments have nearly the same direction."""
-    cosine = mean_cosine(moments)
-    return cosine is not None and cosine >= ALIKE and case.ranks_differ(moments)
+    return is_at_least(mean_cosine(moments), ALIKE) and case.ranks_differ(moments)
 
 
 def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
@@ -324,9 +323,10 @@ def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
         lengths = _compare_lengths(_select_above_decay(case, moments, above_decay))
         if lengths.fit(bounds):
             return _match_lengths(case, moments, lengths)
-    if case.number_of_ranks > 2 and _is_each_scaled(case, moments) and not only_decay(case):
-        return _make_unequal_match(case, moments)
-    return None
+    # Of two ranks, one would have the other length.
+    if case.number_of_ranks == 2 or only_decay(case):
+        return None
+    return _make_unequal_match(case, moments) if _is_each_scaled(case, moments) else None
 
 
 def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> Match:
@@ -381,8 +381,10 @@ def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> 
     selected = []
     for diff in moments:
         norms = evidence_of(diff).norms
-        # A number, or a tensor of zeros on some rank, has no direction.
-        if not norms or not all(norms.values()) or diff.numel < 2:
+        # A number has no direction, nor has a tensor of zeros on some rank.
+        if diff.numel < 2 or not norms:
+            continue
+        if min(norms.values()) == 0:
             continue
         parameter = parameters.get(case.owner_of(diff.name))
         decay_of_rank: Mapping[int, float] = {}

@@ -119,8 +119,9 @@ def apply(case: Case) -> Match | None:
     if took_no_step:
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
-    alternatives = _find_alternatives(case, largest) if parameters else ()
-    return match.as_consistent(*alternatives or ("SYN214",))
+    if not parameters:
+        return match.as_consistent("SYN214")
+    return match.as_consistent(*_find_alternatives(case, largest) or ("SYN214",))
 
 
 def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:

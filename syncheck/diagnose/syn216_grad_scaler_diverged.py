@@ -35,6 +35,7 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
 CODE = "SYN216"
@@ -84,8 +85,13 @@ def apply(case: Case) -> Match | None:
     state = _find_state(case)
     if not state.values and not state.tensors:
         return None
-    affected = _trained_tensors(case) if state.scales else ()
-    counters = counters_of(case) if affected else ()
+    affected: tuple[TensorDiff, ...] = ()
+    counters: tuple[StepCounter, ...] = ()
+    # A count of steps without overflow changes no gradient, unlike the scale.
+    if state.scales:
+        affected = _trained_tensors(case)
+    if affected:
+        counters = counters_of(case)
     facts = [_summarize(state.scales), *_value_facts(state)]
     largest = farthest(counters)
     if largest is not None:
@@ -144,6 +150,7 @@ def _find_suspects(case: Case, state: _ScalerState) -> tuple[int, ...]:
         minority = find_minority(by_rank)
         if minority:
             return minority
+    # A rank with an overflow halves its scale, skips the step, and counts anew.
     reduced = set(below_highest(state.scales))
     behind = join_ranks(counter.behind for counter in counters_of(case))
     if reduced and reduced in (behind, _ranks_after_overflow(state)):

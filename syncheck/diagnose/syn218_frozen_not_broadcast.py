@@ -126,7 +126,8 @@ class _Untrained:
 
 def apply(case: Case) -> Match | None:
     """Match frozen parameters if nothing else is unexplained, or plain buffers if all parameters agree."""
-    if not case.in_step() or not case.agrees("optimizer") or case.differing_moments():
+    # Ranks that took other steps, or steps with other gradients, have another cause.
+    if not case.in_step() or not case.agrees("optimizer"):
         return None
     untrained = _find_untrained(case)
     if untrained is None:
@@ -138,7 +139,9 @@ def apply(case: Case) -> Match | None:
         covered += case.of_kind(*BN_STATISTICS, "buffer")
     match = case.make_match(untrained.tensors, _list_facts(case, untrained, covered), covered)
     if untrained.agreed is not None:
-        match = match.with_cause(Text.CAUSE_CHANGED, None if is_sharded(case.group) else Text.FIX_CHANGED)
+        # The fix for shards names changes too.
+        fix = None if is_sharded(case.group) else Text.FIX_CHANGED
+        match = match.with_cause(Text.CAUSE_CHANGED, fix)
     alternatives = _list_alternatives(untrained)
     if alternatives:
         return match.as_consistent(*alternatives)

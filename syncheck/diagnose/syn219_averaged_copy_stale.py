@@ -224,7 +224,7 @@ def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
     earlier = case.steps()[:-1]
     if not all(map(_differing_copies, earlier)):
         return _Origin(None, None, tuple(facts))
-    shrinks = _find_shrinking(case) if earlier else None
+    shrinks = _find_shrinking(case)
     if shrinks is not None:
         return _Origin(Text.CAUSE_START, Text.FIX_START, (*facts, shrinks))
     if not counts_agree and not all_differ:
@@ -297,6 +297,8 @@ def _find_shrinking(case: Case) -> Message | None:
     factor of all tensors is the same, and the largest difference stays in the same element.
     """
     groups = case.steps()
+    if len(groups) < 2:
+        return None
     copies_by_step = list(map(_differing_copies, groups))
     if not all(_is_linear(earlier, later) for earlier, later in pairwise(copies_by_step)):
         return None

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.localized import MOST, find_flipped, follower_facts, localized_damage, rest_facts
-from syncheck.diagnose.measures import evidence_of, parameters_of
+from syncheck.diagnose.measures import evidence_of, is_at_least, parameters_of
 from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_names
 from syncheck.diagnose.statements import element_name, index_text
 from syncheck.findings import RelationKind
@@ -185,8 +185,7 @@ def _states_of(diff: TensorDiff, group: Comparison) -> list[str]:
 
 def _is_low_bit(diff: TensorDiff) -> bool:
     """Whether the differing bit is among the lowest, or unknown."""
-    bit = evidence_of(diff).bit
-    return bit is None or bit < _LOW
+    return not is_at_least(evidence_of(diff).bit, _LOW)
 
 
 def _doubt(match: Match, case: Case) -> Match:
@@ -231,7 +230,10 @@ def _is_whole_number(value: float | str) -> bool:
 
 def _is_large_flip(diff: TensorDiff) -> bool:
     """Whether a single bit of a single element differs, in the sign or by a factor of at least 4."""
-    if diff.numel < 2 or diff.dtype not in _FORMATS or is_code_constant(diff.name):
+    if diff.numel < 2 or diff.dtype not in _FORMATS:
+        return False
+    # Other code has other constants.
+    if is_code_constant(diff.name):
         return False
     bit = evidence_of(diff).bit
     if bit is None or not _is_clear_flip([diff]):

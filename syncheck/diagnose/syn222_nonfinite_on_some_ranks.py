@@ -81,6 +81,7 @@ def apply(case: Case) -> Match | None:
         Text.MORE_NONFINITE(tensors=len(affected), ranks=tuple(sorted(ranks))),
         _describe_elements(affected[0]),
     ]
+    # A step with the gradients of one rank makes whole parameters NaN.
     without_finite = list(filter(_has_no_finite_element, select_kinds(affected, "parameter")))
     if 2 * len(without_finite) > case.compared("parameter"):
         facts.append(Text.NOTHING_ELSE(count=len(without_finite)))
@@ -104,6 +105,7 @@ def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
     ranks: set[int] = set()
     for group in diff.replica_groups or (tuple(diff.nonfinite),):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}
+        # NaNs on all ranks are in sync, so only additional ones count.
         fewest = min(counts.values(), default=0)
         ranks.update(rank for rank, count in counts.items() if count > fewest)
     return tuple(sorted(ranks))

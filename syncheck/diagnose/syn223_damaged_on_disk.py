@@ -75,6 +75,7 @@ def _find_paths(case: Case, damaged: Sequence[TensorDiff], ranks: Collection[int
         for diff in damaged:
             places = diff.places
             paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
+    # A replica has one file, and its record has the path.
     if not paths:
         paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
     return tuple(dict.fromkeys(paths))

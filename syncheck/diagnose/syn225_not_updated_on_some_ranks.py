@@ -91,6 +91,7 @@ def apply(case: Case) -> Match | None:
     if part is None:
         return None
     changed = _find_parameters(case, part.names)
+    # State alone shows no parameter that was not updated.
     if not changed:
         return None
     names = part.names.union(list_names(changed))

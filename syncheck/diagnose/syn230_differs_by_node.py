@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within
+from syncheck.diagnose.measures import agrees_within, is_at_least
 from syncheck.diagnose.moments import mean_cosine
 from syncheck.diagnose.selection import count_kinds, exclude_kinds, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference, limit_facts
@@ -81,6 +81,7 @@ _MOST = 4  # listed hosts
 def apply(case: Case) -> Match | None:
     """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
     hosts = {replica.rank: replica.host for replica in case.group.replicas}
+    # Without the names of the hosts, blocks of neighbouring ranks may be the nodes.
     if None in hosts.values():
         return _match_blocks(case)
     if len(set(hosts.values())) < 2:
@@ -89,13 +90,13 @@ def apply(case: Case) -> Match | None:
     differing = with_status(case.tensors, "different")
     statistics = select_kinds(differing, *BN_STATISTICS)
     explained = exclude_kinds(differing, *BN_STATISTICS)
+    # Statistics differ between all ranks, unless nothing else differs.
     if not explained:
         explained, statistics = statistics, []
     if not _explain(hosts, explained):
         return None
     # Gradients with one direction were averaged over all nodes, and another rule names what changed them.
-    cosine = mean_cosine(case.differing_moments().values())
-    if cosine is not None and cosine >= ALIKE:
+    if is_at_least(mean_cosine(case.differing_moments().values()), ALIKE):
         return None
 
     facts = [_describe_nodes(hosts), _describe_tensors(explained)]

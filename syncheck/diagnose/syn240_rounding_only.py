@@ -185,7 +185,10 @@ def _epsilons(diff: TensorDiff) -> float:
     """Return the largest difference in machine epsilons of the tensor's root mean square; infinity if unknown."""
     norm = largest_norm(diff, 0.0)
     _, epsilon = _LIMITS[diff.dtype]
-    if not norm or not epsilon or diff.max_abs is None:
+    if not norm or diff.max_abs is None:
+        return math.inf
+    # Short floats and complex numbers have no limit of this kind.
+    if not epsilon:
         return math.inf
     root_mean_square = norm / math.sqrt(min(diff.numel, MEASURED))
     return float(diff.max_abs) / (epsilon * root_mean_square)

@@ -77,7 +77,10 @@ def apply(case: Case) -> Match | None:
     if not parameters and not state:
         return None
 
-    statistics = case.of_kind(*BN_STATISTICS) if case.agrees("bn_count") else ()
+    # Other counts show other batches, which local SGD does not explain.
+    statistics: tuple[TensorDiff, ...] = ()
+    if case.agrees("bn_count"):
+        statistics = case.of_kind(*BN_STATISTICS)
     facts = [
         *_describe_averaging(averaging, has_parameters=bool(parameters)),
         *(case.parameter_facts(parameters) or [Text.PARAMETERS_AGREE()]),
@@ -102,6 +105,7 @@ def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing parameters with optimizer state, or if the names of its ids are unknown, all not frozen."""
     trained = frozenset(map(parameter_of, case.names_of("optimizer")))
     differing = case.of_kind("parameter")
+    # The optimizer has ids instead of names.
     if trained.isdisjoint(case.names_of("parameter")):
         return tuple(exclude_names(differing, case.frozen))
     return tuple(select_names(differing, trained))

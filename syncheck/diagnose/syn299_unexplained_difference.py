@@ -209,7 +209,8 @@ def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder 
     if kind == "buffer":
         return _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
     if kind == "optimizer" and case.is_in_sync("parameter"):
-        return _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),))
+        facts = since or (Text.PARAMETERS_AGREE(),)
+        return _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, facts)
     # The error feedback of PowerSGD is listed with the RNG states, but is none.
     has_error_feedback = any(".error_dict." in f".{diff.name}" for diff in case.tensors)
     if kind == "rng" and not has_error_feedback:

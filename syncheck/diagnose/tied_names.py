@@ -49,6 +49,7 @@ def fold_ties(group: Comparison) -> Folded:
 
 def add_copies(names: Iterable[str], copies: Mapping[str, str]) -> tuple[str, ...]:
     """Return names of tensors, each with the second names of its weight behind it."""
+    # A weight may have more than two names.
     second_names: dict[str, list[str]] = defaultdict(list)
     for copy, kept_name in copies.items():
         second_names[kept_name].append(copy)
@@ -121,7 +122,9 @@ def _find_equal_numbers(
 
 def _is_measured_parameter(diff: TensorDiff) -> bool:
     """Whether the difference of a parameter has numbers, which tell it from other parameters."""
-    return diff.kind == "parameter" and bool(diff.max_abs) and bool(evidence_of(diff).norms)
+    if diff.kind != "parameter" or not diff.max_abs:
+        return False
+    return bool(evidence_of(diff).norms)
 
 
 def _numbers(diff: TensorDiff) -> tuple[object, ...]:
