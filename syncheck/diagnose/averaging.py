@@ -44,12 +44,19 @@ def find_averaging(group: Comparison) -> Averaging | None:
     step = recorded_step(group)
     if step is None or not settings.keys() >= _SETTINGS:
         return None
-    averaging = Averaging(settings["period"], settings["warmup_steps"], settings["last_step"], step)
-    is_warmup = step <= averaging.warmup
-    # A file of a later average than its own step has metadata of another moment.
-    is_inconsistent = averaging.last > step
+    averaging = Averaging(
+        period=settings["period"],
+        warmup=settings["warmup_steps"],
+        last=settings["last_step"],
+        step=step,
+    )
+    if step <= averaging.warmup:
+        return None
+    # The metadata is of another moment than the step.
+    if averaging.last > step:
+        return None
     is_overdue = averaging.own_steps >= averaging.period
-    return None if is_warmup or is_inconsistent or is_overdue else averaging
+    return None if is_overdue else averaging
 
 
 def recorded_step(group: Comparison) -> int | None:

@@ -61,28 +61,41 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
 
     Raises UsageError if the file is missing, unreadable, not a baseline, or of another version.
     """
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
-        if may_be_missing and isinstance(error, FileNotFoundError):
-            return frozenset()
-        if isinstance(error, FileNotFoundError):
-            raise UsageError(f"{path}: no such baseline; create it with --update-baseline") from None
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
+    content = _read_content(path)
+    if content is None and may_be_missing:
+        return frozenset()
+    if content is None:
+        raise UsageError(f"{path}: no such baseline; create it with --update-baseline")
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a baseline: not JSON: {error}") from None
+    _check_version(path, document)
+    return frozenset(_entries(path, document[_ACCEPTED]))
+
+
+def _read_content(path: str) -> bytes | None:
+    """Return the bytes of a file; None if it does not exist. Raises UsageError if it is unreadable."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
+
+
+def _check_version(path: str, document: Any) -> None:
+    """Raise UsageError if a document is no baseline, or of another version."""
     version = document.get(_VERSION) if isinstance(document, dict) else None
     if version is None:
         raise UsageError(f"{path}: not a baseline: it has no {_VERSION}")
+    # True equals 1 in Python.
     if version != SCHEMA or isinstance(version, bool):
         raise UsageError(f"{path}: a baseline of version {brief(version)}; this syncheck reads version {SCHEMA}")
     if document.keys() != {_VERSION, _ACCEPTED}:
         raise UsageError(f"{path}: not a baseline: needs {_VERSION} and {_ACCEPTED}, found {brief([*document])}")
-    return frozenset(_entries(path, document[_ACCEPTED]))
 
 
 def _entries(path: str, accepted: object) -> Iterator[Entry]:
@@ -90,13 +103,20 @@ def _entries(path: str, accepted: object) -> Iterator[Entry]:
     for run, codes in _items(path, _ACCEPTED, accepted):
         for code, kinds in _items(path, brief(run), codes):
             for kind, names in _items(path, f"{brief(run)}, {brief(code)}", kinds):
-                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    key = f"{brief(run)}, {brief(code)}, {brief(kind)}"
-                    raise UsageError(f"{path}: not a baseline: {key}: must be a list of names, found {brief(names)}")
-                yield from (Entry(run, code, kind, name) for name in names)
+                key = f"{brief(run)}, {brief(code)}, {brief(kind)}"
+                for name in _check_names(path, key, names):
+                    yield Entry(run, code, kind, name)
+
+
+def _check_names(path: str, key: str, names: Any) -> list[str]:
+    """Return a list of names. Raises UsageError for anything else."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{path}: not a baseline: {key}: must be a list of names, found {brief(names)}")
+    return names
 
 
 def _items(path: str, key: str, value: object) -> list[tuple[str, Any]]:
+    """Return the items of an object. Raises UsageError for anything else."""
     if not isinstance(value, dict):
         raise UsageError(f"{path}: not a baseline: {key}: must be an object, found {brief(value)}")
     return list(value.items())
@@ -117,14 +137,16 @@ def apply_baseline(report: Report, known: Known) -> Report:
     A finding is accepted if the baseline contains all of its tensors and values under its run, code and kind. Otherwise
     it fails and lists the new tensors and values.
     """
-    last = {_label(group): number for number, group in enumerate(report.groups)}
+    last_position = {_label(group): position for position, group in enumerate(report.groups)}
     fixed = _find_fixed(report, known)
     groups = []
-    for number, group in enumerate(report.groups):
+    for position, group in enumerate(report.groups):
         judged = group
         if group.verdict != "alone":
-            judged = with_findings(group, tuple(_check_finding(group, finding, known) for finding in group.findings))
-        if last[_label(group)] == number:
+            findings = [_check_finding(group, finding, known) for finding in group.findings]
+            judged = with_findings(group, tuple(findings))
+        # The last step of a run lists what is fixed.
+        if last_position[_label(group)] == position:
             judged = replace(judged, fixed=_group_by_code(fixed, _label(group)))
         groups.append(judged)
     return replace(report, groups=tuple(groups), verdict=overall(groups, report.unreadable))
@@ -135,24 +157,26 @@ def update_baseline(report: Report, known: Known) -> Known:
 
     Entries outside the report stay. Raises UsageError if files could not be read or nothing was compared.
     """
+    # An unreadable file may hold the rank that differs.
     if report.unreadable:
         first = report.unreadable[0]
         raise UsageError(f"the baseline is not updated: {first.path} could not be read, so findings may be missing")
-    if not any(group.verdict in ("in_sync", "out_of_sync") for group in report.groups):
+    if not any(map(_is_compared, report.groups)):
         raise UsageError("the baseline is not updated: nothing was compared")
     failing = find_failing(report)
-    return (known - _find_fixed(report, known) - {_without_fact(entry) for entry in failing}) | failing
+    # The entries of older versions have no fact, and are replaced.
+    replaced = frozenset(map(_without_fact, failing))
+    return (known - _find_fixed(report, known) - replaced) | failing
 
 
 def find_failing(report: Report) -> Known:
     """Return the entries for all findings of a report that fail, or would fail without a baseline."""
-    return frozenset(
-        entry
-        for group in report.groups
-        for finding in group.findings
-        if finding.severity != "info" and not finding.allowed
-        for entry in _entries_of(group, finding)
-    )
+    entries: set[Entry] = set()
+    for group in report.groups:
+        for finding in group.findings:
+            if finding.severity != "info" and not finding.allowed:
+                entries |= _entries_of(group, finding)
+    return frozenset(entries)
 
 
 def describe_change(before: Known, after: Known) -> str:
@@ -166,27 +190,37 @@ def describe_change(before: Known, after: Known) -> str:
 
 
 def _label(group: Group) -> str:
+    """Return the name of a run in a baseline."""
     return group.label or group.run
+
+
+def _is_compared(group: Group) -> bool:
+    """Whether the replicas of a group were compared."""
+    return group.verdict in ("in_sync", "out_of_sync")
 
 
 def _entries_of(group: Group, finding: Finding) -> set[Entry]:
     """Return the entries of a finding."""
+    run, code = _label(group), finding.code
     diffs = {diff.name: diff for diff in group.tensors}
-    kinds = {name: _find_kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
-    entries = {Entry(_label(group), finding.code, kind, name) for name in kinds for kind in kinds[name]}
-    return entries | {Entry(_label(group), finding.code, "value", name) for name in finding.values}
+    entries = {Entry(run, code, "value", name) for name in finding.values}
+    for name in finding.tensors:
+        kinds = _find_kinds(diffs[name], code) if name in diffs else ["other"]
+        entries.update(Entry(run, code, kind, name) for kind in kinds)
+    return entries
 
 
 def _find_kinds(diff: TensorDiff, code: str) -> list[str]:
     """Return the kinds under which a tensor is listed, one per fact."""
     if code not in _OF_FACTS:
         return [diff.kind]
-    reasons = [
-        fact.reason if fact.reason in ("missing", "shape", "dtype") else "values" for fact in diff.facts or (diff,)
-    ]
-    if code == "SYN102":
-        reasons = [reason for reason in reasons if reason in ("shape", "dtype")]
-    return [f"{diff.kind} ({reason})" for reason in reasons]
+    kinds = []
+    for fact in diff.facts or (diff,):
+        reason = fact.reason if fact.reason in ("missing", "shape", "dtype") else "values"
+        # SYN102 covers no other facts.
+        if code != "SYN102" or reason in ("shape", "dtype"):
+            kinds.append(f"{diff.kind} ({reason})")
+    return kinds
 
 
 def _without_fact(entry: Entry) -> Entry:
@@ -195,13 +229,15 @@ def _without_fact(entry: Entry) -> Entry:
 
 
 def _check_finding(group: Group, finding: Finding, known: Known) -> Finding:
+    """Return the finding as accepted, or with its names that the baseline does not contain."""
     if not finding.fails:
         return finding
     entries = _entries_of(group, finding)
-    new = tuple(sorted({entry.name for entry in entries if known.isdisjoint((entry, _without_fact(entry)))}))
-    if entries and not new:
+    new_entries = [entry for entry in entries if known.isdisjoint((entry, _without_fact(entry)))]
+    if entries and not new_entries:
         return replace(finding, accepted=True)
-    return replace(finding, new=new, facts=(Fact.NOT_IN_BASELINE(names=new), *finding.facts))
+    new_names = tuple(sorted({entry.name for entry in new_entries}))
+    return replace(finding, new=new_names, facts=(Fact.NOT_IN_BASELINE(names=new_names), *finding.facts))
 
 
 def _find_fixed(report: Report, known: Known) -> Known:
@@ -212,19 +248,21 @@ def _find_fixed(report: Report, known: Known) -> Known:
     """
     if report.unreadable:
         return frozenset()
-    runs: dict[str, list[Group]] = defaultdict(list)
+    present: set[Entry] = set()
+    compared_groups: dict[str, list[Group]] = defaultdict(list)
     for group in report.groups:
-        if group.verdict in ("in_sync", "out_of_sync") and not _lacks_ranks(group):
-            runs[_label(group)].append(group)
-    present = {entry for group in report.groups for finding in group.findings for entry in _entries_of(group, finding)}
-    present |= {_without_fact(entry) for entry in present}
-    coverage = {run: _Coverage(groups) for run, groups in runs.items()}
-    return frozenset(
-        entry for entry in known - present if entry.run in coverage and coverage[entry.run].includes(entry)
-    )
+        for finding in group.findings:
+            present |= _entries_of(group, finding)
+        if _is_compared(group) and not _lacks_ranks(group):
+            compared_groups[_label(group)].append(group)
+
+    coverage = {run: _Coverage(groups) for run, groups in compared_groups.items()}
+    absent = known - present - frozenset(map(_without_fact, present))
+    return frozenset(entry for entry in absent if entry.run in coverage and coverage[entry.run].includes(entry))
 
 
 def _lacks_ranks(group: Group) -> bool:
+    """Whether the metadata records more ranks than were compared."""
     return (group.evidence.metadata.world_size or 0) > len(group.replicas)
 
 
@@ -232,13 +270,14 @@ class _Coverage:
     """The compared tensors of a run."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
+        """Collect the tensors of all steps."""
         self._complete = not any(group.left_out for group in groups)
-        self._compared = {
-            name
-            for group in groups
-            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_skipped(diff)}
-        }
-        self._present = {name for group in groups for name in group.evidence.names}
+        self._present: set[str] = set()
+        self._compared: set[str] = set()
+        for group in groups:
+            names = group.evidence.names.keys()
+            self._present |= names
+            self._compared |= names - {diff.name for diff in group.tensors if _is_skipped(diff)}
 
     def includes(self, entry: Entry) -> bool:
         """Whether an entry was compared, or is no longer in the checkpoints."""
@@ -252,8 +291,9 @@ def _is_skipped(diff: TensorDiff) -> bool:
 
 
 def _group_by_code(fixed: Known, run: str) -> tuple[Fixed, ...]:
-    codes: dict[str, list[str]] = defaultdict(list)
+    """Return the fixed entries of a run, sorted by code and name."""
+    names_of_codes: dict[str, list[str]] = defaultdict(list)
     for entry in sorted(fixed):
         if entry.run == run:
-            codes[entry.code].append(entry.name)
-    return tuple(Fixed(code, tuple(sorted(names))) for code, names in codes.items())
+            names_of_codes[entry.code].append(entry.name)
+    return tuple(Fixed(code, tuple(sorted(names))) for code, names in names_of_codes.items())

@@ -54,6 +54,7 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     if not others_agree(case):
         return ()
     statistics = case.of_kind(*BN_STATISTICS)
+    # Differences of the variances alone belong to SYN204.
     if case.compared("bn_mean") and not has_kind(statistics, "bn_mean"):
         return ()
     return statistics
@@ -64,10 +65,13 @@ def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
 
     Batches of their own make all ranks differ, so the statistics were changed on some ranks only.
     """
+    # A stale rank has old statistics, and a rank with other counts saw other batches.
     if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
         return ()
     statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
-    return tuple(statistics) if all(map(_has_majority, statistics)) else ()
+    if all(map(_has_majority, statistics)):
+        return tuple(statistics)
+    return ()
 
 
 def _has_majority(diff: TensorDiff) -> bool:
@@ -158,6 +162,7 @@ def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
 
 def explained_by_settings(case: Case) -> bool:
     """Whether SYN107 covers differing settings and the differing parameters that follow from them."""
+    # SYN107 precedes the rules on BatchNorm, and covers the settings with the parameters.
     uncovered = frozenset(list_names(case.tensors))
     if not exclude_names(out_of_sync(case.group, "parameter"), uncovered):
         return False
@@ -171,4 +176,6 @@ def drift(group: Comparison) -> float:
     for diff in group.tensors:
         if diff.kind in BN_STATISTICS and diff.max_abs is not None:
             largest.append(float(diff.max_abs))
-    return sum(largest) / len(largest) if largest else 0.0
+    if largest:
+        return sum(largest) / len(largest)
+    return 0.0

@@ -16,7 +16,7 @@ from syncheck.diagnose.optimizer_names import (
     is_square,
     parameter_of,
 )
-from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_kinds
+from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_kinds, with_status
 from syncheck.diagnose.statements import Common, Course, describe_clusters, largest_difference
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
@@ -70,13 +70,13 @@ class Case:
 
     def coordinates(self, dimensions: Collection[str]) -> dict[int, int]:
         """Return each rank's coordinate in the mesh along a dimension of this name; empty if a rank lacks it."""
-        coordinates = {}
+        coordinates: dict[int, int] = {}
         for replica in self.group.replicas:
-            indices = [index for name, index in replica.mesh.items() if name.lower() in dimensions]
-            if not indices:
-                return {}
-            coordinates[replica.rank] = indices[0]
-        return coordinates
+            for name, index in replica.mesh.items():
+                if name.lower() in dimensions:
+                    coordinates.setdefault(replica.rank, index)
+        # Without the coordinate of a rank, nothing shows where the rank is.
+        return coordinates if len(coordinates) == self.number_of_ranks else {}
 
     # The uncovered differences.
 
@@ -86,7 +86,7 @@ class Case:
 
     def differing(self, *kinds: str) -> tuple[TensorDiff, ...]:
         """Return the uncovered tensors of these kinds with different values."""
-        return tuple(diff for diff in self.of_kind(*kinds) if diff.status == "different")
+        return tuple(with_status(self.of_kind(*kinds), "different"))
 
     def related(self, kind: RelationKind) -> tuple[TensorDiff, ...]:
         """Return the uncovered tensors of two models with this relation."""
@@ -96,7 +96,9 @@ class Case:
         """Return the uncovered, differing Python values of these kinds; without kinds, all."""
         uncovered = frozenset(self.values)
         values = tuple(value for value in self.group.values if value.name in uncovered)
-        return tuple(value for value in values if value.kind in kinds) if kinds else values
+        if kinds:
+            return tuple(value for value in values if value.kind in kinds)
+        return values
 
     # All tensors of the group, covered or not.
 
@@ -121,8 +123,8 @@ class Case:
         return self.names_of(kind).difference(list_names(out_of_sync(self.group)))
 
     def _compared_names(self, kind: str) -> frozenset[str]:
-        uncompared = [diff.name for diff in self.group.tensors if diff.status == "not_compared"]
-        return self.names_of(kind).difference(uncompared)
+        uncompared = with_status(self.group.tensors, "not_compared")
+        return self.names_of(kind).difference(list_names(uncompared))
 
     # The optimizer: which parameters it trains, and the averages of their gradients.
 
@@ -135,6 +137,7 @@ class Case:
     def optimized(self) -> frozenset[str] | None:
         """The names of the parameters of the optimizer; None if some state has no known parameter."""
         metadata = self.group.evidence.metadata
+        # Each rank has the state of a part of the parameters.
         if metadata.optimizer_sharded:
             return None
         if metadata.optimizer_parameters:
@@ -158,7 +161,10 @@ class Case:
         Only the frozen parameters of the metadata if the optimizer's parameters are unknown.
         """
         optimized = self.optimized
-        return self.frozen if optimized is None else self.frozen | (self.names_of("parameter") - optimized)
+        # Without the names of the optimizer's parameters, any parameter may be trained.
+        if optimized is None:
+            return self.frozen
+        return self.frozen | (self.names_of("parameter") - optimized)
 
     @property
     def loose(self) -> frozenset[str]:
@@ -243,6 +249,7 @@ class Case:
             return False
         if evidence.metadata.averaging or not self.agrees("optimizer_step"):
             return False
+        # A scaler skips the steps with an overflow, so another scale shows skipped steps.
         counters = [value for value in self.group.values if value.kind in ("counter", "scaler")]
         return not any(value.counts for value in counters)
 
@@ -314,6 +321,7 @@ class Case:
 
     def agreement_facts(self, tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
         """State which ranks agree and which differ, or that there is no majority. Empty for two replicas."""
+        # Two replicas differ from each other, which the first statement of a finding says.
         if self.number_of_ranks < 3:
             return ()
         partitioned = [diff for diff in tensors if len(diff.replica_groups) > 1]
@@ -326,7 +334,9 @@ class Case:
         # A tensor may have only one set of ranks, because other ranks lack it.
         counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
         if not counts:
-            return () if tensors else describe_clusters((), self.group.ranks)
+            if tensors:
+                return ()
+            return describe_clusters((), self.group.ranks)
         most_common, _ = counts.most_common(1)[0]
         return describe_clusters(most_common, self.group.ranks)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.averaging import recorded_step
 from syncheck.diagnose.optimizer_names import parameter_of
 from syncheck.diagnose.rank_values import are_unequal, below_highest, counts_of, find_minority, known_numbers, spread
-from syncheck.diagnose.selection import join_ranks, select_names
+from syncheck.diagnose.selection import join_ranks, ranks_outside, select_names
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.value_kinds import is_lbfgs_state
 
@@ -101,10 +101,13 @@ def healthy_count(case: Case, counter: StepCounter) -> float | None:
         possible = {step, step + 1}.intersection(counter.by_rank.values())
         if len(possible) == 1:
             return possible.pop()
-    if not counter.minority:
+
+    # The majority is healthy if all of its ranks counted the same steps.
+    majority = ranks_outside(counter.by_rank, counter.minority)
+    agreed = {counter.by_rank[rank] for rank in majority}
+    if not counter.minority or len(agreed) > 1:
         return None
-    agreed = {count for rank, count in counter.by_rank.items() if rank not in counter.minority}
-    return agreed.pop() if len(agreed) == 1 else None
+    return agreed.pop()
 
 
 def are_partial(case: Case) -> bool:
@@ -119,8 +122,11 @@ def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
     for counter in case.names_of("optimizer_step"):
         optimizer = _optimizer_of(case, counter)
         sizes[optimizer] += 1
-        lagging[optimizer] += case.owner_of(counter) in names
-    return len(sizes) > 1 and all(count in (0, sizes[optimizer]) for optimizer, count in lagging.items())
+        if case.owner_of(counter) in names:
+            lagging[optimizer] += 1
+    # A single optimizer has no number, and a part of an optimizer lags for another reason.
+    is_part_behind = any(lagging[optimizer] < sizes[optimizer] for optimizer in lagging)
+    return len(sizes) > 1 and not is_part_behind
 
 
 def is_optimizer_behind(case: Case) -> bool:
@@ -134,7 +140,8 @@ def _optimizer_of(case: Case, counter: str) -> str:
     if parameter in case.group.evidence.names:
         return ""
     number, _, remainder = parameter.partition(".")
-    return number if number.isdecimal() and remainder else ""
+    is_numbered = number.isdecimal() and bool(remainder)
+    return number if is_numbered else ""
 
 
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
@@ -152,7 +159,12 @@ def counter_facts(counters: Sequence[StepCounter]) -> tuple[Message, ...]:
     largest = farthest(counters)
     if largest is None:
         return ()
-    return (Origin.COUNTERS(counters=len(counters), lag=int(largest.lag), steps=steps_by_rank(largest)),)
+    fact = Origin.COUNTERS(
+        counters=len(counters),
+        lag=int(largest.lag),
+        steps=steps_by_rank(largest),
+    )
+    return (fact,)
 
 
 def _earlier_counts(
@@ -176,7 +188,9 @@ def earlier_lag(counter: StepCounter, series: Sequence[Comparison]) -> tuple[int
     for step, counts in _earlier_counts(counter, series):
         if step is not None:
             lag = spread(counts)
-            return None if lag == counter.lag else (step, int(lag))
+            if lag == counter.lag:
+                return None
+            return (step, int(lag))
     return None
 
 
@@ -199,4 +213,7 @@ def may_be_old(case: Case) -> bool:
 
     They are if they store their step. With checkpoints of several steps, an older file of a rank is a stale rank.
     """
-    return not case.group.evidence.stores_progress and not case.in_memory and len(case.steps()) == 1
+    if case.group.evidence.stores_progress or case.in_memory:
+        return False
+    # With checkpoints of several steps, an older file of a rank is a stale rank.
+    return len(case.steps()) == 1

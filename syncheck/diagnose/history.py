@@ -14,6 +14,7 @@ from syncheck.diagnose.selection import (
     out_of_sync,
     select_kinds,
     select_names,
+    with_status,
 )
 from syncheck.records import History, HistoryPoint
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Comparison, TensorDiff, Trend
 
+# Counters show when the ranks began to differ, but not how much the model differs.
 _COUNTERS = ("bn_count", "optimizer_step")
 _TRAINED = ("parameter", *OPTIMIZER)
 
@@ -53,6 +55,7 @@ def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History 
             steps.append(_Step(group.step, group, select_names(out_of_sync(group), followed)))
     differing_by_step = [step.differing for step in steps]
     first = count_agreeing(differing_by_step)
+    # A single step has no history.
     if len(steps) < 2 or first == len(steps):
         return None
     measured_by_step = _select_measured(differing_by_step)
@@ -76,6 +79,7 @@ def _select_followed(names: Collection[str], groups: Sequence[Comparison]) -> Co
     kinds: dict[str, str] = {}
     for group in groups:
         kinds.update((diff.name, diff.kind) for diff in group.tensors)
+    # An averaged copy differs longer than the model, and later.
     of_model = {name for name in names if kinds.get(name) != "ema"} or names
     trained = {name for name in of_model if kinds.get(name) in _TRAINED}
     without_statistics = {name for name in of_model if kinds.get(name) not in BN_STATISTICS}
@@ -166,8 +170,8 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     diffs = exclude_kinds(diffs, *BN_STATISTICS) or diffs
     deviating = minorities_of(diffs)
     without_majority = [diff for diff in diffs if len(diff.clusters) > 1 and not diff.minority]
-    is_exception = 2 * len(without_majority) > len(diffs)
-    if not deviating or len(deviating) >= len(group.replicas) or is_exception:
+    are_most = 2 * len(without_majority) > len(diffs)
+    if are_most or not deviating or len(deviating) >= len(group.replicas):
         deviating = holders_of(diffs)
     return tuple(sorted(deviating)) or group.ranks
 
@@ -175,7 +179,7 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
 def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
     """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
     for group in reversed(groups[:-1]):
-        uncompared = [diff for diff in group.tensors if diff.status == "not_compared"]
+        uncompared = with_status(group.tensors, "not_compared")
         unequal = list_names((*out_of_sync(group), *uncompared))
         are_present = group.evidence.names.keys() >= set(names)
         if are_present and set(unequal).isdisjoint(names):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.measures import count_mismatched, evidence_of
 from syncheck.diagnose.optimizer_names import parameter_of
+from syncheck.diagnose.selection import exclude_kinds, exclude_names, list_names
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 from syncheck.snapshots import ravel_index
@@ -37,30 +39,47 @@ class Localized(Sentence):
 def localized_damage(case: Case) -> list[list[TensorDiff]]:
     """Group the differences by damaged tensor. Empty if any difference is not confined to a small part of a tensor.
 
-    Each group begins with the tensor with the most differing elements; if equal, with the parameter. The others are its
+    Each group begins with the tensor with the most differing elements; if equal, with the parameter. Behind it are its
     optimizer state and averaged copies, differing within the same elements.
 
     Tensors covered by an earlier rule are ignored. Running statistics are ignored too, unless a single bit of them
     differs, because different batches may change few of many channels.
     """
-    differing = [diff for diff in case.tensors if diff.kind not in _OF_BATCHES]
-    if not differing and len(case.tensors) == 1 and is_one_bit(case.tensors[0]):
-        differing = list(case.tensors)
-    # Buffers may depend on each rank's data, and have rules of their own.
-    loose = case.loose
-    differing = [diff for diff in differing if diff.kind != "buffer" and diff.name not in loose] or differing
-    if not all(_is_in_part(diff) for diff in differing):
+    differing = _select_differing(case)
+    if not all(map(_is_in_part, differing)):
         return []
-    names = {diff.name for diff in differing}
-    by_name: dict[str, list[TensorDiff]] = {}
+
+    names = frozenset(list_names(differing))
+    damages: dict[str, list[TensorDiff]] = defaultdict(list)
     for diff in differing:
-        by_name.setdefault(_owner(diff, names), []).append(diff)
-    damages = [
-        sorted(diffs, key=lambda diff: (-(diff.mismatched or 0), diff.kind == "optimizer"))
-        for diffs in by_name.values()
-    ]
-    confined = len(by_name) <= MOST and all(_is_within(other, hit) for hit, *others in damages for other in others)
-    return damages if confined else []
+        damages[_owner(diff, names)].append(diff)
+    # More damaged tensors have a cause that affects all tensors.
+    if len(damages) > MOST:
+        return []
+
+    ordered_damages = []
+    for damage in damages.values():
+        hit, *followers = sorted(damage, key=_damage_order)
+        if not all(_is_within(follower, hit) for follower in followers):
+            return []
+        ordered_damages.append([hit, *followers])
+    return ordered_damages
+
+
+def _select_differing(case: Case) -> list[TensorDiff]:
+    """Return the differences that damage may explain."""
+    differing = exclude_kinds(case.tensors, *_OF_BATCHES)
+    if not differing and len(case.tensors) == 1:
+        # A single bit of a running statistic is damage, unlike other differences of batches.
+        differing = list(filter(is_one_bit, case.tensors))
+    # Buffers may depend on each rank's data, and have rules of their own.
+    of_model = exclude_names(exclude_kinds(differing, "buffer"), case.loose)
+    return of_model or differing
+
+
+def _damage_order(diff: TensorDiff) -> tuple[int, bool]:
+    """Sort the tensors of a damage: most differing elements first, and the optimizer last."""
+    return -count_mismatched(diff), diff.kind == "optimizer"
 
 
 def _is_in_part(diff: TensorDiff) -> bool:
@@ -69,10 +88,10 @@ def _is_in_part(diff: TensorDiff) -> bool:
     False for constants of code. False if several replica groups differ, because the numbers describe only the group
     with the largest difference.
     """
-    if diff.status != "different" or diff.reason is not None or not diff.mismatched:
+    if diff.status != "different" or diff.reason is not None:
         return False
     # Other code has other constants, of which one element may differ.
-    if is_code_constant(diff.name):
+    if not diff.mismatched or is_code_constant(diff.name):
         return False
     return 2 * diff.mismatched <= diff.numel and len(sets_within(diff)) < 2
 
@@ -81,21 +100,34 @@ def _owner(diff: TensorDiff, names: Collection[str]) -> str:
     """Return the parameter of optimizer state or of an averaged copy, else the tensor's own name."""
     if diff.kind == "optimizer":
         return parameter_of(diff.name)
-    if diff.kind == "ema":
-        parts = diff.name.split(".")
-        tails = (".".join(parts[i:]) for i in range(1, len(parts)))
-        return next((tail for tail in tails if tail in names), diff.name)
-    return diff.name
+    if diff.kind != "ema":
+        return diff.name
+    # A copy has the name of its parameter behind the names of its modules.
+    parts = diff.name.split(".")
+    tails = [".".join(parts[begin:]) for begin in range(1, len(parts))]
+    parameters = [tail for tail in tails if tail in names]
+    return parameters[0] if parameters else diff.name
 
 
-def _is_within(other: TensorDiff, hit: TensorDiff) -> bool:
+def _is_within(follower: TensorDiff, hit: TensorDiff) -> bool:
     """Whether the element with the largest difference of a follower is damaged."""
-    if other.shape != hit.shape:
+    if follower.shape != hit.shape:
         return False
     if hit.extent == "one":
-        return other.extent == "one" and other.index == hit.index
+        return follower.extent == "one" and follower.index == hit.index
     first = evidence_of(hit).first
-    return first is None or first <= ravel_index(other.index, other.shape) < first + (hit.mismatched or 0)
+    if first is None:
+        return True
+    position = ravel_index(follower.index, follower.shape)
+    return first <= position < first + count_mismatched(hit)
+
+
+def find_flipped(damage: Iterable[TensorDiff]) -> TensorDiff | None:
+    """Return the first tensor of a damage with a single differing bit; None if more bits differ in all of them."""
+    for diff in damage:
+        if is_one_bit(diff):
+            return diff
+    return None
 
 
 def is_one_bit(diff: TensorDiff) -> bool:
@@ -106,7 +138,9 @@ def is_one_bit(diff: TensorDiff) -> bool:
 def follower_facts(followers: Iterable[TensorDiff]) -> tuple[Message, ...]:
     """State which other tensors differ in the same elements; empty if no tensor does."""
     names = tuple(diff.name for diff in sorted(followers, key=lambda diff: diff.kind != "optimizer"))
-    return (Localized.FOLLOWERS(tensors=names),) if names else ()
+    if names:
+        return (Localized.FOLLOWERS(tensors=names),)
+    return ()
 
 
 def rest_facts(case: Case) -> tuple[Message, ...]:
@@ -116,4 +150,6 @@ def rest_facts(case: Case) -> tuple[Message, ...]:
         return (Localized.REST_AGREES(parameters=parameters, states=states),)
     if parameters:
         return (Localized.PARAMETERS_AGREE(parameters=parameters),)
-    return (Localized.STATES_AGREE(states=states),) if states else ()
+    if states:
+        return (Localized.STATES_AGREE(states=states),)
+    return ()

@@ -20,27 +20,33 @@ if TYPE_CHECKING:
 def scales_of(group: Comparison) -> dict[int, float]:
     """Return the loss scale by rank; empty unless it differs and is known on every rank."""
     for value in group.values:
-        if value.kind == "scaler" and last_part(value.name) in SCALES:
+        if _is_scale(value.name, value.kind):
             return known_numbers(value.by_rank, value.by_rank.keys())
     for diff in group.tensors:
-        if diff.kind == "scaler" and last_part(diff.name) in SCALES:
+        if _is_scale(diff.name, diff.kind):
             return counts_of(diff)
     return {}
 
 
-def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
-    """Whether overflows explain the lag: each overflow skips a step and halves the loss scale.
+def _is_scale(name: str, kind: str) -> bool:
+    """Whether a value or a tensor is the scale of a loss scaler. Its other state counts steps."""
+    return kind == "scaler" and last_part(name) in SCALES
 
-    The lagging ranks must have a lower scale; for a large lag, it must have been halved at least as often.
-    """
+
+def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
+    """Whether overflows explain the lag: each overflow skips a step and halves the loss scale."""
     scales = scales_of(case.group)
     if not scales or min(scales.values()) <= 0:
         return False
+    # Each overflow halves the scale.
     overflows = math.log2(max(scales.values()) / min(scales.values()))
     ranks_with_overflows = set(below_highest(scales))
     for counter in counters:
-        is_too_large = counter.far and counter.lag > overflows
-        if is_too_large or not ranks_with_overflows.issuperset(counter.behind):
+        # The lagging ranks must have a lower scale.
+        if not ranks_with_overflows.issuperset(counter.behind):
+            return False
+        # For a large lag, the scale must have been halved at least as often.
+        if counter.far and counter.lag > overflows:
             return False
     return True
 
@@ -48,12 +54,15 @@ def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
 def find_scaler_values(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
     """Return the names of differing, uncovered loss scaler values, because the scaler counts steps too.
 
-    A missing value does not differ. ranks: return only values with a minority within this set of ranks.
+    ranks: return only values with a minority within this set of ranks.
     """
     names = []
     for value in case.of_values("scaler"):
-        texts = [str(number) for number in value.by_rank.values() if number is not None]
-        is_of_ranks = not ranks or set(ranks).issuperset(find_minority(value.by_rank))
-        if is_of_ranks and are_unequal(texts):
+        # A missing value does not differ.
+        numbers = [str(number) for number in value.by_rank.values() if number is not None]
+        if not are_unequal(numbers):
+            continue
+        minority = find_minority(value.by_rank)
+        if not ranks or set(ranks).issuperset(minority):
             names.append(value.name)
     return tuple(names)

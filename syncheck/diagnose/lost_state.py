@@ -25,6 +25,7 @@ def ranks_without_state(case: Case) -> tuple[int, ...]:
     missing = select_missing(group.tensors, *OPTIMIZER)
     is_whole_state = len(missing) >= len(case.names_of(*OPTIMIZER))
     sets_of_holders = {frozenset(join_ranks(diff.clusters)) for diff in missing}
+    # A part of the state is missing on ranks that never updated some parameters (SYN225).
     if not is_whole_state or len(sets_of_holders) != 1:
         return ()
     (holders,) = sets_of_holders

@@ -19,6 +19,16 @@ TOUCHED = 0.1
 _CONFINED = ("one", "contiguous")
 
 
+def count_mismatched(diff: TensorDiff) -> int:
+    """Return the number of differing elements; 0 if only digests were compared."""
+    return 0 if diff.mismatched is None else diff.mismatched
+
+
+def share_of(diff: TensorDiff) -> float:
+    """Return the share of differing elements of a tensor with elements; 0 if only digests were compared."""
+    return count_mismatched(diff) / diff.numel
+
+
 def evidence_of(diff: TensorDiff) -> Evidence:
     """Return the evidence of a tensor, without any content if it was not collected."""
     return diff.evidence or Evidence()
@@ -42,13 +52,24 @@ def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
     for diff in diffs:
         if diff.mismatched is not None and diff.numel:
             shares.append(diff.mismatched / diff.numel)
-    return median(shares) if shares else None
+    if shares:
+        return median(shares)
+    return None
 
 
 def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
     """Whether a smaller share of the elements than `least` differs. False if the share is unknown."""
-    share = differing_share(diffs)
-    return share is not None and share < least
+    return is_below(differing_share(diffs), least)
+
+
+def is_below(measure: float | None, limit: float) -> bool:
+    """Whether a measure is known and below a limit."""
+    return measure is not None and measure < limit
+
+
+def is_at_least(measure: float | None, limit: float) -> bool:
+    """Whether a measure is known and reaches a limit."""
+    return measure is not None and measure >= limit
 
 
 def is_confined(diff: TensorDiff) -> bool:
@@ -61,6 +82,7 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
     measured = []
     for diff in diffs:
         cosine = evidence_of(diff).cosine
+        # The cosine of two numbers shows their signs only.
         if diff.numel > 1 and cosine is not None:
             measured.append(cosine)
     return measured
@@ -69,7 +91,9 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
 def median_cosine(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the median of the cosines between replicas; None if none was measured."""
     measured = cosines(diffs)
-    return median(measured) if measured else None
+    if measured:
+        return median(measured)
+    return None
 
 
 def largest_norm(diff: TensorDiff, default: float) -> float:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.measures import evidence_of, largest_norm
+from syncheck.diagnose.measures import evidence_of, largest_norm, share_of
 from syncheck.diagnose.optimizer_names import is_gradient_average, is_momentum, is_square
 from syncheck.diagnose.selection import last_part, out_of_sync
 from syncheck.findings import MEASURED
@@ -52,7 +52,9 @@ class _WeightedMean:
 
     def value(self) -> float | None:
         """Return the mean; None without any weight."""
-        return self._total / self._weight if self._weight else None
+        if self._weight:
+            return self._total / self._weight
+        return None
 
 
 def mean_cosine(diffs: Iterable[TensorDiff]) -> float | None:
@@ -79,7 +81,7 @@ def share_smaller(diffs: Iterable[TensorDiff]) -> dict[int, float]:
     means: dict[int, _WeightedMean] = defaultdict(_WeightedMean)
     for diff in diffs:
         # Few elements differ in an embedding with few tokens per batch, and the rest does not count.
-        weight = _measured_elements(diff) * min(1.0, (diff.mismatched or 0) / diff.numel)
+        weight = _measured_elements(diff) * min(1.0, share_of(diff))
         for rank, share in evidence_of(diff).smaller.items():
             means[rank].add(share, weight)
     shares = {}
@@ -98,7 +100,9 @@ def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
     sides: list[float] = []
     for diff in diffs:
         sides += [max(share, 1 - share) for share in evidence_of(diff).smaller.values()]
-    return median(sides) if sides else 1.0
+    if sides:
+        return median(sides)
+    return 1.0
 
 
 def _measured_elements(diff: TensorDiff) -> int:
@@ -108,7 +112,7 @@ def _measured_elements(diff: TensorDiff) -> int:
 
 def median_share_differing(diffs: Iterable[TensorDiff]) -> float:
     """Return the median share of the elements that differ; 0 without tensors."""
-    shares = [(diff.mismatched or 0) / diff.numel for diff in diffs if diff.numel]
+    shares = [share_of(diff) for diff in diffs if diff.numel]
     return median(shares) if shares else 0.0
 
 

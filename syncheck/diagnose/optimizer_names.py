@@ -10,6 +10,7 @@ from syncheck.findings import FIRST_MOMENTS, SECOND_MOMENTS
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+# Both SGD and RMSprop use this name. RMSprop keeps averages of squares beside its momentum.
 _MOMENTUM = "momentum_buffer"
 _SQUARES_OF_RMSPROP = "square_avg"
 

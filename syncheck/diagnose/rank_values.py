@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def find_minority(by_rank: Mapping[int, object]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most common value; empty if there is a tie."""
+    # Two equally large sets are no majority.
     return minority_of(largest_first(group_ranks(by_rank).values()))
 
 

@@ -29,6 +29,7 @@ def find_unexplained_tensors(
         if (diff.name, diff.reason) not in explained:
             unexplained.append(diff)
             continue
+        # The cause sets the blocks of ranks apart, and explains no difference within a block.
         remainder = _restrict(diff, agree)
         if remainder is not None:
             unexplained.append(remainder)

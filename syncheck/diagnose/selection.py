@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from syncheck.records import Comparison, TensorDiff
+    from syncheck.records import Comparison, TensorDiff, ValueDiff
+
+
+def with_status(diffs: Iterable[TensorDiff], status: str) -> list[TensorDiff]:
+    """Return the tensors with a status: `different` or `not_compared`, for example."""
+    return [diff for diff in diffs if diff.status == status]
 
 
 def list_names(diffs: Iterable[TensorDiff]) -> tuple[str, ...]:
     """Return the names of tensors, in their order."""
     return tuple(diff.name for diff in diffs)
+
+
+def list_value_names(values: Iterable[ValueDiff]) -> tuple[str, ...]:
+    """Return the names of Python values, in their order."""
+    return tuple(value.name for value in values)
 
 
 def select_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
@@ -45,6 +55,11 @@ def exclude_names(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[T
     return [diff for diff in diffs if diff.name not in names]
 
 
+def modules_of(diffs: Iterable[TensorDiff]) -> set[str]:
+    """Return the modules of tensors."""
+    return {module_of(diff.name) for diff in diffs}
+
+
 def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
     """Return the tensors of these kinds that some ranks lack."""
     return [diff for diff in select_kinds(diffs, *kinds) if diff.reason == "missing"]
@@ -52,8 +67,11 @@ def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]
 
 def out_of_sync(group: Comparison, *kinds: str) -> list[TensorDiff]:
     """Return the tensors of these kinds that are out of sync, whatever rule explains them; without kinds, all."""
+    # Also tensors that a rule has covered: they still show what happened to the ranks.
     differing = [diff for diff in group.tensors if diff.out_of_sync]
-    return select_kinds(differing, *kinds) if kinds else differing
+    if kinds:
+        return select_kinds(differing, *kinds)
+    return differing
 
 
 def join_ranks(sets: Iterable[Iterable[int]]) -> set[int]:
@@ -81,7 +99,14 @@ def holders_of(diffs: Iterable[TensorDiff]) -> set[int]:
 
 def differing_elements(diffs: Iterable[TensorDiff]) -> int:
     """Return the number of different elements of all tensors, as far as they were counted."""
-    return sum(diff.mismatched or 0 for diff in diffs)
+    # Digests show that bytes differ, but not how many elements.
+    counted = [diff.mismatched for diff in diffs if diff.mismatched is not None]
+    return sum(counted)
+
+
+def union_of(sets: Iterable[Iterable[str]]) -> set[str]:
+    """Return all names of several sets."""
+    return set().union(*sets)
 
 
 def last_part(name: str) -> str:

@@ -46,24 +46,36 @@ def choose_cause(rule: Rule, match: Match, case: Case) -> Sentence:
     if match.cause is not None:
         return match.cause
     is_active = case.group.evidence.metadata.no_sync == "active"
-    return rule.sentences["CAUSE_NO_SYNC" if is_active and "CAUSE_NO_SYNC" in rule.sentences.__members__ else "CAUSE"]
+    if is_active and "CAUSE_NO_SYNC" in rule.sentences.__members__:
+        return rule.sentences["CAUSE_NO_SYNC"]
+    return rule.sentences["CAUSE"]
 
 
 def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     """Return the sentence of the fix."""
     if match.fix is not None:
         return match.fix
-    sentences = rule.sentences.__members__
-    if case.group.is_pair:  # two models, which have neither ranks nor a wrapper
+    # Two models have neither ranks nor a wrapper.
+    if case.group.is_pair:
         return rule.sentences["FIX"]
-    if case.group.evidence.metadata.no_sync and "FIX_NO_SYNC" in sentences:
-        return rule.sentences["FIX_NO_SYNC"]
-    if is_sharded(case.group) and "FIX_SHARDED" in sentences:
-        return rule.sentences["FIX_SHARDED"]
-    name = "IN_A_JOB" if case.in_memory and "IN_A_JOB" in sentences else "FIX"
-    if f"{name}_NO_MAJORITY" in sentences and not has_majority(match.tensors):
-        name = f"{name}_NO_MAJORITY"
+    name = _name_fix(rule, case)
+    without_majority = f"{name}_NO_MAJORITY"
+    if without_majority in rule.sentences.__members__ and not has_majority(match.tensors):
+        return rule.sentences[without_majority]
     return rule.sentences[name]
+
+
+def _name_fix(rule: Rule, case: Case) -> str:
+    """Return the name of the fix for the wrapper, the sharding and the files of the ranks."""
+    applies = {
+        "FIX_NO_SYNC": bool(case.group.evidence.metadata.no_sync),
+        "FIX_SHARDED": is_sharded(case.group),
+        "IN_A_JOB": case.in_memory,
+    }
+    for name, does_apply in applies.items():
+        if does_apply and name in rule.sentences.__members__:
+            return name
+    return "FIX"
 
 
 def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
@@ -93,16 +105,27 @@ def is_sharded(group: Comparison) -> bool:
         if shards.kind != "DTensor":
             continue
         for name, dimension in _SHARDED_ALONG.findall(shards.layout):
-            # fully_shard divides the first dimension of a tensor, along a mesh that needs no names.
-            if (name and name.lower() not in TENSOR_PARALLEL) or (not name and dimension == "0"):
+            if _is_data_parallel(name, dimension):
                 return True
     return False
+
+
+def _is_data_parallel(name: str, dimension: str) -> bool:
+    """Whether a mesh dimension shards tensors over data-parallel ranks.
+
+    name: of the mesh dimension, empty if it has none. dimension: of the tensor.
+    """
+    if name:
+        return name.lower() not in TENSOR_PARALLEL
+    # fully_shard divides the first dimension of a tensor, along a mesh that needs no names.
+    return dimension == "0"
 
 
 def has_majority(tensors: Iterable[TensorDiff]) -> bool:
     """Whether more than half of the ranks of each replica group agree in every tensor."""
     for diff in tensors:
-        for sets in sets_within(diff):
-            if 2 * len(sets[0]) <= sum(map(len, sets)):
+        for clusters in sets_within(diff):
+            ranks = sum(map(len, clusters))
+            if 2 * len(clusters[0]) <= ranks:
                 return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.messages import Sentence
@@ -62,17 +63,24 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
 
     An earlier step without a comparison counts as well. Findings of later shown steps are removed from it.
     """
-    shown: list[Group] = []
-    seen: set[tuple[str, bool]] = set()  # a code may be accepted at one step and fail at another
-    undecided_shown = False
+    steps: list[Group] = []
+    later_findings: set[tuple[str, bool]] = set()
+    later_verdicts: set[str] = set()
     for group in reversed(groups):
-        own = tuple(finding for finding in group.findings if (finding.code, finding.fails) not in seen)
-        undecided = group.verdict == "undecided"
-        if not shown or any(finding.severity != "info" for finding in own) or (undecided and not undecided_shown):
-            shown.append(replace(group, findings=own))
-            seen |= {(finding.code, finding.fails) for finding in own}
-            undecided_shown = undecided_shown or undecided
-    return tuple(reversed(shown))
+        news = []
+        for finding in group.findings:
+            # A code may be accepted at one step and fail at another.
+            if (finding.code, finding.fails) not in later_findings:
+                news.append(finding)
+
+        has_news = any(finding.severity != "info" for finding in news)
+        is_first_undecided = group.verdict == "undecided" and "undecided" not in later_verdicts
+        # The last step is always shown.
+        if has_news or is_first_undecided or not steps:
+            steps.append(replace(group, findings=tuple(news)))
+            later_findings.update((finding.code, finding.fails) for finding in news)
+            later_verdicts.add(group.verdict)
+    return tuple(reversed(steps))
 
 
 def follow_not_finite(groups: Sequence[Compared]) -> list[Compared]:
@@ -83,7 +91,8 @@ def follow_not_finite(groups: Sequence[Compared]) -> list[Compared]:
         steps = [step for step in runs.get(group.run, ()) if step.step is not None]
         # Steps after this one do not matter: a report of an earlier step never refers to the future.
         until = [step for step in steps if step_order(step) <= step_order(group)]
-        if group.not_finite is not None and len(steps) > 1 and until:
+        has_course = bool(until) and len(steps) > 1
+        if has_course and group.not_finite is not None:
             group = replace(group, not_finite=_since(group.not_finite, until))
         followed.append(group)
     return followed
@@ -106,35 +115,55 @@ def drift_of(group: Comparison) -> DriftPoint | None:
     None if no statistic was compared, or a difference has no number (missing, different shapes, not finite): the
     maximum of the other differences would be misleading.
     """
-    if not any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS):
+    compared_kinds = {kind for kind, counts in group.kinds.items() if counts.compared}
+    if compared_kinds.isdisjoint(BN_STATISTICS):
         return None
-    statistics = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
-    if any(diff.out_of_sync and (diff.max_abs is None or _is_partly_nonfinite(diff)) for diff in statistics):
-        return None
-    measured = [diff for diff in statistics if diff.max_abs is not None]
-    worst = max(measured, key=lambda diff: diff.max_abs or 0, default=None)
-    if worst is None or worst.max_abs is None:
-        return DriftPoint(group.run, group.step, 0.0, None)
-    return DriftPoint(group.run, group.step, float(worst.max_abs), worst.name)
+    largest: float = 0.0
+    tensor = None
+    for diff in group.tensors:
+        if diff.kind not in BN_STATISTICS:
+            continue
+        if diff.out_of_sync and _has_no_number(diff):
+            return None
+        if diff.max_abs is None:
+            continue
+        if tensor is None or diff.max_abs > largest:
+            largest, tensor = float(diff.max_abs), diff.name
+    return DriftPoint(group.run, group.step, largest, tensor)
 
 
-def _is_partly_nonfinite(diff: TensorDiff) -> bool:
-    return len(set(diff.nonfinite.values())) > 1
+def _has_no_number(diff: TensorDiff) -> bool:
+    """Whether the size of a difference is unknown, or the replicas have different numbers of NaN."""
+    return diff.max_abs is None or len(set(diff.nonfinite.values())) > 1
 
 
 def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
     """Return the drift at every step of every run."""
-    return tuple(point for groups in runs.values() for group in groups if (point := drift_of(group)) is not None)
+    points: list[DriftPoint] = []
+    for groups in runs.values():
+        points += _drift_by_step(groups).values()
+    return tuple(points)
+
+
+def _drift_by_step(groups: Sequence[Comparison]) -> dict[int | None, DriftPoint]:
+    """Return the drift at each step of a run with a known drift."""
+    points = {}
+    for group in groups:
+        point = drift_of(group)
+        if point is not None:
+            points[group.step] = point
+    return points
 
 
 def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
     """Return the effect of SyncBatchNorm for each pair of runs without other differences, at their last common step."""
-    return tuple(
-        closure
-        for plain in runs.values()
-        for synced in runs.values()
-        if _differ_in_sync_bn(plain[-1], synced[-1]) and (closure := _closure(plain, synced)) is not None
-    )
+    found_closures = []
+    for plain, synced in product(runs.values(), runs.values()):
+        if _differ_in_sync_bn(plain[-1], synced[-1]):
+            closure = _closure(plain, synced)
+            if closure is not None:
+                found_closures.append(closure)
+    return tuple(found_closures)
 
 
 def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closure | None:
@@ -144,36 +173,43 @@ def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closu
         return None
     if before.step == after.step:
         return Closure(before, after, _describe_gap(before, after))
+
     # Drift changes over a run, so only equal steps are comparable.
-    of_step = {group.step: point for group in synced if (point := drift_of(group)) is not None}
-    common = [(b, of_step[b.step]) for g in plain if (b := drift_of(g)) is not None and b.step in of_step]
+    plain_points, synced_points = _drift_by_step(plain), _drift_by_step(synced)
+    common_steps = [step for step in plain_points if step in synced_points]
     lengths = Gap.LENGTHS(
         plain=before.run,
         plain_step=_format_step(before),
         synced=after.run,
         synced_step=_format_step(after),
     )
-    if not common:
+    if not common_steps:
         return Closure(before, after, Gap.NO_COMMON_STEP(lengths=lengths))
-    before, after = common[-1]
-    gap, step = _describe_gap(before, after), _format_step(before)
-    return Closure(before, after, Gap.AT_COMMON_STEP(gap=gap, step=step, lengths=lengths))
+    common_before, common_after = plain_points[common_steps[-1]], synced_points[common_steps[-1]]
+    gap = _describe_gap(common_before, common_after)
+    text = Gap.AT_COMMON_STEP(gap=gap, step=_format_step(common_before), lengths=lengths)
+    return Closure(common_before, common_after, text)
 
 
 def _format_step(point: DriftPoint) -> str:
-    return "an unknown step" if point.step is None else f"step {point.step}"
+    """Return the text of a step."""
+    if point.step is None:
+        return "an unknown step"
+    return f"step {point.step}"
 
 
 def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     """Whether the recorded configurations differ only in SyncBatchNorm and lengths. Without them, the name decides."""
-    a = dict(plain.evidence.metadata.config)
-    b = dict(synced.evidence.metadata.config)
-    if not a and not b:
+    plain_config = dict(plain.evidence.metadata.config)
+    synced_config = dict(synced.evidence.metadata.config)
+    if not plain_config and not synced_config:
         return synced.run == f"{plain.run}-syncbn"
     for name in LENGTHS:
-        a.pop(name, None)
-        b.pop(name, None)
-    return a.pop("sync_bn", None) is False and b.pop("sync_bn", None) is True and a == b
+        plain_config.pop(name, None)
+        synced_config.pop(name, None)
+    is_plain = plain_config.pop("sync_bn", None) is False
+    is_synced = synced_config.pop("sync_bn", None) is True
+    return is_plain and is_synced and plain_config == synced_config
 
 
 def _describe_gap(before: DriftPoint, after: DriftPoint) -> Message:

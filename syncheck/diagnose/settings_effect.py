@@ -8,11 +8,12 @@ larger difference has another cause beside the settings.
 from __future__ import annotations
 
 import math
-from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.measures import cosines, evidence_of
+from syncheck.diagnose.measures import is_below, largest_norm, median_cosine
 from syncheck.diagnose.moments import unexplained_by_decay
+from syncheck.diagnose.optimizer_names import is_rmsprop_momentum
+from syncheck.diagnose.selection import exclude_kinds, exclude_names, join_ranks, last_part, list_names, module_of
 from syncheck.diagnose.syn240_rounding_only import is_rounding
 from syncheck.findings import MEASURED
 from syncheck.text import group_ranks
@@ -47,37 +48,61 @@ _RELATIVE_ROOM = 100
 _ABSOLUTE_ROOM = 10
 
 
+class Effect(NamedTuple):
+    """The trained tensors that differ only between ranks with different settings."""
+
+    explained: tuple[TensorDiff, ...] = ()
+    unexplained: tuple[TensorDiff, ...] = ()
+
+
 def choose_only_rounding(acting: Sequence[ValueDiff]) -> bool:
     """Whether the settings choose implementations, which change nothing but rounding."""
     return bool(acting) and _keys(acting) <= _OF_ROUNDING
 
 
-def find_explained(
-    case: Case, acting: Sequence[ValueDiff], others: Sequence[ValueDiff]
-) -> tuple[tuple[TensorDiff, ...], tuple[TensorDiff, ...]]:
-    """Return the trained tensors that differ only between ranks with different settings: explained, unexplained.
+def find_explained(case: Case, acting: Sequence[ValueDiff], settings: Sequence[ValueDiff]) -> Effect:
+    """Return which tensors the settings explain.
 
-    acting: the settings that change the next step. others: all settings that differ.
+    acting: the settings that change the next step. settings: all settings that differ.
     """
-    equal = [set(ranks) for ranks in group_ranks(_settings_by_rank(case, acting)).values()]
-    trained = case.differing("parameter", "optimizer", "ema")
-    between = tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
+    if not acting:
+        return Effect()
+    between = _select_between_settings(case, acting)
     keys = _keys(acting)
     if keys <= _OF_ROUNDING:
-        return (between, ()) if all(map(is_rounding, between)) else ((), between)
+        is_explained = all(map(is_rounding, between))
+        if is_explained:
+            return Effect(explained=between)
+        return Effect(unexplained=between)
     if not _may_explain_moments(case, keys):
-        return (), between
-    unexplained = _find_unexplained(case, keys, acting, others, between)
-    owners = {_owner(case, diff) for diff in between if diff.kind != "ema"}
-    # Averaged copies follow the parameters.
+        return Effect(unexplained=between)
+    unexplained = _find_unexplained(case, acting, settings, between)
     if not unexplained:
-        return between, ()
+        return Effect(explained=between)
+    return _split_by_owner(case, between, unexplained)
+
+
+def _select_between_settings(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
+    """Return the trained tensors that are equal on ranks with equal settings."""
+    sets_of_ranks = [set(ranks) for ranks in group_ranks(_settings_by_rank(case, acting)).values()]
+    between = []
+    for diff in case.differing("parameter", "optimizer", "ema"):
+        if not any(_differs_within(diff, ranks) for ranks in sets_of_ranks):
+            between.append(diff)
+    return tuple(between)
+
+
+def _split_by_owner(case: Case, between: tuple[TensorDiff, ...], unexplained: set[str]) -> Effect:
+    """Return the tensors of explained and of unexplained parameters. unexplained: the names of these parameters."""
+    # Averaged copies follow the parameters.
+    of_parameters = exclude_kinds(between, "ema")
+    owners = {_owner(case, diff) for diff in of_parameters}
     # A fault of most parameters is left to its own rule as a whole.
     if 2 * len(unexplained) >= len(owners):
-        return (), between
-    explained = tuple(diff for diff in between if diff.kind != "ema" and _owner(case, diff) not in unexplained)
-    names = {diff.name for diff in explained}
-    return explained, tuple(diff for diff in between if diff.name not in names)
+        return Effect(unexplained=between)
+    explained = [diff for diff in of_parameters if _owner(case, diff) not in unexplained]
+    names = frozenset(list_names(explained))
+    return Effect(tuple(explained), tuple(exclude_names(between, names)))
 
 
 def has_gradient_averages(case: Case) -> bool:
@@ -109,95 +134,119 @@ def _keys(settings: Sequence[ValueDiff]) -> frozenset[str]:
 
 def _may_explain_moments(case: Case, keys: frozenset[str]) -> bool:
     """Whether first moments with another direction leave room for averaged gradients."""
-    measured = cosines(case.differing_moments().values())
-    if not measured or median(measured) >= ALIKE or keys & _OF_MOMENTS or "weight_decay" in keys:
+    if keys & (_OF_MOMENTS | {"weight_decay"}):
         return True
-    return not unexplained_by_decay(case, case.differing_moments().values())
+    moments = case.differing_moments().values()
+    if not is_below(median_cosine(moments), ALIKE):
+        return True
+    return not unexplained_by_decay(case, moments)
 
 
 def _find_unexplained(
-    case: Case,
-    keys: frozenset[str],
-    acting: Sequence[ValueDiff],
-    others: Sequence[ValueDiff],
-    between: Sequence[TensorDiff],
+    case: Case, acting: Sequence[ValueDiff], settings: Sequence[ValueDiff], between: Sequence[TensorDiff]
 ) -> set[str]:
     """Return the parameters that differ, or whose state differs, by more than the settings explain."""
-    step_only = keys <= _OF_STEPS | _OF_ROUNDING | {"weight_decay"}
-    if not step_only:
+    # The effect of other settings has no bounds.
+    if not _keys(acting) <= _OF_STEPS | _OF_ROUNDING | {"weight_decay"}:
         return set()
-    differing = [diff for diff in between if not is_rounding(diff) and diff.max_abs is not None]
-    relative, absolute = _bounds(case, acting, others)
-    unexplained = [
-        diff
-        for diff in differing
-        if diff.kind == "parameter" and float(diff.max_abs or 0) > min(relative * _scale(diff), absolute)
-    ]
+    parameters: list[TensorDiff] = []
+    averages: list[TensorDiff] = []
+    for diff in between:
+        if diff.max_abs is None or is_rounding(diff):
+            continue
+        if diff.kind == "parameter":
+            parameters.append(diff)
+        elif diff.kind == "optimizer" and _is_of_gradients(case, diff.name):
+            averages.append(diff)
+
+    unexplained = _exceed_bounds(case, acting, settings, parameters)
     # Without settings of the optimizer, it is unknown whether the decay is a part of the gradients.
     if case.group.evidence.hyperparameters:
-        averages = [diff for diff in differing if diff.kind == "optimizer" and _is_of_gradients(case, diff.name)]
         decay = 0.0 if _is_decoupled(case) else _difference(acting, "weight_decay")
         unexplained += unexplained_by_decay(case, averages, decay)
     return {_owner(case, diff) for diff in unexplained}
 
 
-def _bounds(case: Case, acting: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[float, float]:
+def _exceed_bounds(
+    case: Case, acting: Sequence[ValueDiff], settings: Sequence[ValueDiff], parameters: Sequence[TensorDiff]
+) -> list[TensorDiff]:
+    """Return the parameters that differ by more than the size of the steps explains."""
+    relative, absolute = _bounds(case, acting, settings)
+    unexplained = []
+    for diff in parameters:
+        bound = min(relative * _root_mean_square(diff), absolute)
+        if diff.max_abs is not None and float(diff.max_abs) > bound:
+            unexplained.append(diff)
+    return unexplained
+
+
+def _bounds(case: Case, acting: Sequence[ValueDiff], settings: Sequence[ValueDiff]) -> tuple[float, float]:
     """Return generous bounds of the difference of a parameter: relative to its size, and absolute; or infinity."""
     relative = _relative_difference(acting)
-    # The state of a scheduler shows that the ranks were at different points of the schedule.
-    if relative is None or relative > _TINY or len(others) > len(acting):
+    if relative is None or relative > _TINY:
         return math.inf, math.inf
-    absolute = math.inf
+    # The state of a scheduler shows that the ranks were at different points of the schedule.
+    if len(settings) > len(acting):
+        return math.inf, math.inf
     is_adam = any(name.endswith(".exp_avg_sq") for name in case.names_of("optimizer"))
-    if is_adam and case.group.step and not _difference(acting, "weight_decay"):
-        absolute = _ABSOLUTE_ROOM * _difference(acting, "lr") * case.group.step
+    if not is_adam or not case.group.step or _difference(acting, "weight_decay"):
+        return _RELATIVE_ROOM * relative, math.inf
+    absolute = _ABSOLUTE_ROOM * _difference(acting, "lr") * case.group.step
     return _RELATIVE_ROOM * relative, absolute
 
 
-def _scale(diff: TensorDiff) -> float:
+def _root_mean_square(diff: TensorDiff) -> float:
     """Return the root mean square of a tensor; infinity if its norm is unknown."""
-    norm = max(evidence_of(diff).norms.values(), default=math.inf)
-    return norm / math.sqrt(min(diff.numel, MEASURED))
+    return largest_norm(diff, math.inf) / math.sqrt(min(diff.numel, MEASURED))
 
 
 def _relative_difference(acting: Sequence[ValueDiff]) -> float | None:
     """Return the largest relative difference of the settings; None if a setting is not a number."""
     largest = 0.0
-    for diff in acting:
-        if _keys([diff]) <= _OF_ROUNDING:
+    for setting in acting:
+        keys = _keys([setting])
+        if keys <= _OF_ROUNDING:
             continue
-        values = _numbers(diff.by_rank)
+        values = _numbers(setting.by_rank)
         # Not every optimizer normalizes its steps by eps in proportion.
-        if not values or _keys([diff]) & {"eps"}:
+        if not values or "eps" in keys:
             return None
         size = max(map(abs, values))
-        largest = max(largest, (max(values) - min(values)) / size if size else 0.0)
+        if size:
+            largest = max(largest, (max(values) - min(values)) / size)
     return largest
 
 
 def _difference(acting: Sequence[ValueDiff], key: str) -> float:
     """Return the largest difference of a setting; infinity if it is not a number, 0 if it does not differ."""
     largest = 0.0
-    for diff in acting:
-        if key in _keys([diff]):
-            values = _numbers(diff.by_rank)
-            largest = max(largest, max(values) - min(values) if values else math.inf)
+    for setting in acting:
+        if key not in _keys([setting]):
+            continue
+        values = _numbers(setting.by_rank)
+        if not values:
+            return math.inf
+        largest = max(largest, max(values) - min(values))
     return largest
 
 
 def _numbers(by_rank: Mapping[int, object]) -> list[float]:
     """Return the numbers of all ranks; empty if a rank has no number."""
-    numbers = [float(value) for value in by_rank.values() if isinstance(value, (int, float)) and math.isfinite(value)]
-    return numbers if len(numbers) == len(by_rank) else []
+    numbers = []
+    for value in by_rank.values():
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return []
+        numbers.append(float(value))
+    return numbers
 
 
 def _is_of_gradients(case: Case, name: str) -> bool:
     """Whether a state of the optimizer depends on nothing but gradients."""
-    parameter, _, state = name.rpartition(".")
-    is_of_updates = f"{parameter}.{_OF_UPDATES}" in case.group.evidence.names
+    names = case.group.evidence.names
+    if last_part(name) not in _OF_GRADIENTS or f"{module_of(name)}.{_OF_UPDATES}" in names:
+        return False
     # RMSprop's momentum averages steps, which contain eps.
-    is_of_steps = state == "momentum_buffer" and f"{parameter}.square_avg" in case.group.evidence.names
-    return state in _OF_GRADIENTS and not is_of_updates and not is_of_steps
+    return not is_rmsprop_momentum(name, names)
 
 
 def _is_decoupled(case: Case) -> bool:
@@ -206,10 +255,16 @@ def _is_decoupled(case: Case) -> bool:
 
 def _owner(case: Case, diff: TensorDiff) -> str:
     """Return the parameter of a tensor."""
-    return case.owner_of(diff.name) if diff.kind == "optimizer" else diff.name
+    if diff.kind == "optimizer":
+        return case.owner_of(diff.name)
+    return diff.name
 
 
 def _differs_within(diff: TensorDiff, ranks: set[int]) -> bool:
     """Whether a tensor differs between ranks of this set that should hold the same bytes."""
-    groups = diff.replica_groups or (tuple(rank for cluster in diff.clusters for rank in cluster),)
-    return any(sum(bool(ranks & set(group) & set(cluster)) for cluster in diff.clusters) > 1 for group in groups)
+    for group in diff.replica_groups or (join_ranks(diff.clusters),):
+        common = ranks.intersection(group)
+        clusters = [cluster for cluster in diff.clusters if not common.isdisjoint(cluster)]
+        if len(clusters) > 1:
+            return True
+    return False

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.measures import cosines
-from syncheck.findings import FIRST_MOMENTS
+from syncheck.diagnose.measures import median_cosine
+from syncheck.diagnose.optimizer_names import is_gradient_average
+from syncheck.diagnose.selection import out_of_sync
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -44,6 +44,13 @@ class Event(Sentence):
     )
 
 
+class _Measurement(NamedTuple):
+    """The median cosine of the differing first moments at one step."""
+
+    step: int | None
+    cosine: float
+
+
 def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of one fault, with the cause of a single event if the first moments converge.
 
@@ -51,14 +58,20 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
     """
     measured = []
     for group in steps:
-        moments = [diff for diff in group.tensors if diff.out_of_sync and diff.name.rpartition(".")[2] in FIRST_MOMENTS]
-        values = cosines(moments)
-        if values:
-            measured.append((group.step, median(values)))
-    if not _is_rising([cosine for _, cosine in measured]):
+        cosine = median_cosine(diff for diff in out_of_sync(group) if is_gradient_average(diff.name))
+        if cosine is not None:
+            measured.append(_Measurement(group.step, cosine))
+    # At every step, wrong gradients keep the first moments apart.
+    if not _is_rising([measurement.cosine for measurement in measured]):
         return list(findings)
-    (start, first), (end, last) = measured[0], measured[-1]
-    fact = Event.CONVERGED(first=first, start=start, last=last, end=end)
+
+    first, last = measured[0], measured[-1]
+    fact = Event.CONVERGED(
+        first=first.cosine,
+        start=first.step,
+        last=last.cosine,
+        end=last.step,
+    )
     described = []
     for finding in findings:
         if finding.code in CODES:
@@ -67,8 +80,10 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
     return described
 
 
-def _is_rising(measured: Sequence[float]) -> bool:
+def _is_rising(cosines: Sequence[float]) -> bool:
     """Whether the cosines of several steps rise to nearly 1."""
-    if len(measured) < 2 or measured[-1] < CONVERGED or measured[-1] - measured[0] < LEAST_RISE:
+    if len(cosines) < 2 or cosines[-1] < CONVERGED:
         return False
-    return all(later >= earlier - ROOM for earlier, later in pairwise(measured))
+    if cosines[-1] - cosines[0] < LEAST_RISE:
+        return False
+    return all(later >= earlier - ROOM for earlier, later in pairwise(cosines))

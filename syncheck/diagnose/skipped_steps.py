@@ -69,7 +69,10 @@ def _exclude_other_causes(case: Case, counters: Counters) -> Counters:
         return ()
     if not case.compared("parameter", "optimizer"):
         return counters
-    return counters if has_kind(followers(case, counters), "parameter", "optimizer") else ()
+    if has_kind(followers(case, counters), "parameter", "optimizer"):
+        return counters
+    # Somebody set the counters.
+    return ()
 
 
 def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, ...]:
@@ -83,7 +86,7 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
     counter_names = [counter.name for counter in counters]
     owners = frozenset(map(parameter_of, (*counter_names, *list_names(step_diffs))))
     are_known = bool(counters) and owners <= case.names_of("parameter")
-    parameters = _following_parameters(case, owners if are_known else None)
+    parameters = _following_parameters(case, owners, are_known=are_known)
     following_kinds = {"ema", "scaler", "buffer"}
     if case.agrees("bn_count"):
         following_kinds |= BN_STATISTICS
@@ -119,12 +122,14 @@ def _select_step_diffs(case: Case, counters: Sequence[StepCounter]) -> list[Tens
     return selected
 
 
-def _following_parameters(case: Case, owners: frozenset[str] | None) -> frozenset[str]:
-    """Return the parameters that differ because of the event. owners: of the counters; None if they are unknown."""
+def _following_parameters(case: Case, owners: frozenset[str], *, are_known: bool) -> frozenset[str]:
+    """Return the parameters that differ because of the event. owners: the parameters of the counters, if known."""
     differing = frozenset(list_names(case.of_kind("parameter")))
-    trained = differing - case.frozen if owners is None else differing & owners
     # Buffers follow because their inputs differ.
-    return trained | (differing & case.loose)
+    buffers = differing & case.loose
+    if are_known:
+        return buffers | (differing & owners)
+    return buffers | (differing - case.frozen)
 
 
 def forwards_lag(case: Case, counters: Sequence[StepCounter]) -> bool:

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 def stale_at_first(case: Case) -> Comparison | None:
     """Return the first group since which parameters have differed at every step, if ranks were stale in it.
 
-    Without a series this is the group of the case. A difference from before a step in sync has another cause.
+    Without a series this is the group of the case.
     """
     first = None
     for group in reversed(case.series):
+        # A difference from before a step in sync has another cause.
         if not out_of_sync(group, "parameter"):
             break
         first = group
-    return first if first is not None and first.evidence.stale else None
+    if first is None or not first.evidence.stale:
+        return None
+    return first
 
 
 def ran_forward(group: Comparison) -> bool | None:
@@ -38,14 +41,14 @@ def ran_forward(group: Comparison) -> bool | None:
 
 
 def only_skipped(group: Comparison) -> bool:
-    """Whether stale ranks ran the forward pass and skipped the optimizer step: parameters and state are old.
-
-    After an early parameter gather the parameters are old and the optimizer state is new. If loss scales differ, an
-    overflow caused the skipped step, which is SYN216.
-    """
+    """Whether stale ranks ran the forward pass and skipped the optimizer step: parameters and state are old."""
+    # After an early parameter gather the parameters are old and the optimizer state is new.
     if not group.evidence.stale or not out_of_sync(group, *OPTIMIZER):
         return False
-    return ran_forward(group) is True and not scales_of(group)
+    # If loss scales differ, an overflow caused the skipped step, which is SYN216.
+    if scales_of(group):
+        return False
+    return ran_forward(group) is True
 
 
 def stale_facts(group: Comparison) -> tuple[Message, ...]:

@@ -71,17 +71,19 @@ def largest_difference(tensors: Iterable[TensorDiff]) -> Message:
     if any(diff.mismatched is None for diff in tensors):
         return Common.SIZE_UNKNOWN()
     # An element that is finite in one replica only counts more than any number.
-    not_finite = [diff for diff in tensors if is_partly_nonfinite(diff)]
+    not_finite = list(filter(is_partly_nonfinite, tensors))
     if not_finite and not_finite[0].index:
         return Common.NOT_FINITE_IN(element=element_name(not_finite[0]))
-    largest: TensorDiff | None = None
-    difference: float = 0.0
-    for diff in tensors:
-        if diff.max_abs is not None and (largest is None or diff.max_abs > difference):
-            largest, difference = diff, diff.max_abs
-    if largest is None:
+    measured = [diff for diff in tensors if diff.max_abs is not None]
+    if not measured:
         return Common.NOT_FINITE()
-    return Common.LARGEST(difference=difference, element=element_name(largest))
+    largest = max(measured, key=_size_of)
+    return Common.LARGEST(difference=largest.max_abs, element=element_name(largest))
+
+
+def _size_of(diff: TensorDiff) -> float:
+    """Return the largest difference; 0 if it has no number."""
+    return 0.0 if diff.max_abs is None else diff.max_abs
 
 
 def element_name(diff: TensorDiff) -> str:
@@ -113,6 +115,7 @@ def describe_clusters(clusters: Sequence[Sequence[int]], ranks: tuple[int, ...])
     single_ranks = tuple(sorted(cluster[0] for cluster in clusters if len(cluster) == 1))
     if single_ranks:
         facts.append(Common.DIFFERS(ranks=single_ranks))
+    # The sets are sorted by size, so the first two show a tie.
     if len(clusters[0]) == len(clusters[1]):
         facts.append(Common.NO_MAJORITY())
     return tuple(facts)

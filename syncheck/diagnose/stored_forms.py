@@ -29,6 +29,7 @@ def is_in_other_form(diff: TensorDiff) -> bool:
 
 def list_parts(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[str, ...]]:
     """Return the missing tensors and the names of the missing values that are parts of tensors in another form."""
+    # The reader adds the names of the parts to the name of the tensor.
     prefixes = tuple(f"{diff.name}." for diff in case.tensors if is_in_other_form(diff))
     # No name starts with one of no prefixes.
     missing_tensors = [diff for diff in case.tensors if diff.reason == "missing"]

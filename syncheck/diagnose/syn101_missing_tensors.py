@@ -76,6 +76,7 @@ def apply(case: Case) -> Match | None:
         return None
     all_ranks = case.group.ranks
     expected = join_ranks(_expected_ranks(diff, all_ranks) for diff in tensors)
+    # Every rank should have the same Python values, whatever its mesh.
     if values:
         expected.update(all_ranks)
     lacking = [_lacking_ranks(diff, all_ranks) for diff in tensors]
@@ -92,8 +93,10 @@ def apply(case: Case) -> Match | None:
         missing=_count_missing(len(tensors), len(values)),
         names=(*list_names(tensors), *value_names),
     )
-    members = _find_members(case) if has_kind(tensors, "parameter") else []
-    match = Match(tensors, suspects, [fact], tuple(dict.fromkeys((*value_names, *members))))
+    covered_values = list(value_names)
+    if has_kind(tensors, "parameter"):
+        covered_values += _find_members(case)
+    match = Match(tensors, suspects, [fact], tuple(dict.fromkeys(covered_values)))
 
     if tensors and not exclude_kinds(tensors, *OPTIMIZER):
         # The optimizer of a rank has no state of a parameter that it never updated.
@@ -126,6 +129,7 @@ def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bo
     sizes: dict[frozenset[int], list[int]] = defaultdict(list)
     for diff in tensors:
         sizes[_lacking_ranks(diff, sides)].append(diff.numel)
+    # Renamed tensors are missing on both sides, each under its own names.
     if len(sizes) != 2:
         return False
     first, second = sizes.values()
@@ -136,7 +140,9 @@ def _count_missing(tensors: int, values: int) -> Message:
     """State how many tensors and values are missing."""
     if tensors and values:
         return Text.TENSORS_AND_VALUES(tensors=tensors, values=values)
-    return Text.TENSORS(tensors=tensors) if tensors else Text.VALUES(values=values)
+    if tensors:
+        return Text.TENSORS(tensors=tensors)
+    return Text.VALUES(values=values)
 
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:

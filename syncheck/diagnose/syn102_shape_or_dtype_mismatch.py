@@ -118,9 +118,10 @@ def _choose_cause(
 ) -> tuple[Sentence | None, Sentence | None]:
     """Return the cause and the fix; None for different dtypes and shapes."""
     forms = list(filter(is_in_other_form, tensors))
-    if forms and all(map(_has_no_values, forms)):
-        return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
     if forms:
+        # Meta tensors have a shape and a dtype, and nothing to compare.
+        if all(map(_has_no_values, forms)):
+            return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
         return Text.CAUSE_STORED, Text.FIX_STORED
     if not case.group.is_pair:
         return None, None

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
@@ -117,13 +118,23 @@ def _may_be_skipped(case: Case, recorded: Sequence[ValueDiff]) -> bool:
     # A rank that skips steps does not skip an epoch.
     if any("epoch" in progress.name.lower() for progress in recorded):
         return False
-    lags = {progress.name: _find_lag(progress) for progress in recorded}
     # A progress in batches or samples lags by more than the steps of the optimizer.
-    lags |= {counter.name: counter.lag for counter in counters_of(case)}
-    known_lags = [lag for lag in lags.values() if lag is not None]
-    if known_lags and min(known_lags) <= BURST:
+    lags = _collect_lags(case, recorded)
+    if min(lags, default=math.inf) <= BURST:
         return True
     return any(_lagged_less(case, progress) for progress in recorded)
+
+
+def _collect_lags(case: Case, recorded: Sequence[ValueDiff]) -> list[float]:
+    """Return the known lags of the recorded progress and of the step counters."""
+    # A counter of the optimizer may be recorded as progress too, and is exact.
+    lag_of_counter = {counter.name: counter.lag for counter in counters_of(case)}
+    lags = list(lag_of_counter.values())
+    for progress in recorded:
+        lag = _find_lag(progress)
+        if lag is not None and progress.name not in lag_of_counter:
+            lags.append(lag)
+    return lags
 
 
 def _lagged_less(case: Case, progress: ValueDiff) -> bool:
@@ -132,10 +143,11 @@ def _lagged_less(case: Case, progress: ValueDiff) -> bool:
     if lag_now is None:
         return False
     for group in case.steps()[:-1]:
-        earlier_values = [value for value in group.values if value.name == progress.name]
-        earlier_lags = [_find_lag(value) for value in earlier_values]
-        if any(lag and lag < lag_now for lag in earlier_lags):
-            return True
+        for value in group.values:
+            lag = _find_lag(value) if value.name == progress.name else None
+            # Without a lag, the ranks were equal at this step.
+            if lag is not None and 0 < lag < lag_now:
+                return True
     return False
 
 
@@ -148,15 +160,16 @@ def _find_lag(progress: ValueDiff) -> float | None:
         if not isinstance(value, (int, float)) or math.isnan(value):
             return None
         numbers.append(float(value))
-    return max(numbers) - min(numbers) if numbers else None
+    if numbers:
+        return max(numbers) - min(numbers)
+    return None
 
 
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     counters = counters_of(case)
     step_diffs = case.differing("optimizer_step")
-    python_counters = [counter for counter in counters if counter.diff is None]
-    number = len(step_diffs) + len(python_counters)
+    number = len(step_diffs) + len([counter for counter in counters if counter.diff is None])
     if not number or case.agreeing("optimizer_step"):
         return None
     ranks = deviating_ranks(counters) or suspects(step_diffs, case.group)
@@ -164,16 +177,27 @@ def _match_step_counters(case: Case) -> Match | None:
     counts = {} if largest is None else dict(largest.by_rank)
     fact = _describe_counters(number, largest)
     is_recorded = case.group.evidence.stores_progress
-    are_near = not any(counter.far for counter in counters)
-    if counters and forwards_lag(case, counters) and not (is_recorded and are_near):
+    if _missed_whole_steps(case, counters):
         lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
         # A rank that skips whole batches, or was set back, lags in the same way.
         return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
+
     # If the files record the same step, different counters have another cause.
     if is_recorded or _has_better_cause(case, counters):
         return None
     match = _match(case, ranks, (fact,), counts)
-    return match.as_consistent("SYN215") if counts else match.as_consistent("SYN214", "SYN215")
+    if counts:
+        return match.as_consistent("SYN215")
+    return match.as_consistent("SYN214", "SYN215")
+
+
+def _missed_whole_steps(case: Case, counters: Sequence[StepCounter]) -> bool:
+    """Whether BatchNorm's counts lag like the counters, and by more than a few steps if the files record one step."""
+    if not counters or not forwards_lag(case, counters):
+        return False
+    if not case.group.evidence.stores_progress:
+        return True
+    return any(counter.far for counter in counters)
 
 
 def _describe_counters(number: int, largest: StepCounter | None) -> Message:
@@ -194,8 +218,10 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """Cover everything changed by training, except differences between ranks of the same progress."""
     tensors = tuple(exclude_names(case.tensors, case.frozen))
     values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
-    agree = _find_sets_of_progress(case, progress) if progress else None
-    return Match(tensors, ranks, facts, values, agree=agree)
+    match = Match(tensors, ranks, facts, values)
+    if not progress:
+        return match
+    return replace(match, agree=_find_sets_of_progress(case, progress))
 
 
 def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:

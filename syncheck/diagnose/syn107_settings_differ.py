@@ -132,15 +132,19 @@ def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = case.of_values("setting")
     modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
+    # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
-        return _match_modes(case, modes) if modes else None
+        if modes:
+            return _match_modes(case, modes)
+        return None
     orders = [setting for setting in settings if setting.name in ORDERS]
     # Settings of the next step come first. A scheduler's counters and best loss take effect later.
     acting, delayed = _split_by_effect(settings)
     unordered = [*acting, *delayed]
 
+    # Another order has moved values to other names, whatever the settings are.
     exchanged = _find_exchanged(case, orders)
-    explained, unexplained = find_explained(case, acting, unordered) if acting else ((), ())
+    explained, unexplained = find_explained(case, acting, unordered)
     covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
     facts = _order_facts(case, orders, exchanged)
     if unordered:
@@ -174,7 +178,10 @@ def _split_by_effect(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], li
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
     """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
-    if not acting or not has_kind(match.tensors, "parameter") or has_gradient_averages(case):
+    if not acting or not has_kind(match.tensors, "parameter"):
+        return match
+    # The averages of gradients show that the gradients are equal.
+    if has_gradient_averages(case):
         return match
     if has_equal_settings(case, acting):
         return match.as_consistent("SYN213")
@@ -189,7 +196,9 @@ def _choose_cause(
         return Text.CAUSE_ORDER, Text.FIX_ORDER
     if all(setting.name.endswith(f".{REQUIRES_GRAD}") for setting in unordered):
         return Text.CAUSE_GRADIENTS, Text.FIX_GRADIENTS
-    return (Text.CAUSE_ROUNDING, None) if choose_only_rounding(unordered) else (None, None)
+    if choose_only_rounding(unordered):
+        return (Text.CAUSE_ROUNDING, None)
+    return (None, None)
 
 
 def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose import syn240_rounding_only
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.localized import localized_damage
-from syncheck.diagnose.measures import evidence_of, median_cosine
+from syncheck.diagnose.measures import evidence_of, is_at_least, median_cosine
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Message, Sentence
@@ -76,10 +76,11 @@ def apply(case: Case) -> Match | None:
     identities = [name for name in evidence.runs if name in IDENTITIES]
     if not identities and not _is_plausible(case):
         return None
+
     run_of = _identify_runs(case, identities or list(evidence.runs))
     certainty = _choose_certainty(case, identities)
     tensors = _select_undamaged(case)
-    return Match(
+    match = Match(
         tensors,
         find_minority(run_of) or case.group.ranks,
         _list_facts(case, tensors, certainty),
@@ -87,8 +88,10 @@ def apply(case: Case) -> Match | None:
         # A difference within one run has another cause.
         agree=list(group_ranks(run_of).values()),
         certainty=certainty,
-        alternatives=_list_alternatives(case) if certainty == "consistent" else (),
     )
+    if certainty == "consistent":
+        return match.as_consistent(*_list_alternatives(case))
+    return match
 
 
 def _select_undamaged(case: Case) -> tuple[TensorDiff, ...]:
@@ -103,7 +106,9 @@ def _needs_other_runs(case: Case) -> bool:
     if not case.values and not _select_undamaged(case):
         return False
     # Two runs that should be equal may still differ in one element or by rounding.
-    return not localized_damage(case) and syn240_rounding_only.apply(case) is None
+    if localized_damage(case):
+        return False
+    return syn240_rounding_only.apply(case) is None
 
 
 def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
@@ -127,13 +132,12 @@ def _is_plausible(case: Case) -> bool:
     """Whether the tensors look like those of different runs: most parameters differ, and so do the gradients."""
     trained = case.trained_parameters()
     differing = trained & case.differing_parameters().keys()
-    if not trained or len(differing) < MOST * len(trained):
+    if not differing or len(differing) < MOST * len(trained):
         return False
     # Equal averages of gradients show a common run.
     if case.with_moment() and case.agrees("optimizer"):
         return False
-    cosine = median_cosine(case.differing_moments().values())
-    return cosine is None or cosine < ALIKE
+    return not is_at_least(median_cosine(case.differing_moments().values()), ALIKE)
 
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:

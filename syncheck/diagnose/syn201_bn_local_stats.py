@@ -35,7 +35,6 @@ Incidents: pytorch/pytorch#13711, pytorch/pytorch#30718, open-mmlab/mmpose#998, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import explained_by_settings, match_statistics, may_be_changed, statistics_alone
@@ -100,30 +99,51 @@ def apply(case: Case) -> Match | None:
         return None
     match = match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
     if explained_by_settings(case):
-        return replace(match, cause=Text.CAUSE_OF_SETTINGS, fix=Text.FIX_OF_SETTINGS)
+        return match.with_cause(Text.CAUSE_OF_SETTINGS, Text.FIX_OF_SETTINGS)
     if may_be_changed(case):
-        return replace(match, certainty="consistent", alternatives=("SYN205",))
+        return match.as_consistent("SYN205")
     return match
 
 
 def _synchronization_facts(case: Case) -> list[Message]:
     """State whether buffers are synchronized once per step, from the metadata and from the steps of the run."""
-    metadata, seen = case.group.evidence.metadata, case.group.evidence.free_running
     facts: list[Message] = []
-    if metadata.buffers_synced:
-        facts.append(Text.SYNCHRONIZED() if case.in_memory else Text.SYNCHRONIZED_BY_METADATA())
-    if seen is not None and seen.misfit_free is not None:
-        sentence = Text.ONE_UPDATE if _fits_one_update(seen) else Text.INCONCLUSIVE
-        facts.append(sentence(steps=len(seen.steps), growth=seen.growth, cosine=seen.cosine))
-    elif not metadata.buffers_synced:
-        if seen is None:
-            facts.append(Text.UNKNOWN())
-        else:
-            facts.append(Text.STEPS_UNSUITABLE(first=seen.steps[0], last=seen.steps[-1]))
+    are_synchronized = case.group.evidence.metadata.buffers_synced
+    if are_synchronized:
+        sentence = Text.SYNCHRONIZED if case.in_memory else Text.SYNCHRONIZED_BY_METADATA
+        facts.append(sentence())
+
+    course = case.group.evidence.free_running
+    if course is not None and course.misfit_free is not None:
+        # The steps outweigh the metadata, which records the intention.
+        facts.append(_describe_course(course))
+    elif not are_synchronized:
+        facts.append(_describe_missing_course(course))
         # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
-        facts.append(Text.USE_WRAPPER() if case.in_memory else Text.SAVE_EARLY_STEPS())
+        remedy = Text.USE_WRAPPER if case.in_memory else Text.SAVE_EARLY_STEPS
+        facts.append(remedy())
     return facts
 
 
-def _fits_one_update(seen: FreeRunning) -> bool:
-    return seen.misfit_free is not None and seen.misfit_lag is not None and seen.misfit_lag < seen.misfit_free
+def _describe_course(course: FreeRunning) -> Message:
+    """State whether the early steps of the run fit differences of one update."""
+    sentence = Text.ONE_UPDATE if _fits_one_update(course) else Text.INCONCLUSIVE
+    return sentence(
+        steps=len(course.steps),
+        growth=course.growth,
+        cosine=course.cosine,
+    )
+
+
+def _describe_missing_course(course: FreeRunning | None) -> Message:
+    """State why the steps do not show whether buffers are synchronized."""
+    if course is None:
+        return Text.UNKNOWN()
+    return Text.STEPS_UNSUITABLE(first=course.steps[0], last=course.steps[-1])
+
+
+def _fits_one_update(course: FreeRunning) -> bool:
+    """Whether differences of one update explain the steps better than missing synchronization."""
+    if course.misfit_free is None or course.misfit_lag is None:
+        return False
+    return course.misfit_lag < course.misfit_free

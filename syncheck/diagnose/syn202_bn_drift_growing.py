@@ -29,7 +29,6 @@ pytorch/pytorch#22095, facebookresearch/fairseq2#1081.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import drift, match_statistics, may_be_changed, statistics_alone
@@ -91,46 +90,79 @@ def apply(case: Case) -> Match | None:
     # The statistics of an earlier step do not show how those of the other ranks develop.
     if not statistics or case.group.evidence.stale:
         return None
-    synchronized = case.group.evidence.metadata.buffers_synced
-    facts: list[Message] = []
-    if synchronized is False:
-        facts.append(Text.NOT_SYNCHRONIZED() if case.in_memory else Text.NOT_SYNCHRONIZED_BY_METADATA())
-    elif shown := _shown_by_steps(case.group.evidence.free_running):
-        facts.append(shown)
-        if synchronized:
-            facts.append(Text.METADATA_CONTRADICTED())
-    elif not synchronized and (grown := _shown_by_growth(case)):
-        facts.append(grown)
+
+    facts = _find_signs(case)
     if not facts:
         return None
+
     match = match_statistics(case, statistics, Text.STATISTICS, facts)
     # Synchronized runs whose data differ more in each step reached cosines of 0.96 in measurements: no limit decides.
     if facts[0].code in (Text.GREW_IN_ONE_DIRECTION, Text.MEAN_GREW):
-        return replace(match, certainty="consistent", alternatives=("SYN201",))
+        return match.as_consistent("SYN201")
     if may_be_changed(case):
-        return replace(match, certainty="consistent", alternatives=("SYN205",))
+        return match.as_consistent("SYN205")
     return match
 
 
-def _shown_by_steps(seen: FreeRunning | None) -> Message | None:
+def _find_signs(case: Case) -> list[Message]:
+    """State what shows missing synchronization: the metadata, or else the steps of the run; empty without signs."""
+    are_synchronized = case.group.evidence.metadata.buffers_synced
+    if are_synchronized is False:
+        sentence = Text.NOT_SYNCHRONIZED if case.in_memory else Text.NOT_SYNCHRONIZED_BY_METADATA
+        return [sentence()]
+
+    # The metadata records the intention, so the checkpoints outweigh it.
+    shown = _describe_course(case.group.evidence.free_running)
+    if shown is not None and are_synchronized:
+        return [shown, Text.METADATA_CONTRADICTED()]
+    if shown is not None:
+        return [shown]
+
+    # Growth alone is a weaker sign than the metadata.
+    if are_synchronized:
+        return []
+    growth = _describe_growth(case)
+    if growth is None:
+        return []
+    return [growth]
+
+
+def _describe_course(course: FreeRunning | None) -> Message | None:
     """State how several steps show missing synchronization, or return None if they do not."""
-    if seen is None:
+    if course is None:
         return None
-    if seen.below > 1:  # a single one may be a flipped bit
-        return Text.TOO_LOW(count=seen.below)
-    if seen.misfit_free is None or seen.misfit_lag is None:
+    # A single low variance may be a flipped bit.
+    if course.below > 1:
+        return Text.TOO_LOW(count=course.below)
+    if not _fits_free_running(course):
         return None
-    if seen.cosine < SEEN_COSINE or seen.growth < SEEN_GROWTH or seen.misfit_lag < AS_WELL * seen.misfit_free:
-        return None
-    first, last = seen.steps[0], seen.steps[-1]
-    return Text.GREW_IN_ONE_DIRECTION(first=first, last=last, growth=seen.growth, cosine=seen.cosine)
+    return Text.GREW_IN_ONE_DIRECTION(
+        first=course.steps[0],
+        last=course.steps[-1],
+        growth=course.growth,
+        cosine=course.cosine,
+    )
 
 
-def _shown_by_growth(case: Case) -> Message | None:
+def _fits_free_running(course: FreeRunning) -> bool:
+    """Whether the differences grew in one direction, and one update explains them no better."""
+    if course.misfit_free is None or course.misfit_lag is None:
+        return False
+    has_direction = course.cosine >= SEEN_COSINE
+    has_grown = course.growth >= SEEN_GROWTH
+    is_explained_as_well = course.misfit_lag >= AS_WELL * course.misfit_free
+    return has_direction and has_grown and is_explained_as_well
+
+
+def _describe_growth(case: Case) -> Message | None:
     """State the growth of the mean difference if only sizes are known, or return None if it did not grow enough."""
     if len(case.series) < 2 or case.group.evidence.free_running is not None:
         return None
     first, last = case.series[0], case.series[-1]
     if not 0 < drift(first) * GROWTH <= drift(last):
         return None
-    return Text.MEAN_GREW(growth=drift(last) / drift(first), first=first.step, last=last.step)
+    return Text.MEAN_GREW(
+        growth=drift(last) / drift(first),
+        first=first.step,
+        last=last.step,
+    )

@@ -16,7 +16,6 @@ Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank skip), ecmwf/WeatherGenerator#27
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -76,30 +75,49 @@ def apply(case: Case) -> Match | None:
     counts = case.of_kind("bn_count")
     if not counts:
         return None
-    odd = suspects(counts, case.group)
-    size = _largest_lag(counts)
-    if len(odd) == len(case.group.replicas):
-        facts = [Text.ALL_RANKS(size=size, layers=len(counts))]
-    else:
-        facts = [Text.SOME_RANKS(ranks=odd, size=size, layers=len(counts))]
-    facts += case.agreement_facts(counts)
+    deviating_ranks = suspects(counts, case.group)
     statistics = case.of_kind(*BN_STATISTICS)
-    if statistics:
-        facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
-    match = Match((*counts, *statistics), odd, facts)
-    compared = case.compared(*BN_STATISTICS)
-    if compared and case.agrees(*BN_STATISTICS):
-        facts.append(Text.STATISTICS_AGREE(count=compared))
-        match = replace(match, cause=Text.CAUSE_COUNT_ALONE, fix=Text.FIX_COUNT_ALONE)
-        return replace(match, certainty="consistent", alternatives=("SYN205",))
+    facts = [
+        _summarize(case, counts, deviating_ranks),
+        *case.agreement_facts(counts),
+        *_statistics_facts(case, statistics),
+    ]
+    match = Match((*counts, *statistics), deviating_ranks, facts)
+
+    # Other batches would have changed the statistics too.
+    if case.is_in_sync(*BN_STATISTICS):
+        return match.with_cause(Text.CAUSE_COUNT_ALONE, Text.FIX_COUNT_ALONE).as_consistent("SYN205")
     if not case.differing_parameters():
         return match
     # A file of an earlier step, and weights that were loaded on some ranks, have other counts and other parameters.
-    others = ("SYN217",) if may_be_old(case) else ("SYN210",)
-    return replace(match, certainty="consistent", alternatives=others)
+    if may_be_old(case):
+        return match.as_consistent("SYN217")
+    return match.as_consistent("SYN210")
+
+
+def _summarize(case: Case, counts: Sequence[TensorDiff], deviating_ranks: tuple[int, ...]) -> Message:
+    """State which ranks counted how many batches more or less."""
+    size = _largest_lag(counts)
+    if len(deviating_ranks) == case.number_of_ranks:
+        return Text.ALL_RANKS(size=size, layers=len(counts))
+    return Text.SOME_RANKS(ranks=deviating_ranks, size=size, layers=len(counts))
+
+
+def _statistics_facts(case: Case, statistics: Sequence[TensorDiff]) -> list[Message]:
+    """State how many running statistics differ too, or that all agree. statistics: that differ."""
+    facts: list[Message] = []
+    if statistics:
+        facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
+    if case.is_in_sync(*BN_STATISTICS):
+        facts.append(Text.STATISTICS_AGREE(count=case.compared(*BN_STATISTICS)))
+    return facts
 
 
 def _largest_lag(counts: Sequence[TensorDiff]) -> Message:
-    if any(diff.mismatched is None for diff in counts):
-        return Text.BY_UNKNOWN_NUMBER()
-    return Text.BY_UP_TO(batches=max(int(diff.max_abs or 0) for diff in counts))
+    """State by how many batches the counts differ at most."""
+    largest = 0
+    for diff in counts:
+        if diff.mismatched is None:  # only digests were compared
+            return Text.BY_UNKNOWN_NUMBER()
+        largest = max(largest, int(diff.max_abs or 0))
+    return Text.BY_UP_TO(batches=largest)

@@ -32,13 +32,26 @@ leggedrobotics/rsl_rl#226 (observations), pytorch/pytorch#85627 (observers).
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
 from syncheck.diagnose.case import Case, Match, is_weight
 from syncheck.diagnose.history import last_agreement, trend_of
-from syncheck.diagnose.measures import TOUCHED, evidence_of, is_share_below
+from syncheck.diagnose.measures import TOUCHED, evidence_of, is_at_least, is_share_below, values_by_rank
+from syncheck.diagnose.selection import (
+    exclude_names,
+    has_kind,
+    last_part,
+    list_names,
+    module_of,
+    modules_of,
+    out_of_sync,
+    select_kinds,
+    select_names,
+    with_status,
+)
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -126,37 +139,75 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match untrained tensors with signs of updates, if all trained tensors agree."""
     changed = changed_on_some_ranks(case)
-    differing = [*_find_candidates(case), *changed]
-    names = {diff.name for diff in differing}
-    untrained = names | case.untrained
-    others = case.of_kind("parameter", "optimizer", "optimizer_step")
-    if not differing or any(diff.name not in untrained for diff in others):
+    candidates = [*_find_candidates(case), *changed]
+    if not candidates or not _are_others_in_sync(case, candidates):
         return None
-    trend, history = case.trend_facts(names=names)
-    is_updated = _changes_over_steps(case, names)
-    if not is_updated:
-        differing = _select_updated(case, differing, steady=trend is not None)
-    of_rank = [diff for diff in differing if _is_of_rank(diff)]
-    of_model = [diff for diff in differing if diff not in of_rank]
-    if not of_model:
-        return _match_of_rank(case, of_rank) if of_rank else None
 
-    are_buffers = all(diff.kind != "parameter" for diff in of_model)
-    sentence, listed = Text.BUFFERS if are_buffers else Text.UNTRAINED, tuple(diff.name for diff in of_model)
+    updates = _observe_updates(case, candidates)
+    of_rank = [diff for diff in updates.tensors if _is_of_rank(diff)]
+    of_model = [diff for diff in updates.tensors if diff not in of_rank]
+    if of_model:
+        return _match_of_model(case, updates, of_model, changed)
+    if of_rank:
+        return _match_of_rank(case, of_rank)
+    return None
+
+
+class _Updates(NamedTuple):
+    """The candidates with signs of updates."""
+
+    tensors: list[TensorDiff]
+    trend: Trend | None
+    """Of differences that change over the steps; None if no step shows a change."""
+    course: tuple[Message, ...]
+    """The statement about the differences over the steps."""
+
+
+def _are_others_in_sync(case: Case, candidates: Sequence[TensorDiff]) -> bool:
+    """Whether no trained parameter and no optimizer state differs."""
+    untrained = case.untrained.union(list_names(candidates))
+    trained = case.of_kind("parameter", "optimizer", "optimizer_step")
+    return not exclude_names(trained, untrained)
+
+
+def _observe_updates(case: Case, candidates: list[TensorDiff]) -> _Updates:
+    """Return the candidates that something updates, by the steps of the run or by signs at one step."""
+    names = list_names(candidates)
+    trend, course = case.trend_facts(names=names)
+    if _changes_over_steps(case, names):
+        return _Updates(candidates, trend, course)
+    updated = _select_updated(case, candidates, is_steady=trend is not None)
+    return _Updates(updated, None, course)
+
+
+def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], changed: Sequence[TensorDiff]) -> Match:
+    """Match tensors of the model. changed: the statistics of BatchNorm that were changed on some ranks."""
+    are_buffers = not has_kind(of_model, "parameter")
+    sentence = Text.BUFFERS if are_buffers else Text.UNTRAINED
     if len(of_model) == len(changed):
         sentence = Text.STATISTICS
-    alternatives, evidence = _list_alternatives(case, of_model, trend if is_updated else None)
+    summary = sentence(
+        count=len(of_model),
+        names=list_names(of_model),
+        size=largest_difference(of_model),
+    )
+
+    alternatives, evidence = _list_alternatives(case, of_model, updates.trend)
+    of_rank = [diff for diff in updates.tensors if diff not in of_model]
     facts = [
-        sentence(count=len(of_model), names=listed, size=largest_difference(of_model)),
+        summary,
         *_trained_facts(case, are_buffers),
-        *history,
+        *updates.course,
         *evidence,
         *_rank_facts(of_rank),
     ]
-    copies = statistics_of_copies(case) if changed else ()
-    match = case.make_match(of_model, facts, (*differing, *copies))
+    covered = [*updates.tensors]
+    if changed:
+        # A copy of the model has its statistics too.
+        covered += statistics_of_copies(case)
+    match = case.make_match(of_model, facts, covered)
     cause, fix = _select_words(of_model, are_buffers)
-    return Match(match.tensors, match.ranks, match.facts, cause=cause, fix=fix, alternatives=alternatives)
+    return replace(match, cause=cause, fix=fix, alternatives=alternatives)
 
 
 def _list_alternatives(
@@ -170,141 +221,186 @@ def _list_alternatives(
         return ("SYN219",), ()
     if trend is not None:
         return (), ()
-    agreed = last_agreement({diff.name for diff in differing}, case.steps())
-    evidence = () if agreed is None else (Text.AGREED(step=agreed),)
-    if agreed is not None and _is_update_of_some_ranks(differing):
+
+    agreed = last_agreement(list_names(differing), case.steps())
+    if agreed is None:
+        return (_find_alternative(case, differing),), (Text.ONE_STEP(),)
+    evidence = (Text.AGREED(step=agreed),)
+    # After a step in sync, a change on some ranks alone has no other cause.
+    if _is_update_of_some_ranks(differing):
         return (), evidence
-    if any(diff.kind in BN_STATISTICS and is_batchnorm(case, diff.name) for diff in differing):
-        alternative = "SYN202" if case.group.evidence.metadata.buffers_synced is False else "SYN201"
-    elif all(diff.numel > 1 for diff in differing) and is_share_below(differing, TOUCHED):
-        alternative = "SYN220" if all(diff.extent == "one" for diff in differing) else "SYN221"
-    elif case.optimized is None and any(diff.kind == "parameter" for diff in differing):
-        alternative = "SYN210"
-    else:
-        alternative = "SYN218"
-    return (alternative,), evidence or (Text.ONE_STEP(),)
+    return (_find_alternative(case, differing),), evidence
+
+
+def _find_alternative(case: Case, differing: Sequence[TensorDiff]) -> str:
+    """Return the code of the most likely other cause at a single step."""
+    statistics = select_kinds(differing, *BN_STATISTICS)
+    if any(is_batchnorm(case, diff.name) for diff in statistics):
+        are_unsynchronized = case.group.evidence.metadata.buffers_synced is False
+        return "SYN202" if are_unsynchronized else "SYN201"
+    if _are_damaged(differing):
+        are_single = all(diff.extent == "one" for diff in differing)
+        return "SYN220" if are_single else "SYN221"
+    # Without the optimizer's parameters, a parameter may be a trained one.
+    if case.optimized is None and has_kind(differing, "parameter"):
+        return "SYN210"
+    return "SYN218"
+
+
+def _are_damaged(differing: Sequence[TensorDiff]) -> bool:
+    """Whether few elements of larger tensors differ, as after damage."""
+    if any(diff.numel <= 1 for diff in differing):
+        return False
+    return is_share_below(differing, TOUCHED)
 
 
 def _is_of_rank(diff: TensorDiff) -> bool:
-    """Whether a tensor names a rank, a seed or a position in the data. A value on most ranks is no state of a rank."""
-    if not diff.dtype.startswith(("int", "uint")) or diff.minority:
+    """Whether a tensor names a rank, a seed or a position in the data."""
+    # A value on most ranks is no state of a rank.
+    if diff.minority or not diff.dtype.startswith(("int", "uint")):
         return False
-    last = diff.name.rpartition(".")[2]
-    if _OF_RANK.fullmatch(last):
-        return diff.numel == 1 or "rng" in last or "generator" in last
-    return _equals_rank(diff)
+    name = last_part(diff.name)
+    if not _OF_RANK.fullmatch(name):
+        return _equals_rank(diff)
+    # The states of generators have many elements.
+    is_generator = "rng" in name or "generator" in name
+    return is_generator or diff.numel == 1
 
 
 def _equals_rank(diff: TensorDiff) -> bool:
+    """Whether the tensor is the number of its rank on enough ranks."""
     values = evidence_of(diff).values
-    return len(values) >= _RANKS and all(value == rank for rank, value in values.items())
+    if len(values) < _RANKS:
+        return False
+    return all(value == rank for rank, value in values.items())
 
 
 def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
     """Match the state of ranks alone."""
-    is_certain = all(map(_equals_rank, tensors))
-    match = case.make_match(tensors, [*_rank_facts(tensors), *_trained_facts(case, are_buffers=True)])
-    return Match(
-        match.tensors,
-        match.ranks,
-        match.facts,
-        cause=Text.CAUSE_OF_RANK,
-        fix=Text.FIX_OF_RANK,
-        certainty="proved" if is_certain else None,
-        alternatives=() if is_certain else ("SYN218",),
-    )
+    facts = [*_rank_facts(tensors), *_trained_facts(case, are_buffers=True)]
+    match = case.make_match(tensors, facts).with_cause(Text.CAUSE_OF_RANK, Text.FIX_OF_RANK)
+    if all(map(_equals_rank, tensors)):
+        return replace(match, certainty="proved")
+    return replace(match, alternatives=("SYN218",))
 
 
 def _rank_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
     """State which tensors hold the state of a rank, and the values of the first of them."""
     if not tensors:
         return []
-    facts: list[Message] = [Text.OF_RANK(count=len(tensors), names=tuple(diff.name for diff in tensors))]
-    values = evidence_of(tensors[0]).values
-    return [*facts, Text.VALUES(name=tensors[0].name, values=dict(sorted(values.items())))] if values else facts
+    facts: list[Message] = [Text.OF_RANK(count=len(tensors), names=list_names(tensors))]
+    values = values_by_rank(tensors[0])
+    if values:
+        facts.append(Text.VALUES(name=tensors[0].name, values=values))
+    return facts
 
 
 def _select_words(differing: Sequence[TensorDiff], are_buffers: bool) -> tuple[Sentence, Sentence]:
     """Return the cause and the fix: updates on some ranks, queues, or other updates from each rank's own data."""
     if _is_update_of_some_ranks(differing):
         return Text.CAUSE_SOME, Text.FIX_SOME
-    if are_buffers and all(_QUEUE.fullmatch(diff.name.rpartition(".")[2]) for diff in differing):
+    if not are_buffers:
+        return Text.CAUSE, Text.FIX_UNTRAINED
+    if all(_QUEUE.fullmatch(last_part(diff.name)) for diff in differing):
         return Text.CAUSE_QUEUE, Text.FIX_QUEUE
-    return Text.CAUSE, Text.FIX if are_buffers else Text.FIX_UNTRAINED
+    return Text.CAUSE, Text.FIX
 
 
 def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
     """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
-    odd = {diff.minority for diff in differing}
-    if len(odd) == 1 and all(odd) and all(len(diff.clusters[0]) > 1 for diff in differing):
+    minorities = {diff.minority for diff in differing}
+    have_majority = all(len(diff.clusters[0]) > 1 for diff in differing)
+    # One set of ranks deviates in all tensors.
+    is_one_set = len(minorities) == 1 and () not in minorities
+    if have_majority and is_one_set:
         return True
-    counts = [evidence_of(diff).values for diff in differing if diff.numel == 1 and diff.dtype.startswith("int")]
-    return any(0 in set(values.values()) for values in counts)
+    return any(map(_is_zero_on_some_ranks, differing))
+
+
+def _is_zero_on_some_ranks(diff: TensorDiff) -> bool:
+    """Whether a tensor is a count that is zero on some ranks."""
+    is_count = diff.numel == 1 and diff.dtype.startswith("int")
+    return is_count and 0 in evidence_of(diff).values.values()
 
 
 def _find_candidates(case: Case) -> list[TensorDiff]:
     """Return the differing buffers, and differing tensors that may be buffers."""
+    possible_buffers = _find_possible_buffers(case)
     candidates = []
-    described = case.group.evidence.metadata.buffers is not None
-    untrained = case.untrained - case.frozen
-    statistics = {diff.name for diff in running_statistics(case, case.tensors)} if case.optimized is None else set()
-    for diff in case.tensors:
-        buffer = diff.kind == "buffer" or (diff.kind in BN_STATISTICS and not is_batchnorm(case, diff.name))
-        if diff.kind == "parameter" and not described:
-            buffer = diff.name in untrained or diff.name in statistics
-        if buffer and diff.status == "different":
+    for diff in with_status(case.tensors, "different"):
+        # Running statistics of BatchNorm have rules of their own.
+        is_statistic = diff.kind in BN_STATISTICS and not is_batchnorm(case, diff.name)
+        is_untrained = diff.kind == "parameter" and diff.name in possible_buffers
+        if is_statistic or is_untrained or diff.kind == "buffer":
             candidates.append(diff)
     return candidates + _find_frozen_codebooks(case, candidates)
 
 
+def _find_possible_buffers(case: Case) -> frozenset[str]:
+    """Return the names of tensors that may be buffers, although a state dict does not show it."""
+    # The metadata lists the buffers.
+    if case.group.evidence.metadata.buffers is not None:
+        return frozenset()
+    untrained = case.untrained - case.frozen
+    if case.optimized is not None:
+        return untrained
+    return untrained.union(list_names(running_statistics(case, case.tensors)))
+
+
 def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
     """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
-    modules = {diff.name.rpartition(".")[0] for diff in running_statistics(case, buffers)}
-    listed = {diff.name for diff in buffers}
+    modules = modules_of(running_statistics(case, buffers))
+    frozen = select_names(case.differing("parameter"), case.frozen)
     codebooks = []
-    for diff in case.differing("parameter"):
-        beside = diff.name.rpartition(".")[0] in modules and diff.name not in listed
-        if beside and diff.name in case.frozen and not is_weight(diff.name):
+    for diff in exclude_names(frozen, list_names(buffers)):
+        if module_of(diff.name) in modules and not is_weight(diff.name):
             codebooks.append(diff)
     return codebooks
 
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
     """Whether the differences of these tensors change between any two neighbouring steps."""
-    steps = [[diff for diff in group.tensors if diff.out_of_sync and diff.name in names] for group in case.steps()]
-    return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
+    steps = [select_names(out_of_sync(group), names) for group in case.steps()]
+    trends = [trend_of(pair) for pair in pairwise(steps)]
+    return any(trend not in (None, "constant") for trend in trends)
 
 
-def _select_updated(case: Case, differing: list[TensorDiff], *, steady: bool) -> list[TensorDiff]:
+def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool) -> list[TensorDiff]:
     """Select the tensors with signs of updates in their names, dtypes and values.
 
-    steady: whether their difference stayed the same over the steps.
+    is_steady: whether their difference stayed the same over the steps.
     """
-    updated = running_statistics(case, differing)
-    modules = {diff.name.rpartition(".")[0] for diff in updated}
+    statistics = running_statistics(case, differing)
+    modules = modules_of(statistics)
+    updated = set(list_names(statistics))
     for diff in differing:
-        in_module = diff.name.rpartition(".")[0] in modules
-        if not is_weight(diff.name) and (in_module or (not steady and _has_one_origin(diff))):
-            updated.append(diff)
-    names = {diff.name for diff in updated}
-    return [diff for diff in differing if diff.name in names]
+        if is_weight(diff.name):
+            continue
+        # Values that only started unequal keep their difference.
+        is_moved = not is_steady and _has_one_origin(diff)
+        if is_moved or module_of(diff.name) in modules:
+            updated.add(diff.name)
+    return select_names(differing, updated)
 
 
 def _has_one_origin(diff: TensorDiff) -> bool:
-    """Whether the values have a common origin on all ranks. Single numbers are hardly ever initialized randomly.
-
-    A few differing elements are damage, unless their names are those of running statistics.
-    """
-    cosine = evidence_of(diff).cosine
-    is_near = cosine is not None and cosine >= ONE_ORIGIN and not is_share_below([diff], TOUCHED)
-    return diff.numel == 1 or is_near
+    """Whether the values have a common origin on all ranks."""
+    # Single numbers are hardly ever initialized randomly.
+    if diff.numel == 1:
+        return True
+    if not is_at_least(evidence_of(diff).cosine, ONE_ORIGIN):
+        return False
+    # A few differing elements are damage, unless their names are those of running statistics.
+    return not is_share_below([diff], TOUCHED)
 
 
 def _trained_facts(case: Case, are_buffers: bool) -> tuple[Message, ...]:
     """State which tensors agree, and how the trained parameters are known."""
     optimized, states = case.optimized, case.compared("optimizer")
     if optimized is None:
-        return (Text.OTHERS_AGREE(),) if are_buffers else (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())
+        if are_buffers:
+            return (Text.OTHERS_AGREE(),)
+        return (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())
     if states:
         return (Text.TRAINED_AND_STATE_AGREE(parameters=len(optimized), states=states),)
     return (Text.TRAINED_AGREE(parameters=len(optimized)),)

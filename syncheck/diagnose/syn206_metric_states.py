@@ -18,10 +18,12 @@ Incidents: Lightning-AI/pytorch-lightning#3728 and #4482 (states of metrics in c
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.selection import ends_with_number, last_part, module_of
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -69,45 +71,79 @@ class Text(Sentence):
     LENGTHS = "{count:count state} {count:verb is|are} in the files of some ranks only, which had more batches"
 
 
+@dataclass(slots=True)
+class _States:
+    """The names of the states of a module."""
+
+    names: set[str] = field(default_factory=set)
+    lists: set[str] = field(default_factory=set)
+    """The names of states that are lists of batches."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether hardly anything but a metric has one of the names."""
+        return not (self.names.isdisjoint(_TELLTALE) and self.lists.isdisjoint(_LISTS))
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether the names are those of a metric, if the module has no other tensor."""
+        # A layer with an observer has both bounds, but a metric has one.
+        if self.names <= _BOUNDS:
+            return len(self.names) == 1
+        has_several = len(self.names - {"weight"}) > 1
+        return has_several or self.is_certain
+
+
 def apply(case: Case) -> Match | None:
     """Match the differing states of metrics."""
-    candidates = _find_metrics(case)
-    # Elements of larger tensors may belong to a layer with the same names.
-    large = {_module_of(diff.name) for diff in case.tensors if not _is_number(diff)}
-    metrics = frozenset(name for name, certain in candidates.items() if certain or name not in large)
+    metrics = _find_differing_metrics(case)
     tensors = tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
     if not tensors:
         return None
     modules = tuple(dict.fromkeys(_module_of(diff.name) for diff in tensors))
-    missing = sum(diff.reason == "missing" for diff in tensors)
     facts = [Text.STATES(count=len(tensors), modules=modules)]
+    alternatives: tuple[str, ...] = ("SYN205",)
+
+    missing = [diff for diff in tensors if diff.reason == "missing"]
     if missing:
-        facts.append(Text.LENGTHS(count=missing))
-    alternatives = ("SYN205", "SYN101") if missing else ("SYN205",)
+        facts.append(Text.LENGTHS(count=len(missing)))
+        alternatives = ("SYN205", "SYN101")
     return Match(tensors, suspects(tensors, case.group), facts, alternatives=alternatives)
 
 
-def _find_metrics(case: Case) -> dict[str, bool]:
-    """Return the modules that hold states of metrics only, and whether a name of their states is certain."""
+def _find_differing_metrics(case: Case) -> frozenset[str]:
+    """Return the modules that are metrics, by their names and by the sizes of their differing tensors."""
+    # Elements of larger tensors may belong to a layer with the same names.
+    large_modules = {_module_of(diff.name) for diff in case.tensors if not _is_number(diff)}
+    metrics = set()
+    for module, states in _find_metrics(case).items():
+        if states.is_certain or module not in large_modules:
+            metrics.add(module)
+    return frozenset(metrics)
+
+
+def _find_metrics(case: Case) -> dict[str, _States]:
+    """Return the modules that hold states of metrics only, with their states."""
+    # An optimizer trains no state of a metric, whatever its name is.
     trained = case.optimized or frozenset()
-    states: dict[str, set[str]] = defaultdict(set)
-    lists: dict[str, set[str]] = defaultdict(set)
-    others = set()
+    states_of: dict[str, _States] = defaultdict(_States)
+    other_modules = set()
     for name, kind in case.group.evidence.names.items():
         module, state, is_item = _split(name)
-        if kind not in ("parameter", "buffer") or state not in _STATES or not module or name in trained:
-            others.add(name.rpartition(".")[0])
+        is_untrained = kind in ("parameter", "buffer") and name not in trained
+        is_state = is_untrained and state in _STATES
+        # The tensors of the model itself are no states of a metric.
+        if not is_state or not module:
+            other_modules.add(module_of(name))
             continue
-        states[module].add(state)
+        states_of[module].names.add(state)
         if is_item:
-            lists[module].add(state)
+            states_of[module].lists.add(state)
+
     metrics = {}
-    for module, names in states.items():
-        certain = bool(names & _TELLTALE or lists[module] & _LISTS)
-        # A layer with an observer has both bounds, but a metric has one.
-        plain = len(names - {"weight"}) > 1 and not names <= _BOUNDS
-        if module not in others and (certain or plain or len(names & _BOUNDS) == len(names) == 1):
-            metrics[module] = certain
+    for module, states in states_of.items():
+        if states.is_metric and module not in other_modules:
+            metrics[module] = states
     return metrics
 
 
@@ -118,11 +154,9 @@ def _is_number(diff: TensorDiff) -> bool:
 
 def _split(name: str) -> tuple[str, str, bool]:
     """Return the module and the state of a tensor, and whether the tensor is an item of a list."""
-    module, _, last = name.rpartition(".")
-    is_item = last.isdecimal()
-    if is_item:
-        module, _, last = module.rpartition(".")
-    return module, last, is_item
+    is_item = ends_with_number(name)
+    state = module_of(name) if is_item else name
+    return module_of(state), last_part(state), is_item
 
 
 def _module_of(name: str) -> str:

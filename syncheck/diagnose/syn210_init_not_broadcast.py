@@ -31,12 +31,11 @@ pytorch/xla#3216.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from statistics import median
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import last_agreement, suspects
-from syncheck.diagnose.measures import cosines, differing_share
+from syncheck.diagnose.measures import differing_share, median_cosine
 from syncheck.diagnose.moments import decay_share, only_decay
 from syncheck.diagnose.sentences import is_sharded
 from syncheck.diagnose.statements import follower_facts
@@ -113,86 +112,155 @@ MOST_OF_MODEL = 0.25
 UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """The differing trained parameters and their directions."""
+
+    parameters: list[TensorDiff]
+    share: float | None
+    """The median share of differing elements; None if only digests were compared."""
+    cosine: float | None
+    """The median cosine between ranks; None if it was not measured."""
+    has_state: bool
+    """Whether optimizer state was compared."""
+
+
 def apply(case: Case) -> Match | None:
     """Match parameters that differ since the start, while the averaged gradients agree."""
-    differing = list(case.differing_parameters().values())
+    parameters = list(case.differing_parameters().values())
     # A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
-    if not differing or not case.in_step():
+    if not parameters or not case.in_step():
         return None
     state = _state_facts(case)
-    trend, since = case.trend_facts("parameter")
-    if state is None or trend == "growing" or not _started_differently(case, differing, bool(state), trend):
+    if state is None:
         return None
-    covered = case.with_followers(differing)
-    agreed = last_agreement(case.names_of("parameter"), case.steps())
+    difference = _Difference(
+        parameters,
+        share=differing_share(parameters),
+        cosine=median_cosine(parameters),
+        has_state=bool(state),
+    )
+    trend, since = case.trend_facts("parameter")
+    if not _started_differently(case, difference, trend):
+        return None
+
+    covered = case.with_followers(parameters)
     facts = [
-        _summary(case, differing, bool(state)),
-        *([] if agreed is None else [Text.AGREED(step=agreed)]),
-        *case.parameter_facts(differing),
-        *_direction_facts(case, differing),
+        _summarize(case, difference),
+        *_last_agreement_facts(case),
+        *case.parameter_facts(parameters),
+        *_direction_facts(case, difference),
         *state,
         *since,
         *follower_facts(covered, "optimizer"),
     ]
-    match = case.make_match(differing, facts, covered)
-    if agreed is not None:
-        later = Text.FIX_LATER_SHARDED if is_sharded(case.group) else Text.FIX_LATER
-        match = replace(match, cause=Text.CAUSE_LATER, fix=later)
-    has_matrix = any(len(diff.shape) > 1 for diff in differing)
+    match = case.make_match(parameters, facts, covered)
+    if _find_last_agreement(case) is not None:
+        fix = Text.FIX_LATER_SHARDED if is_sharded(case.group) else Text.FIX_LATER
+        match = match.with_cause(Text.CAUSE_LATER, fix)
+    return _limit_certainty(case, match, difference)
+
+
+def _limit_certainty(case: Case, match: Match, difference: _Difference) -> Match:
+    """Return the match with other causes that fit the parameters as well."""
+    if not difference.has_state:
+        # Without optimizer state, it is unknown which parameters are trained.
+        if case.agreeing("parameter"):
+            return match.as_consistent("SYN218")
+        return match.as_consistent()
+    if difference.cosine is None:
+        return match
+    # Edited values have the direction of the old values.
+    if difference.cosine >= UNLIKE_BUT_DECAY:
+        return match.as_consistent()
+
+    has_matrix = any(len(diff.shape) > 1 for diff in difference.parameters)
     # Two tensors may hold the values of each other, trained since.
-    is_large_part = len(differing) > max(2, MOST_OF_MODEL * len(case.trained_parameters()))
-    measured = cosines(differing)
-    if state and not measured:
+    is_large_part = len(difference.parameters) > max(2, MOST_OF_MODEL * len(case.trained_parameters()))
+    if has_matrix and is_large_part:
         return match
-    if state and median(measured) >= UNLIKE_BUT_DECAY:  # edited values have the direction of the old values
-        return replace(match, certainty="consistent")
-    if state and has_matrix and is_large_part:
-        return match
-    if state:  # a few tensors may contain the values of each other, or were loaded
-        return replace(match, certainty="consistent", alternatives=("SYN224",))
-    # Without optimizer state, it is unknown which parameters are trained.
-    return replace(match, certainty="consistent", alternatives=("SYN218",) if case.agreeing("parameter") else ())
+    # A few tensors may contain the values of each other, or were loaded.
+    return match.as_consistent("SYN224")
 
 
-def _summary(case: Case, differing: list[TensorDiff], has_state: bool) -> Message:
-    if not has_state:
+def _find_last_agreement(case: Case) -> int | None:
+    """Return the last earlier step at which all parameters agreed."""
+    return last_agreement(case.names_of("parameter"), case.steps())
+
+
+def _last_agreement_facts(case: Case) -> list[Message]:
+    """State the last earlier step at which all parameters agreed, if there is one."""
+    step = _find_last_agreement(case)
+    if step is None:
+        return []
+    return [Text.AGREED(step=step)]
+
+
+def _summarize(case: Case, difference: _Difference) -> Message:
+    """State which ranks hold other parameters, and how this is known."""
+    if not difference.has_state:
         return Text.CONSISTENT()
-    if differing_share(differing) is None:
+    if difference.share is None:
         return Text.DIGESTS()
-    odd = suspects(differing, case.group)
-    return Text.DIFFERENT_STARTS() if set(odd) == set(case.group.ranks) else Text.OTHER_START(ranks=odd)
+    deviating_ranks = suspects(difference.parameters, case.group)
+    if case.are_all_ranks(deviating_ranks):
+        return Text.DIFFERENT_STARTS()
+    return Text.OTHER_START(ranks=deviating_ranks)
 
 
-def _direction_facts(case: Case, differing: list[TensorDiff]) -> list[Message]:
+def _direction_facts(case: Case, difference: _Difference) -> list[Message]:
+    """State the share of differing elements, the cosine, and which parameters agree."""
     facts = []
-    if (share := differing_share(differing)) is not None:
-        facts.append(Text.SHARE(share=share))
-    if measured := cosines(differing):
-        facts.append(Text.COSINE(cosine=median(measured)))
-    if agreeing := sorted(case.agreeing("parameter")):
+    if difference.share is not None:
+        facts.append(Text.SHARE(share=difference.share))
+    if difference.cosine is not None:
+        facts.append(Text.COSINE(cosine=difference.cosine))
+    agreeing = sorted(case.agreeing("parameter"))
+    if agreeing:
         facts.append(Text.AGREEING(count=len(agreeing), names=tuple(agreeing)))
     return facts
 
 
 def _state_facts(case: Case) -> tuple[Message, ...] | None:
     """State how the optimizer state agrees; empty if nothing was compared, None if it does not agree."""
-    if case.agrees("optimizer"):
-        number = case.compared("optimizer")
-        return (Text.OPTIMIZER_AGREES(tensors=number),) if number else ()
-    return (Text.ONLY_DECAY(share=decay_share(case)),) if only_decay(case) else None
+    if not case.agrees("optimizer"):
+        if only_decay(case):
+            return (Text.ONLY_DECAY(share=decay_share(case)),)
+        return None
+    number = case.compared("optimizer")
+    if number:
+        return (Text.OPTIMIZER_AGREES(tensors=number),)
+    return ()
 
 
-def _started_differently(case: Case, differing: list[TensorDiff], has_state: bool, trend: str | None) -> bool:
+def _started_differently(case: Case, difference: _Difference, trend: str | None) -> bool:
     """Whether the ranks started from different parameters, judged by their directions or by a constant difference."""
-    share, measured = differing_share(differing), cosines(differing)
-    some_agree = bool(case.agreeing("parameter"))
-    if share is None:
-        # Only digests: several parameters differ, others agree, and so does the optimizer state.
-        return has_state and some_agree and len(differing) > 1
-    if share < WHOLE:
+    # A difference of the start does not grow with equal gradients.
+    if trend == "growing":
         return False
-    stays = trend in ("constant", "shrinking") and not case.agreed_before()
-    decay = UNLIKE if case.agrees("optimizer") else UNLIKE_BUT_DECAY
-    unlike = decay if has_state else UNLIKE_WITHOUT_STATE if some_agree else UNLIKE_ALONE
+    if difference.share is None:
+        return _have_digests_of_part(case, difference)
+    if difference.share < WHOLE:
+        return False
+    is_steady = trend in ("constant", "shrinking")
+    if is_steady and not case.agreed_before():
+        return True
     # A single tensor at a single step may have been overwritten.
-    return stays or (len(differing) > 1 and bool(measured) and median(measured) < unlike)
+    if len(difference.parameters) == 1:
+        return False
+    if difference.cosine is None:
+        return False
+    return difference.cosine < _largest_cosine(case, difference)
+
+
+def _have_digests_of_part(case: Case, difference: _Difference) -> bool:
+    """Whether the digests of several parameters differ, and those of others and of the optimizer state agree."""
+    are_several = len(difference.parameters) > 1
+    return are_several and difference.has_state and bool(case.agreeing("parameter"))
+
+
+def _largest_cosine(case: Case, difference: _Difference) -> float:
+    """Return the median cosine under which parameters started differently."""
+    if difference.has_state:
+        return UNLIKE if case.agrees("optimizer") else UNLIKE_BUT_DECAY
+    return UNLIKE_WITHOUT_STATE if case.agreeing("parameter") else UNLIKE_ALONE

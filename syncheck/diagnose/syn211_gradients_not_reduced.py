@@ -41,7 +41,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import TOUCHED, cosines, is_share_below
+from syncheck.diagnose.measures import TOUCHED, cosines, is_below, is_share_below
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
     COMMON_START,
@@ -139,12 +139,18 @@ class _Differing(NamedTuple):
 
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
-    differing = _Differing(list(case.differing_parameters().values()), list(case.differing_moments().values()))
-    if not differing.parameters or not case.in_step() or not _is_whole_model(case, differing):
+    differing = _Differing(
+        parameters=list(case.differing_parameters().values()),
+        moments=list(case.differing_moments().values()),
+    )
+    if not differing.parameters or not case.in_step():
+        return None
+    if not _is_whole_model(case, differing):
         return None
     # Few differing elements are damage, or a mask.
     if is_share_below(differing.parameters, TOUCHED):
         return None
+
     trend, since = case.trend_facts("parameter")
     reason = _find_reason(case, differing, trend)
     if reason is None:
@@ -158,8 +164,9 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(differing.parameters, facts, covered)
+
     cosine = mean_cosine(differing.parameters)
-    if cosine is not None and cosine < COMMON_START:
+    if is_below(cosine, COMMON_START):
         # Ranks without a common start may be separate runs, whose files do not say so.
         return match.as_consistent(*dict.fromkeys((*reason.alternatives, "SYN108")))
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
@@ -199,33 +206,46 @@ class _Reason(NamedTuple):
 
 def _judge_squares(case: Case, differing: _Differing) -> _Reason | None:
     """Return what second moments show, and first moments beside them; None if the gradients were only scaled."""
-    squares = case.differing_squares()
-    shares = share_smaller(squares)
-    if not shares:  # of digests
+    if not share_smaller(case.differing_squares()):  # of digests
         return _judge_first_moments(case, differing)
     number = _count_moments(case, differing)
     cosine = mean_cosine(differing.moments)
-    is_turned = cosine is not None and cosine < ALIKE
-    no_two_agree = _no_two_agree(case, differing.parameters)
-    if is_turned and no_two_agree:
+    is_turned = is_below(cosine, ALIKE)
+    if is_turned and _no_two_agree(case, differing.parameters):
         return _Reason(_summarize(case, differing, cosine), number)
-    both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
-    if both_sides and median_sidedness(squares) <= SIDED and not only_decay(case):
+
+    if _are_on_both_sides(case):
         summary = _summarize(case, differing, cosine)
         # Two ranks that clip by their local norms have a scale each, whose side changes from step to step. Gradients
         # that are nearly equal now were averaged, and changed afterwards.
         if is_turned and case.number_of_ranks == 2:
             return _Reason(summary, number)
         return _Reason(summary, number, "consistent", ("SYN213",))
+
     if cosine is None or cosine > ALIKE_COUNTED:
         return None
     return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
 
 
+def _are_on_both_sides(case: Case) -> bool:
+    """Whether about half of the elements of the second moments are smaller, and the other half larger."""
+    squares = case.differing_squares()
+    least, most = BOTH_SIDES
+    shares = share_smaller(squares).values()
+    if min(shares) < least or max(shares) > most:
+        return False
+    # Within a tensor, too: in a scaled model, some tensors are smaller and others larger.
+    if median_sidedness(squares) > SIDED:
+        return False
+    return not only_decay(case)
+
+
 def _count_moments(case: Case, differing: _Differing) -> tuple[Message, ...]:
     """State how many first moments differ; empty if the optimizer has none."""
     total = len(case.with_moment())
-    return (Text.MOMENTS(count=len(differing.moments), total=total),) if total else ()
+    if total:
+        return (Text.MOMENTS(count=len(differing.moments), total=total),)
+    return ()
 
 
 def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
@@ -283,15 +303,19 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
         return None
     measured = cosines(parameters)
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
-    common_start = bool(measured) and median(measured) >= ELSEWHERE
-    if common_start and _no_two_agree(case, parameters):
+    have_common_start = bool(measured) and median(measured) >= ELSEWHERE
+    if have_common_start and _no_two_agree(case, parameters):
         return _Reason(summary, (Text.ALL_RANKS_DIFFER(),), "consistent", ("SYN213",))
-    if trend == "growing" and case.number_of_ranks == 2 and not case.agreed_before():
+
+    # A difference that grows from the start is no single event.
+    grows_from_start = trend == "growing" and not case.agreed_before()
+    if grows_from_start and case.number_of_ranks == 2:
         return _Reason(summary, (), "consistent", _STATELESS)
+
     # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
-    if common_start and min(measured) < ELSEWHERE:
-        details = (Text.COSINES(least=min(measured), most=max(measured)),)
-        return _Reason(summary, details, "consistent", _STATELESS)
+    if have_common_start and min(measured) < ELSEWHERE:
+        fact = Text.COSINES(least=min(measured), most=max(measured))
+        return _Reason(summary, (fact,), "consistent", _STATELESS)
     return None
 
 

@@ -24,15 +24,16 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from statistics import median
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_adapter
-from syncheck.diagnose.measures import TOUCHED, cosines, is_share_below
+from syncheck.diagnose.measures import TOUCHED, is_at_least, is_below, is_share_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
+from syncheck.diagnose.selection import list_names, union_of
 from syncheck.diagnose.statements import follower_facts, largest_difference
-from syncheck.messages import Sentence
+from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
@@ -79,126 +80,193 @@ FEW = 4
 ALIKE = 0.97
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the model that differs."""
+
+    parameters: list[TensorDiff]
+    moments: list[TensorDiff]
+    """The differing first moments."""
+    names: frozenset[str]
+    """The names of the differing parameters, and of those whose moments differ."""
+    are_named: bool
+    """Whether the names of the optimizer's ids are known."""
+    modules: list[str]
+    """The modules or name components with all of the names, and no other name."""
+
+
 def apply(case: Case) -> Match | None:
     """Match a part of the model whose parameters and moments differ, while the rest agrees."""
-    parameters, moments = case.differing_parameters(), case.differing_moments()
-    model = case.trained_parameters()
-    named = set(moments) <= set(case.group.evidence.names)
-    names = set(parameters) | (set(moments) if named else set())
-    modules = _find_modules(case, names)
-    if not parameters or not modules or not names <= model or not case.in_step():
+    part = _find_part(case)
+    if part is None or not case.in_step():
         return None
-    is_whole = case.optimized is not None and not case.optimized - names
-    is_whole = is_whole or (not named and len(moments) == len(case.with_moment()))
-    if is_whole or is_share_below(parameters.values(), TOUCHED) or not _holds_all_states(case, names):
+    # Few differing elements are damage, or a mask.
+    if is_share_below(part.parameters, TOUCHED):
         return None
+    if _is_whole_model(case, part) or not _holds_all_states(case, part.names):
+        return None
+
     trend, since = case.trend_facts("parameter")
     has_moments = bool(case.with_moment())
-    if has_moments:
-        if not _has_own_gradients(case, list(moments.values()), len(parameters)):
-            return None
-    elif not _moves_apart(case, parameters, modules, trend):
+    if has_moments and not _has_own_gradients(case, part):
         return None
-    differing = list(parameters.values())
-    covered = tuple(
-        diff
-        for diff in case.tensors
-        if diff.name in parameters
-        or (diff.kind == "optimizer" and (not named or case.owner_of(diff.name) in names))
-        or diff.kind in (*BN_STATISTICS, "ema", "buffer")
-        or diff.name in case.untrained
-    )
-    rest = len(model - names)
-    size = largest_difference(differing)
+    if not has_moments and not _moves_apart(case, part, trend):
+        return None
+
+    covered = _select_covered(case, part)
     facts = [
-        (Text.NOT_AVERAGED if has_moments else Text.CONSISTENT)(modules=tuple(modules)),
-        Text.PARAMETERS(count=len(differing), total=len(model), size=size),
-        *((Text.WITH_STATE(count=len(differing)),) if has_moments else ()),
-        Text.REST_AGREES(count=rest) if rest else Text.OTHERS_AGREE(),
+        *_describe_part(case, part),
         *since,
         *follower_facts(covered, "optimizer"),
     ]
-    match = case.make_match(differing, facts, covered)
-    if not has_moments:
-        return replace(match, certainty="consistent", alternatives=("SYN211", "SYN225"))
+    match = case.make_match(part.parameters, facts, covered)
     # In the trials, the same part differed after a single step without an average, and after a part of an update.
-    alternatives = ("SYN225", "SYN224") if len(differing) <= PAIR else ("SYN211", "SYN225")
-    return replace(match, certainty="consistent", alternatives=alternatives)
+    if has_moments and len(part.parameters) <= PAIR:
+        return match.as_consistent("SYN225", "SYN224")
+    return match.as_consistent("SYN211", "SYN225")
 
 
-def _holds_all_states(case: Case, names: set[str]) -> bool:
+def _find_part(case: Case) -> _Part | None:
+    """Return the differing part of the model; None if its names are not those of a part."""
+    parameters, moments = case.differing_parameters(), case.differing_moments()
+    are_named = moments.keys() <= case.group.evidence.names.keys()
+    names = frozenset(parameters)
+    if are_named:
+        names |= moments.keys()
+    modules = _find_modules(case, names)
+    # Names outside the trained parameters are not those of a part of the model.
+    if not names <= case.trained_parameters():
+        return None
+    if not parameters or not modules:
+        return None
+    return _Part(list(parameters.values()), list(moments.values()), names, are_named, modules)
+
+
+def _is_whole_model(case: Case, part: _Part) -> bool:
+    """Whether all parameters of the optimizer differ."""
+    if case.optimized is not None and case.optimized <= part.names:
+        return True
+    return not part.are_named and len(part.moments) == len(case.with_moment())
+
+
+def _select_covered(case: Case, part: _Part) -> tuple[TensorDiff, ...]:
+    """Return the differing tensors of the part, and those that follow from it."""
+    names = case.untrained.union(list_names(part.parameters))
+    covered = []
+    for diff in case.tensors:
+        if diff.kind == "optimizer":
+            follows = not part.are_named or case.owner_of(diff.name) in part.names
+        else:
+            follows = diff.name in names or diff.kind in (*BN_STATISTICS, "ema", "buffer")
+        if follows:
+            covered.append(diff)
+    return tuple(covered)
+
+
+def _describe_part(case: Case, part: _Part) -> list[Message]:
+    """State which part differs, by how much, and what agrees."""
+    trained = case.trained_parameters()
+    has_moments = bool(case.with_moment())
+    sentence = Text.NOT_AVERAGED if has_moments else Text.CONSISTENT
+    number = len(part.parameters)
+    facts = [
+        sentence(modules=tuple(part.modules)),
+        Text.PARAMETERS(count=number, total=len(trained), size=largest_difference(part.parameters)),
+    ]
+    if has_moments:
+        facts.append(Text.WITH_STATE(count=number))
+    agreeing = trained - part.names
+    if agreeing:
+        facts.append(Text.REST_AGREES(count=len(agreeing)))
+    else:
+        # The other parameters have no optimizer state.
+        facts.append(Text.OTHERS_AGREE())
+    return facts
+
+
+def _holds_all_states(case: Case, names: frozenset[str]) -> bool:
     """Whether no optimizer state outside the part differs; if names are unknown, no more states than parameters.
 
     If the states of all parameters differ, all gradients did. Adafactor and RMSprop have no first moments to show it.
     """
-    owners = {case.owner_of(diff.name) for diff in case.differing("optimizer")}
-    if owners <= set(case.group.evidence.names):
+    owners = case.owners_of(case.differing("optimizer"))
+    if owners <= case.group.evidence.names.keys():
         return owners <= names
     return len(owners) <= len(names)
 
 
-def _moves_apart(case: Case, parameters: dict[str, TensorDiff], modules: list[str], trend: str | None) -> bool:
+def _moves_apart(case: Case, part: _Part, trend: str | None) -> bool:
     """Whether the part differs more and more, or at a single step is an adapter or has a common start."""
     if trend is not None:
         return trend == "growing"
-    return all(map(is_adapter, modules)) or _has_common_start(case, parameters)
+    return all(map(is_adapter, part.modules)) or _has_common_start(case, part)
 
 
-def _has_common_start(case: Case, parameters: dict[str, TensorDiff]) -> bool:
+def _has_common_start(case: Case, part: _Part) -> bool:
     """Whether all of three or more ranks differ, but not as much as different initial values."""
-    ranks = len(case.group.replicas)
-    cosine = mean_cosine(parameters.values())
-    differ = all(len(diff.clusters) == ranks > 2 for diff in parameters.values())
-    return differ and cosine is not None and cosine >= COMMON_START
+    if case.number_of_ranks < 3 or not case.ranks_differ(part.parameters):
+        return False
+    cosine = mean_cosine(part.parameters)
+    return is_at_least(cosine, COMMON_START)
 
 
-def _find_modules(case: Case, differing: set[str]) -> list[str]:
+def _find_modules(case: Case, differing: frozenset[str]) -> list[str]:
     """Return a few modules or name components with all differing names and no agreeing name, or []."""
-    others = case.names_of("parameter") - differing - case.loose
-    if not others:
+    agreeing = case.names_of("parameter") - differing - case.loose
+    if not agreeing:
         return []
-    modules = _modules(differing, others)
-    return modules if len(modules) <= FEW else [f"*.{part}.*" for part in _common_parts(differing, others)]
+    modules = _modules(differing, agreeing)
+    if len(modules) <= FEW:
+        return modules
+    return [f"*.{component}.*" for component in _common_components(differing, agreeing)]
 
 
-def _modules(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return the fewest modules with all names and no other name; a name itself if there is no module."""
-    used = {"", *(module for other in others for module in _prefixes(other))}
-    return sorted({next((module for module in _prefixes(name) if module not in used), name) for name in names})
+def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]:
+    """Return the fewest modules with all differing names and no agreeing name; a name itself if there is no module."""
+    used = union_of(map(_prefixes, agreeing))
+    modules = set()
+    for name in differing:
+        unused = [module for module in _prefixes(name) if module not in used]
+        # The first prefix is the largest module.
+        modules.add(unused[0] if unused else name)
+    return sorted(modules)
 
 
 def _prefixes(name: str) -> list[str]:
     """Return the enclosing modules of a parameter, and its name: layer1, layer1.0, layer1.0.weight."""
     parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _common_parts(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return name components (lora_A, lora_B): each name has at least one, and no other name has any.
+def _components(name: str) -> set[str]:
+    """Return the parts of a name without numbers of layers."""
+    return {part for part in name.split(".") if not part.isdigit()}
+
+
+def _common_components(differing: Collection[str], agreeing: Collection[str]) -> list[str]:
+    """Return name components (lora_A, lora_B): each differing name has at least one, and no agreeing name has any.
 
     The most frequent component comes first. Empty if there are none, or more than FEW.
     """
-    foreign = {part for other in others for part in other.split(".")}
-    remaining = set(names)
-    parts: list[str] = []
+    foreign = union_of(map(_components, agreeing))
+    remaining = {name: _components(name) - foreign for name in differing}
+    components: list[str] = []
     while remaining:
-        counts = Counter(
-            part for name in remaining for part in set(name.split(".")) if part not in foreign and not part.isdigit()
-        )
-        if not counts or len(parts) == FEW:
+        counts = Counter(chain.from_iterable(remaining.values()))
+        if not counts or len(components) == FEW:
             return []
-        best = min(counts, key=lambda part: (-counts[part], part))
-        parts.append(best)
-        remaining = {name for name in remaining if best not in name.split(".")}
-    return parts
+        best = min(counts, key=lambda component: (-counts[component], component))
+        components.append(best)
+        remaining = {name: parts for name, parts in remaining.items() if best not in parts}
+    return components
 
 
-def _has_own_gradients(case: Case, moments: list[TensorDiff], parameters: int) -> bool:
+def _has_own_gradients(case: Case, part: _Part) -> bool:
     """Whether the first moments show unreduced gradients."""
-    if len(moments) < parameters or only_decay(case):
+    if len(part.moments) < len(part.parameters) or only_decay(case):
         return False
     if case.counts_steps():
         return True
     # Without step counts, a skipped step or an unequal start may look the same.
-    measured = cosines(moments)
-    return bool(measured) and median(measured) < ALIKE and not case.just_began()
+    cosine = median_cosine(part.moments)
+    return is_below(cosine, ALIKE) and not case.just_began()

@@ -38,7 +38,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import cosines, evidence_of, median_cosine
+from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
     decay_share,
@@ -207,21 +207,27 @@ def apply(case: Case) -> Match | None:
     shares = share_smaller(squares)
     if shares:
         return _match_squares(case, moments, shares)
+    # Equal second moments belong to gradients of equal size.
     if count_squares(case) and not squares:
-        return None  # equal second moments belong to gradients of equal size
-    return _match_first_moments(case, moments) if moments else None
+        return None
+    if not moments:
+        return None
+    return _match_first_moments(case, moments)
 
 
 def _match_squares(case: Case, moments: list[TensorDiff], shares: dict[int, float]) -> Match | None:
     """Match second moments whose elements are nearly all smaller, or nearly all larger, on the deviating ranks."""
     squares = case.differing_squares()
-    # A gradient with lost elements has smaller second moments in these elements alone.
-    if len(squares) < MOST * count_squares(case) or median_share_differing(squares) < NEARLY_ALL:
+    if len(squares) < MOST * count_squares(case):
         return None
-    is_smaller = all(share >= ONE_SIDED for share in shares.values())
-    is_larger = all(share <= 1 - ONE_SIDED for share in shares.values())
-    if is_smaller or is_larger:
-        return _match_scaled_squares(case, moments, shares, is_smaller=is_smaller)
+    # A gradient with lost elements has smaller second moments in these elements alone.
+    if median_share_differing(squares) < NEARLY_ALL:
+        return None
+
+    if min(shares.values()) >= ONE_SIDED:
+        return _match_scaled_squares(case, moments, shares, is_smaller=True)
+    if max(shares.values()) <= 1 - ONE_SIDED:
+        return _match_scaled_squares(case, moments, shares, is_smaller=False)
     # The ranks may all have scales of their own, as if each clipped by its local norm.
     if _is_each_scaled(case, moments) and median_sidedness(squares) >= EACH_SIDED:
         return _make_unequal_match(case, moments)
@@ -234,32 +240,46 @@ def _match_scaled_squares(
     """Match second moments that are on one side. is_smaller: on the deviating ranks; larger otherwise."""
     cosine = mean_cosine(moments)
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
-    if not is_smaller and cosine is not None and cosine < ALIKE:
+    if not is_smaller and is_below(cosine, ALIKE):
         return None
-    # A rank that has lost all gradients since the start has moments of zero, whose length is no factor.
-    lengths = _compare_lengths([diff for diff in moments if min(evidence_of(diff).norms.values(), default=1.0) > 0])
+
+    lengths = _compare_lengths(list(filter(_has_lengths, moments)))
     if lengths.fit(SURE):
         ranks, summary = lengths.ranks, _summarize(case, lengths)
     else:
-        ranks, reference_ranks = _name_sides(case, shares, is_smaller=is_smaller)
-        side = Text.SMALLER if is_smaller or case.number_of_ranks == 2 else Text.LARGER
-        summary = Text.SCALED(ranks=ranks, others=reference_ranks, side=side())
+        ranks, summary = _summarize_sides(case, shares, is_smaller=is_smaller)
     facts = [summary, *_describe_cosine(moments)]
     differing = case.with_followers(case.differing_parameters().values())
     match = _make_match(case, differing, ranks, facts, moments)
+
     if case.agrees("parameter"):
         # Adam divides by the size of the gradients, so that equal parameters are possible; a changed state is, too.
         return match.as_consistent("SYN215")
     if lengths.fit(STEADY):
         return match
     # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
-    return match.as_consistent() if is_smaller else match.as_consistent("SYN211")
+    if is_smaller:
+        return match.as_consistent()
+    return match.as_consistent("SYN211")
+
+
+def _has_lengths(diff: TensorDiff) -> bool:
+    """Whether no rank has a moment of zero: it lost all gradients since the start, and its length is no factor."""
+    return min(evidence_of(diff).norms.values(), default=1.0) > 0
+
+
+def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], Message]:
+    """Return the ranks with scaled gradients, and the statement about their second moments."""
+    ranks, reference_ranks = _name_sides(case, shares, is_smaller=is_smaller)
+    side = Text.LARGER
+    if is_smaller or case.number_of_ranks == 2:
+        side = Text.SMALLER
+    return ranks, Text.SCALED(ranks=ranks, others=reference_ranks, side=side())
 
 
 def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
     """Whether all ranks differ, and their first moments have nearly the same direction."""
-    cosine = mean_cosine(moments)
-    return cosine is not None and cosine >= ALIKE and case.ranks_differ(moments)
+    return is_at_least(mean_cosine(moments), ALIKE) and case.ranks_differ(moments)
 
 
 def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
@@ -274,7 +294,9 @@ def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
 def _describe_cosine(moments: Sequence[TensorDiff]) -> list[Message]:
     """State the median cosine of first moments; empty if none was measured."""
     measured = cosines(moments)
-    return [Text.COSINE(count=len(measured), cosine=median(measured))] if measured else []
+    if measured:
+        return [Text.COSINE(count=len(measured), cosine=median(measured))]
+    return []
 
 
 def _name_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -291,7 +313,9 @@ def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
     """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
     if case.counts_steps():
         lengths = _compare_lengths(_select_above_decay(case, moments, ABOVE_DECAY))
-        return _match_lengths(case, moments, lengths) if lengths.fit(SURE) else None
+        if lengths.fit(SURE):
+            return _match_lengths(case, moments, lengths)
+        return None
     # The start of a fault looks like a skipped step or a lost momentum.
     if case.just_began():
         return None
@@ -299,9 +323,10 @@ def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
         lengths = _compare_lengths(_select_above_decay(case, moments, above_decay))
         if lengths.fit(bounds):
             return _match_lengths(case, moments, lengths)
-    if case.number_of_ranks > 2 and _is_each_scaled(case, moments) and not only_decay(case):
-        return _make_unequal_match(case, moments)
-    return None
+    # Of two ranks, one would have the other length.
+    if case.number_of_ranks == 2 or only_decay(case):
+        return None
+    return _make_unequal_match(case, moments) if _is_each_scaled(case, moments) else None
 
 
 def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> Match:
@@ -317,7 +342,9 @@ def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> 
         facts.append(Text.UNCOUNTED())
     # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
     match = _make_match(case, covered, lengths.ranks, facts, moments).as_consistent("SYN214", "SYN215")
-    return match if case.counts_steps() else match.with_cause(Text.CAUSE_UNCOUNTED, None)
+    if case.counts_steps():
+        return match
+    return match.with_cause(Text.CAUSE_UNCOUNTED, None)
 
 
 def _make_match(
@@ -354,8 +381,10 @@ def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> 
     selected = []
     for diff in moments:
         norms = evidence_of(diff).norms
-        # A number, or a tensor of zeros on some rank, has no direction.
-        if not norms or not all(norms.values()) or diff.numel < 2:
+        # A number has no direction, nor has a tensor of zeros on some rank.
+        if diff.numel < 2 or not norms:
+            continue
+        if min(norms.values()) == 0:
             continue
         parameter = parameters.get(case.owner_of(diff.name))
         decay_of_rank: Mapping[int, float] = {}
@@ -403,8 +432,9 @@ def _is_scale(factors: list[float], cosine: float, bounds: Sequence[Bound]) -> b
     if len(on_one_side) / len(logs) < ONE_SIDE:
         return False
     for bound in bounds:
-        if abs(middle) < math.log(bound.factor) or cosine < bound.cosine:
+        if cosine < bound.cosine or abs(middle) < math.log(bound.factor):
             continue
+        # A few tensors may have another factor.
         close = [log for log in logs if abs(log - middle) <= math.log(bound.width)]
         if len(close) >= NEAR * len(logs):
             return True

@@ -126,16 +126,17 @@ def _match_stale(case: Case, first: Comparison) -> Match | None:
     if not counters and not has_kind(tensors, "parameter", "optimizer"):
         return None
     ranks, largest = tuple(first.evidence.stale), farthest(counters)
-    summary = Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if largest is None else _Progress(case, largest).facts()[0]
-    facts = [
-        summary,
+    evidence = [
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *stale_facts(first),
         Text.BATCHES_COUNTED(),
     ]
-    if largest is not None:
-        facts += _repetition_facts(case, largest)
+    if largest is None:
+        facts = [Text.SKIPPED_AFTER_FORWARD(ranks=ranks), *evidence]
+    else:
+        summary = _Progress(case, largest).facts()[0]
+        facts = [summary, *evidence, *_repetition_facts(case, largest)]
     return Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
 
 
@@ -223,7 +224,9 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
     """State whether the ranks ran the forward pass, as far as BatchNorm's counts show it."""
     if forwards_lag(case, counters):
         return [Text.FORWARD_MISSING()]
-    return [Text.FORWARD_RAN()] if case.is_in_sync("bn_count") else []
+    if case.is_in_sync("bn_count"):
+        return [Text.FORWARD_RAN()]
+    return []
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
@@ -247,7 +250,8 @@ def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     lag = int(counter.lag)
     # A lag of more than a few steps, or in a short run, is as large as that of state lost at the start.
     is_loss = lag > FEW or counter.highest <= SHORT
-    doubts = [Text.LOST_STATE(lag=lag) if is_loss else Text.LOADED_STATE(lag=lag)]
+    sentence = Text.LOST_STATE if is_loss else Text.LOADED_STATE
+    doubts = [sentence(lag=lag)]
     if may_be_old(case):
         doubts.append(Text.STEP_UNKNOWN())
     return doubts

@@ -119,8 +119,9 @@ def apply(case: Case) -> Match | None:
     if took_no_step:
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
-    alternatives = _find_alternatives(case, largest) if parameters else ()
-    return match.as_consistent(*alternatives or ("SYN214",))
+    if not parameters:
+        return match.as_consistent("SYN214")
+    return match.as_consistent(*_find_alternatives(case, largest) or ("SYN214",))
 
 
 def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
@@ -133,7 +134,9 @@ def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
 def _state_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
     """State how many optimizer tensors differ beside the counters."""
     count = count_kinds(tensors, "optimizer")
-    return [Text.STATE_DIFFERS(count=count)] if count else []
+    if count:
+        return [Text.STATE_DIFFERS(count=count)]
+    return []
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:

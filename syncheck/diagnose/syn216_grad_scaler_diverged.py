@@ -35,6 +35,7 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
 CODE = "SYN216"
@@ -83,8 +84,13 @@ def apply(case: Case) -> Match | None:
     state = _find_state(case)
     if not state.values and not state.tensors:
         return None
-    affected = _trained_tensors(case) if state.scales else ()
-    counters = counters_of(case) if affected else ()
+    affected: tuple[TensorDiff, ...] = ()
+    counters: tuple[StepCounter, ...] = ()
+    # A count of steps without overflow changes no gradient, unlike the scale.
+    if state.scales:
+        affected = _trained_tensors(case)
+    if affected:
+        counters = counters_of(case)
     facts = [_summarize(state.scales), *_value_facts(state)]
     largest = farthest(counters)
     if largest is not None:
@@ -108,7 +114,9 @@ def _summarize(scales: Mapping[int, float]) -> Message:
     if not scales:
         return Text.STATES_DIFFER()
     least, most = min(scales.values()), max(scales.values())
-    return Text.SCALES_DIFFER(ratio=most / least) if least > 0 else Text.ZERO_SCALE()
+    if least > 0:
+        return Text.SCALES_DIFFER(ratio=most / least)
+    return Text.ZERO_SCALE()
 
 
 def _value_facts(state: _ScalerState) -> list[Message]:
@@ -117,7 +125,10 @@ def _value_facts(state: _ScalerState) -> list[Message]:
     facts = [Text.VALUE(name=name, values=dict(state.values[name])) for name in names]
     for diff in state.tensors:
         values = dict(evidence_of(diff).values)
-        facts.append(Text.VALUE(name=diff.name, values=values) if values else Text.VALUE_UNKNOWN(name=diff.name))
+        if values:
+            facts.append(Text.VALUE(name=diff.name, values=values))
+        else:
+            facts.append(Text.VALUE_UNKNOWN(name=diff.name))
     return limit_facts(facts, _MOST, Text.MORE)
 
 
@@ -138,6 +149,7 @@ def _find_suspects(case: Case, state: _ScalerState) -> tuple[int, ...]:
         minority = find_minority(by_rank)
         if minority:
             return minority
+    # A rank with an overflow halves its scale, skips the step, and counts anew.
     reduced = set(below_highest(state.scales))
     behind = join_ranks(counter.behind for counter in counters_of(case))
     if reduced and reduced in (behind, _ranks_after_overflow(state)):
@@ -156,4 +168,6 @@ def _ranks_after_overflow(state: _ScalerState) -> set[int]:
 
 def _as_number(value: object) -> float:
     """Return the number; infinity for any other value."""
-    return float(value) if isinstance(value, (int, float)) else math.inf
+    if isinstance(value, (int, float)):
+        return float(value)
+    return math.inf

@@ -24,7 +24,7 @@ from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import FEW, is_optimizer_behind
 from syncheck.diagnose.loss_scales import scales_of
 from syncheck.diagnose.rank_values import are_unequal
-from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, select_kinds
+from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_value_names, select_kinds
 from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
 from syncheck.diagnose.stale_ranks import only_skipped, ran_forward, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
@@ -89,39 +89,51 @@ def apply(case: Case) -> Match | None:
 def _match_set_back(case: Case) -> Match | None:
     """Match ranks that were set back at an earlier step and continued training, as the series shows."""
     first = stale_at_first(case)
-    if first is None or _skipped_step(first):
+    if first is None or _has_skipped_step(case, first):
         return None
-    forward = ran_forward(first)
-    if forward is True:
-        return None
-    if forward is None and counters_of_skipped_steps(case):  # the optimizer's counters show a skipped step
-        return None
-    stale = frozenset(first.evidence.stale)
-    covered = [diff for diff in case.tensors if _is_explained(diff, stale) and stale.issuperset(diff.minority)]
+    stale_ranks = frozenset(first.evidence.stale)
+    covered = []
+    for diff in case.tensors:
+        if _is_explained(diff, stale_ranks) and stale_ranks.issuperset(diff.minority):
+            covered.append(diff)
     if not has_kind(covered, "parameter"):
         return None
-    facts = [Text.SET_BACK(ranks=tuple(sorted(stale))), *stale_facts(first)]
-    if forward is False:
+
+    facts = [Text.SET_BACK(ranks=tuple(sorted(stale_ranks))), *stale_facts(first)]
+    if ran_forward(first) is False:
         facts.append(Text.BATCHNORM_SET_BACK())
     match = Match(tuple(covered), tuple(first.evidence.stale), facts)
-    return match if _is_certain(first, ()) else match.as_consistent("SYN214")
+    if _is_certain(first, ()):
+        return match
+    return match.as_consistent("SYN214")
+
+
+def _has_skipped_step(case: Case, first: Comparison) -> bool:
+    """Whether the ranks skipped a step instead of being set back. first: the group in which they were stale."""
+    if _skipped_step(first) or ran_forward(first) is True:
+        return True
+    # Without BatchNorm, the optimizer's counters show a skipped step.
+    return ran_forward(first) is None and bool(counters_of_skipped_steps(case))
 
 
 def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
-    """Whether skipped steps cannot explain the stale ranks of a group.
-
-    The stored step differs, the rank did not see the batches, or it lacks more steps than a rank skips in a row.
-    """
-    if ran_forward(group) is False or any(value.kind == "progress" for value in values):
+    """Whether skipped steps cannot explain the stale ranks of a group."""
+    # The stored step differs.
+    if any(value.kind == "progress" for value in values):
         return True
+    # The rank did not see the batches.
+    if ran_forward(group) is False:
+        return True
+    # The rank lacks more steps than a rank skips in a row.
     step = group.step
-    return step is not None and all(step - earlier > FEW for earlier in group.evidence.stale.values())
+    return step is not None and step - max(group.evidence.stale.values()) > FEW
 
 
 def _skipped_step(group: Comparison) -> bool:
     """Whether the stale ranks ran the forward pass, or found an overflow, and skipped the optimizer step."""
-    has_overflow = bool(scales_of(group)) and ran_forward(group) is not False
-    return has_overflow or only_skipped(group)
+    if only_skipped(group):
+        return True
+    return bool(scales_of(group)) and ran_forward(group) is not False
 
 
 def _match_stale(case: Case) -> Match | None:
@@ -136,13 +148,25 @@ def _match_stale(case: Case) -> Match | None:
         facts += _rank_facts(case, covered, rank, earlier)
     if len(stale) > _MOST:
         facts.append(Text.MORE_RANKS(count=len(stale) - _MOST))
+    facts += _follower_facts(covered, values, tuple(sorted(stale)))
+
+    match = Match(tuple(covered), stale, facts, list_value_names(values))
+    if _is_certain(case.group, values):
+        return match
+    return match.as_consistent("SYN214")
+
+
+def _follower_facts(
+    covered: Sequence[TensorDiff], values: Sequence[ValueDiff], stale_ranks: tuple[int, ...]
+) -> list[Message]:
+    """State whether BatchNorm's tensors and the stored step differ too."""
+    facts: list[Message] = []
     of_batchnorm = count_kinds(covered, "bn_count", *BN_STATISTICS)
     if of_batchnorm:
         facts.append(Text.BATCHNORM_DIFFERS(count=of_batchnorm))
     if any(value.kind == "progress" for value in values):
-        facts.append(Text.STORED_STEP_DIFFERS(ranks=tuple(sorted(stale))))
-    match = Match(tuple(covered), stale, facts, tuple(value.name for value in values))
-    return match if _is_certain(case.group, values) else match.as_consistent("SYN214")
+        facts.append(Text.STORED_STEP_DIFFERS(ranks=stale_ranks))
+    return facts
 
 
 def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:

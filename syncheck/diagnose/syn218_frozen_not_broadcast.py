@@ -30,20 +30,22 @@ the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitia
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import last_agreement
 from syncheck.diagnose.measures import is_share_below
+from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.sentences import is_sharded
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
-from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from syncheck.diagnose.case import Case, Match
+    from syncheck.records import TensorDiff
 
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"
@@ -103,61 +105,153 @@ _COPY = re.compile(r"(?:^|[._])(?:ema|swa|averaged|teacher|shadow|target)(?:[._]
 WHOLE = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class _Untrained:
+    """The differing tensors that nothing trains."""
+
+    tensors: tuple[TensorDiff, ...]
+    are_parameters: bool
+    """Whether they are parameters; buffers otherwise."""
+    may_be_buffers: bool
+    """Whether some of the parameters may be buffers."""
+    reason: Message
+    """Why they are not trained."""
+    trend: str | None
+    """How their difference developed over the steps."""
+    agreed: int | None
+    """The last earlier step at which all of them agreed."""
+    copies: tuple[str, ...]
+    """The names of tensors in a copy of the weights."""
+
+
 def apply(case: Case) -> Match | None:
     """Match frozen parameters if nothing else is unexplained, or plain buffers if all parameters agree."""
-    frozen = {diff.name: diff for diff in case.differing("parameter")}
-    kinds = ("parameter",) if frozen else ("buffer",)
-    differing = tuple(frozen.values()) or case.differing("buffer")
-    if not differing or not case.in_step() or not case.agrees("optimizer") or case.differing_moments():
+    # Ranks that took other steps, or steps with other gradients, have another cause.
+    if not case.in_step() or not case.agrees("optimizer"):
         return None
-    trend, since = case.trend_facts(*kinds)
-    if is_share_below(differing, WHOLE) or trend not in (None, "constant"):
+    untrained = _find_untrained(case)
+    if untrained is None:
         return None
-    reason = _reason_for_frozen(case, frozen) if frozen else Text.PARAMETERS_AGREE(count=case.compared("parameter"))
-    if reason is None or not (frozen or case.agrees("parameter")):
-        return None
-    sentence = Text.UNTRAINED if case.loose & frozen.keys() else Text.FROZEN
-    # Running statistics behind a layer with different weights differ, as they do without SyncBatchNorm.
-    covered = (*differing, *(case.of_kind(*BN_STATISTICS, "buffer") if frozen else ()))
-    names = tuple(diff.name for diff in differing)
-    copies = tuple(name for name in names if _COPY.search(name))
-    agreed = last_agreement(names, case.steps())
-    facts = [
-        (sentence if frozen else Text.BUFFERS)(count=len(differing), names=names, size=largest_difference(differing)),
-        reason,
-        *since,
-        *(() if agreed is None else (Text.AGREED(count=len(differing), step=agreed),)),
-        *((Text.COPIES(count=len(copies), names=copies),) if copies else ()),
-        *((Text.ONE_STEP(),) if not frozen and trend is None and agreed is None else ()),
-        *follower_facts(covered, *kinds),
-    ]
-    match = case.make_match(differing, facts, covered)
-    if agreed is not None:
+
+    covered = untrained.tensors
+    if untrained.are_parameters:
+        # Running statistics behind a layer with different weights differ, as they do without SyncBatchNorm.
+        covered += case.of_kind(*BN_STATISTICS, "buffer")
+    match = case.make_match(untrained.tensors, _list_facts(case, untrained, covered), covered)
+    if untrained.agreed is not None:
+        # The fix for shards names changes too.
         fix = None if is_sharded(case.group) else Text.FIX_CHANGED
-        match = replace(match, cause=Text.CAUSE_CHANGED, fix=fix)
-    alternatives: tuple[str, ...] = ("SYN219",) if copies else ()
-    if trend is None and agreed is None and (not frozen or sentence is Text.UNTRAINED):
-        alternatives += ("SYN205",)
-    if reason.code is Text.IDS_ONLY:
-        alternatives += ("SYN210", "SYN220")
-    return replace(match, certainty="consistent", alternatives=alternatives[:3]) if alternatives else match
+        match = match.with_cause(Text.CAUSE_CHANGED, fix)
+    alternatives = _list_alternatives(untrained)
+    if alternatives:
+        return match.as_consistent(*alternatives)
+    return match
+
+
+def _find_untrained(case: Case) -> _Untrained | None:
+    """Return the differing frozen parameters, or else buffers; None if they are trained, updated or damaged."""
+    parameters = case.differing("parameter")
+    tensors = parameters or case.differing("buffer")
+    # A damaged element or run is no unsynchronized tensor.
+    if not tensors or is_share_below(tensors, WHOLE):
+        return None
+    trend, _ = case.trend_facts("parameter" if parameters else "buffer")
+    if trend not in (None, "constant"):
+        return None
+
+    names = list_names(tensors)
+    reason = _reason_for_frozen(case, names) if parameters else _reason_for_buffers(case)
+    if reason is None:
+        return None
+    return _Untrained(
+        tensors,
+        are_parameters=bool(parameters),
+        may_be_buffers=not case.loose.isdisjoint(names),
+        reason=reason,
+        trend=trend,
+        agreed=last_agreement(names, case.steps()),
+        copies=tuple(filter(_COPY.search, names)),
+    )
+
+
+def _list_facts(case: Case, untrained: _Untrained, covered: Sequence[TensorDiff]) -> list[Message]:
+    """State which tensors differ, why they are untrained, and since when they differ."""
+    number, kind = len(untrained.tensors), "parameter" if untrained.are_parameters else "buffer"
+    sentence = _choose_summary(untrained)
+    _, since = case.trend_facts(kind)
+    facts = [
+        sentence(
+            count=number,
+            names=list_names(untrained.tensors),
+            size=largest_difference(untrained.tensors),
+        ),
+        untrained.reason,
+        *since,
+    ]
+    if untrained.agreed is not None:
+        facts.append(Text.AGREED(count=number, step=untrained.agreed))
+    if untrained.copies:
+        facts.append(Text.COPIES(count=len(untrained.copies), names=untrained.copies))
+    if not untrained.are_parameters and _is_single_step(untrained):
+        facts.append(Text.ONE_STEP())
+    return [*facts, *follower_facts(covered, kind)]
+
+
+def _choose_summary(untrained: _Untrained) -> Sentence:
+    """Return the sentence for the differing tensors: buffers, frozen parameters, or either."""
+    if not untrained.are_parameters:
+        return Text.BUFFERS
+    return Text.UNTRAINED if untrained.may_be_buffers else Text.FROZEN
+
+
+def _is_single_step(untrained: _Untrained) -> bool:
+    """Whether no other step shows since when the tensors differ."""
+    return untrained.trend is None and untrained.agreed is None
+
+
+def _list_alternatives(untrained: _Untrained) -> tuple[str, ...]:
+    """Return the codes of other causes that fit as well, at most three."""
+    codes = []
+    # Something updates copies, although no optimizer trains them.
+    if untrained.copies:
+        codes.append("SYN219")
+    # A single step does not show whether buffers depend on each rank's data.
+    may_be_buffers = untrained.may_be_buffers or not untrained.are_parameters
+    if may_be_buffers and _is_single_step(untrained):
+        codes.append("SYN205")
+    if untrained.reason.code is Text.IDS_ONLY:
+        codes += ["SYN210", "SYN220"]
+    return tuple(codes[:3])
+
+
+def _reason_for_buffers(case: Case) -> Message | None:
+    """State that all parameters agree; None if they do not."""
+    if not case.agrees("parameter"):
+        return None
+    return Text.PARAMETERS_AGREE(count=case.compared("parameter"))
 
 
 def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:
     """State why the differing parameters are not trained; None if they may be."""
-    optimized, count = case.optimized, len(differing)
-    if set(differing) <= case.frozen:
+    count = len(differing)
+    if case.frozen.issuperset(differing):
         return Text.FROZEN_BY_METADATA(count=count)
     if case.group.evidence.metadata.optimizer_sharded:
         return None
-    if optimized is not None:
-        return Text.NO_STATE(count=count, others=len(optimized)) if set(differing) <= case.untrained else None
-    states = frozenset(
-        case.owner_of(name)
-        for name, kind in case.group.evidence.names.items()
-        if kind in OPTIMIZER and ".param_groups." not in name
-    )
-    everything = case.names_of("parameter")
-    if states and all(name.isdigit() for name in states) and len(states) + count <= len(everything):
-        return Text.IDS_ONLY(states=len(states), total=len(everything))
-    return None
+    if case.optimized is None:
+        return _reason_by_number(case, count)
+    if not case.untrained.issuperset(differing):
+        return None
+    return Text.NO_STATE(count=count, others=len(case.optimized))
+
+
+def _reason_by_number(case: Case, count: int) -> Message | None:
+    """State that the optimizer has too few states for all parameters, if it has ids instead of names."""
+    states = case.state_owners()
+    total = len(case.names_of("parameter"))
+    if not states or not all(map(str.isdigit, states)):
+        return None
+    # Other parameters are enough for all states.
+    if len(states) + count > total:
+        return None
+    return Text.IDS_ONLY(states=len(states), total=total)

@@ -29,9 +29,16 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import difference_ratios
-from syncheck.diagnose.measures import TOUCHED, evidence_of, is_share_below
+from syncheck.diagnose.measures import TOUCHED, is_confined, is_share_below, values_by_rank
+from syncheck.diagnose.selection import (
+    ends_with_number,
+    last_part,
+    list_names,
+    list_value_names,
+    out_of_sync,
+    select_names,
+)
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -39,6 +46,7 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
     from syncheck.records import Comparison, TensorDiff
 
@@ -119,102 +127,126 @@ class _Origin(NamedTuple):
 def apply(case: Case) -> Match | None:
     """Match an averaged copy that differs although the model agrees."""
     copies = case.differing("ema")
-    if copies and all(diff.name.endswith(_OF_BATCHES) for diff in copies):
+    weights = [diff for diff in copies if not _is_of_batches(diff)]
+    if copies and not weights:
         return _match_statistics(case, copies)
-    model = {name.replace(".", "") for name in case.names_of("parameter")}
-    weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES) and _is_copy(diff, model)]
-    agree = case.compared("parameter") and case.agrees("parameter", "optimizer", "optimizer_step")
-    # A few differing elements are damage; a missed update changes all elements.
-    if not weights or not agree or all(diff.extent in ("one", "contiguous") and diff.numel > 1 for diff in weights):
+
+    model = frozenset(map(_without_dots, case.names_of("parameter")))
+    weights = [diff for diff in weights if _is_copy(diff, model)]
+    if not weights or not case.compared("parameter"):
         return None
-    names = tuple(diff.name for diff in weights)
+    if not case.agrees("parameter", "optimizer", "optimizer_step"):
+        return None
+    # A few differing elements are damage; a missed update changes all elements.
+    if all(is_confined(diff) and diff.numel > 1 for diff in weights):
+        return None
+
     origin = _find_origin(case, weights)
-    facts = [
-        Text.COPY_DIFFERS(count=len(weights), names=names, size=largest_difference(weights)),
-        Text.MODEL_AGREES(count=case.compared("parameter")),
-        *origin.facts,
-    ]
+    facts = [*_describe_copies(case, weights), *origin.facts]
     if not any(fact.code is Text.SHRINKS for fact in facts):
-        facts += case.trend_facts("ema")[1]
+        _, since = case.trend_facts("ema")
+        facts += since
     match = case.make_match(weights, facts, copies)
-    values = tuple(diff.name for diff in case.of_values() if diff.kind == "average")
-    return Match(
-        match.tensors,
-        match.ranks,
-        match.facts,
-        values,
-        origin.cause,
-        origin.fix,
+    return replace(
+        match,
+        values=list_value_names(case.of_values("average")),
+        cause=origin.cause,
+        fix=origin.fix,
         certainty=origin.certainty,
         alternatives=origin.alternatives,
     )
+
+
+def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
+    """State which tensors of the copy differ, and that the model agrees."""
+    summary = Text.COPY_DIFFERS(
+        count=len(copies),
+        names=list_names(copies),
+        size=largest_difference(copies),
+    )
+    return [summary, Text.MODEL_AGREES(count=case.compared("parameter"))]
 
 
 def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
     """Match running statistics that differ in the copy alone."""
     if not case.compared("parameter") or not case.agrees("parameter", *BN_STATISTICS):
         return None
-    names = tuple(diff.name for diff in copies)
-    facts = [
-        Text.COPY_DIFFERS(count=len(copies), names=names, size=largest_difference(copies)),
-        Text.MODEL_AGREES(count=case.compared("parameter")),
-    ]
-    match = case.make_match(copies, facts, copies)
+    match = case.make_match(copies, _describe_copies(case, copies), copies)
     # Equal statistics of the model were synchronized after the copy took its own.
-    return replace(
-        match,
-        cause=Text.CAUSE_STATISTICS,
-        fix=Text.FIX_STATISTICS,
-        certainty="consistent",
-        alternatives=("SYN201", "SYN205"),
-    )
+    match = match.with_cause(Text.CAUSE_STATISTICS, Text.FIX_STATISTICS)
+    return match.as_consistent("SYN201", "SYN205")
+
+
+def _is_of_batches(diff: TensorDiff) -> bool:
+    """Whether a tensor is a running statistic or a count of BatchNorm, which depends on each rank's batches."""
+    return diff.name.endswith(_OF_BATCHES)
+
+
+def _without_dots(name: str) -> str:
+    """Return the name without dots, because some averages omit the dots."""
+    return name.replace(".", "")
 
 
 def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
     """Whether a tensor is a copy of a parameter or counts updates. Other modules may be named ema too.
 
-    model: the names of the parameters without dots, because some averages omit the dots.
+    model: the names of the parameters without dots.
     """
-    parts = diff.name.split(".")
-    if diff.numel == 1 or parts[-1].isdecimal():
+    if diff.numel == 1 or ends_with_number(diff.name):
         return True
-    if any("".join(parts[i:]) in model for i in range(len(parts))):
+    parts = diff.name.split(".")
+    if _ends_with(parts, model):
         return True
     # The prefix of the model's names is not that of the copy: model.unet.conv.weight and ema.module.conv.weight.
-    last = "".join(parts[-2:])
-    return any(name.endswith(last) for name in model)
+    module_and_name = "".join(parts[-2:])
+    return any(name.endswith(module_and_name) for name in model)
 
 
 def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
     """Return why the copies differ, from their counts of updates and from the course of the difference."""
-    counts = [diff for diff in weights if diff.numel == 1 and evidence_of(diff).values]
-    facts = [Text.UPDATES(name=diff.name, values=dict(sorted(evidence_of(diff).values.items()))) for diff in counts]
-    values = [diff for diff in case.of_values() if diff.kind == "average"]
-    facts += [Text.UPDATES(name=diff.name, values=dict(diff.by_rank)) for diff in values]
-    if values or any(_counts_updates(diff.name) for diff in weights):
+    facts = _update_facts(case, weights)
+    if case.of_values("average") or any(_counts_updates(diff.name) for diff in weights):
         return _Origin(Text.CAUSE_UPDATES, Text.FIX, tuple(facts))
-
-    if part := _describe_part(case, weights):
+    part = _describe_part(case, weights)
+    if part:
         return _Origin(Text.CAUSE_PART, Text.FIX, (*facts, *part), "consistent", ("SYN221", "SYN220"))
+
+    counts_agree = _has_equal_counts(case)
+    if counts_agree:
+        facts.append(Text.EQUAL_UPDATES())
+    all_differ = case.number_of_ranks > 2 and not any(map(_do_ranks_agree, weights))
+    if all_differ:
+        facts.append(Text.ALL_DIFFER())
 
     # A copy that agreed at an earlier step was not unequal when it was created.
     earlier = case.steps()[:-1]
-    differed = all(_differing_copies(group) for group in earlier)
-    shrinks = _find_shrinking(case) if earlier and differed else None
-    equal_counts = _has_equal_counts(case)
-    apart = len(case.group.replicas) > 2 and all(max(map(len, diff.clusters)) == 1 for diff in weights)
-    if equal_counts:
-        facts.append(Text.EQUAL_UPDATES())
-    if apart:
-        facts.append(Text.ALL_DIFFER())
+    if not all(map(_differing_copies, earlier)):
+        return _Origin(None, None, tuple(facts))
+    shrinks = _find_shrinking(case)
     if shrinks is not None:
-        facts.append(shrinks)
-        return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts))
-    if differed and (equal_counts or apart):
-        # Updates between two averages of local SGD, or before a repair of the model, have the same result.
-        others = ("SYN241",) if case.group.evidence.metadata.averaging else ()
-        return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", others)
-    return _Origin(None, None, tuple(facts))
+        return _Origin(Text.CAUSE_START, Text.FIX_START, (*facts, shrinks))
+    if not counts_agree and not all_differ:
+        return _Origin(None, None, tuple(facts))
+    # Updates between two averages of local SGD, or before a repair of the model, have the same result.
+    alternatives = ("SYN241",) if case.group.evidence.metadata.averaging else ()
+    return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", alternatives)
+
+
+def _update_facts(case: Case, weights: Sequence[TensorDiff]) -> list[Message]:
+    """State the numbers of updates that differ, and other single numbers of the copy."""
+    facts = []
+    for diff in weights:
+        values = values_by_rank(diff)
+        if values and diff.numel == 1:
+            facts.append(Text.UPDATES(name=diff.name, values=values))
+    for value in case.of_values("average"):
+        facts.append(Text.UPDATES(name=value.name, values=dict(value.by_rank)))
+    return facts
+
+
+def _do_ranks_agree(diff: TensorDiff) -> bool:
+    """Whether any two ranks hold the same values."""
+    return max(map(len, diff.clusters)) > 1
 
 
 def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
@@ -222,36 +254,36 @@ def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, 
     if is_share_below([diff for diff in weights if diff.numel > 1], TOUCHED):
         return (Text.FEW_ELEMENTS(),)
     # Copies of frozen parameters agree after any update, and those of a list have no names.
-    trained = {name.replace(".", "") for name in case.trained_parameters()}
-    copies = {name for name in case.names_of("ema") if _ends_with(name, trained)}
-    differing = copies & {diff.name for diff in weights}
+    trained = frozenset(map(_without_dots, case.trained_parameters()))
+    copies = {name for name in case.names_of("ema") if _ends_with(name.split(".")[1:], trained)}
+    differing = select_names(weights, copies)
     if not differing or 2 * len(differing) >= len(copies):
         return ()
     return (Text.PART(count=len(differing), total=len(copies)),)
 
 
-def _ends_with(name: str, parameters: Collection[str]) -> bool:
-    """Whether a name ends with one of the parameters, given without dots."""
-    parts = name.split(".")
-    return any("".join(parts[i:]) in parameters for i in range(1, len(parts)))
+def _ends_with(parts: Sequence[str], parameters: Collection[str]) -> bool:
+    """Whether the parts of a name end with one of the parameters, given without dots."""
+    return any("".join(parts[begin:]) in parameters for begin in range(len(parts)))
 
 
 def _counts_updates(name: str) -> bool:
-    return name.rpartition(".")[2] in _COUNTS
+    return last_part(name) in _COUNTS
 
 
 def _has_equal_counts(case: Case) -> bool:
     """Whether counts of updates were compared and agree."""
-    differing = {diff.name for diff in case.group.tensors if diff.out_of_sync}
-    counts = {name for name in case.names_of("ema") if _counts_updates(name)}
-    return (bool(counts) or case.group.evidence.counts_updates) and counts.isdisjoint(differing)
+    counts = frozenset(filter(_counts_updates, case.names_of("ema")))
+    if not counts and not case.group.evidence.counts_updates:
+        return False
+    return counts.isdisjoint(list_names(out_of_sync(case.group)))
 
 
 def _differing_copies(group: Comparison) -> dict[str, TensorDiff]:
     """Return the differing tensors of a copy at a step, without counts and running statistics."""
     copies = {}
-    for diff in group.tensors:
-        if diff.kind == "ema" and diff.out_of_sync and diff.numel > 1 and not diff.name.endswith(_OF_BATCHES):
+    for diff in out_of_sync(group, "ema"):
+        if diff.numel > 1 and not _is_of_batches(diff):
             copies[diff.name] = diff
     return copies
 
@@ -263,25 +295,37 @@ def _find_shrinking(case: Case) -> Message | None:
     factor of all tensors is the same, and the largest difference stays in the same element.
     """
     groups = case.steps()
-    for before, after in pairwise(groups):
-        earlier, later = _differing_copies(before), _differing_copies(after)
-        if earlier.keys() != later.keys() or not _is_linear(earlier, later):
-            return None
-    first, last = groups[0], groups[-1]
-    assert first.step is not None, "only groups with a step have a course"
-    assert last.step is not None
-    ratio = median(difference_ratios(_differing_copies(first).values(), _differing_copies(last).values()))
-    decay = ratio ** (1 / (last.step - first.step))
-    return Text.SHRINKS(ratio=ratio, step=first.step, decay=decay)
+    if len(groups) < 2:
+        return None
+    copies_by_step = list(map(_differing_copies, groups))
+    if not all(_is_linear(earlier, later) for earlier, later in pairwise(copies_by_step)):
+        return None
+    first, last = groups[0].step, groups[-1].step
+    assert first is not None, "only groups with a step have a course"
+    assert last is not None
+    ratio = median(difference_ratios(copies_by_step[0].values(), copies_by_step[-1].values()))
+    decay = ratio ** (1 / (last - first))
+    return Text.SHRINKS(ratio=ratio, step=first, decay=decay)
 
 
 def _is_linear(earlier: dict[str, TensorDiff], later: dict[str, TensorDiff]) -> bool:
-    """Whether all differences shrank by one factor, in the same elements."""
-    measured = [name for name, diff in later.items() if diff.max_abs is not None and diff.max_abs > _MEASURABLE]
-    ratios = difference_ratios([earlier[name] for name in measured], [later[name] for name in measured])
-    if len(ratios) < 2 or len(ratios) < len(measured):
+    """Whether all differences of the same tensors shrank by one factor, in the same elements."""
+    if earlier.keys() != later.keys():
+        return False
+    measured = list(filter(_is_measurable, later.values()))
+    ratios = difference_ratios(earlier.values(), measured)
+    # A difference that began at this step has no ratio.
+    if len(ratios) < max(2, len(measured)):
         return False
     factor = median(ratios)
-    if factor > 1 - _SAME or any(abs(ratio - factor) > _SAME * factor for ratio in ratios):
+    if factor > 1 - _SAME:
         return False
-    return all(earlier[name].index == later[name].index for name in measured)
+    # Other faults change each tensor by another factor.
+    if any(abs(ratio - factor) > _SAME * factor for ratio in ratios):
+        return False
+    return all(earlier[diff.name].index == diff.index for diff in measured)
+
+
+def _is_measurable(diff: TensorDiff) -> bool:
+    """Whether a difference is larger than the rounding that disturbs its factor."""
+    return diff.max_abs is not None and diff.max_abs > _MEASURABLE

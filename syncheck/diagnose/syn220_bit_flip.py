@@ -32,14 +32,14 @@ isolates the machines outside the dominant group of equal signatures; arXiv 2502
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.localized import MOST, follower_facts, is_one_bit, localized_damage, rest_facts
-from syncheck.diagnose.measures import evidence_of, parameters_of
-from syncheck.diagnose.statements import element_name
+from syncheck.diagnose.localized import MOST, find_flipped, follower_facts, localized_damage, rest_facts
+from syncheck.diagnose.measures import evidence_of, is_at_least, parameters_of
+from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_names
+from syncheck.diagnose.statements import element_name, index_text
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.names import is_code_constant
@@ -133,82 +133,111 @@ _LOW = 6
 def apply(case: Case) -> Match | None:
     """Match single elements if nothing else differs."""
     damages = localized_damage(case)
-    if damages and all(damage[0].extent == "one" for damage in damages):
-        facts = [fact for damage in damages for fact in _facts(damage, case)]
-        match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+    are_single = all(hit.extent == "one" for hit, *_ in damages)
+    if damages and are_single:
+        return _match_elements(case, damages)
+    if case.group.is_pair:
+        return _match_two_models(case)
+    return None
+
+
+def _match_elements(case: Case, damages: list[list[TensorDiff]]) -> Match:
+    """Match single elements that differ alone."""
+    facts: list[Message] = []
+    for damage in damages:
+        facts += _list_facts(damage, case)
+    match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+
+    if case.group.is_pair:
         # Replicas have one history, but somebody may have edited one of two models.
-        if case.group.is_pair and not all(_is_clear_flip(damage) for damage in damages):
-            return replace(match, certainty="consistent", alternatives=("SYN399",))
-        return (
-            match if case.group.is_pair or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
-        )
-    return _match_two_models(case) if case.group.is_pair else None
+        is_flip = all(map(_is_clear_flip, damages))
+        if is_flip:
+            return match
+        return match.as_consistent("SYN399")
+    is_likely = all(_is_likely(damage, case) for damage in damages)
+    if is_likely:
+        return match
+    return _doubt(match, case)
 
 
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
     """Whether a bit flip explains an element better than code that clips or edits it."""
-    proof = next((diff for diff in damage if is_one_bit(diff)), None)
-    if proof is not None:
-        return _is_conclusive(proof, case.group)
+    flipped = find_flipped(damage)
+    if flipped is not None:
+        return _is_conclusive(flipped, case.group)
     earlier = _find_earlier_flip(damage, case)
     return earlier is not None and _is_conclusive(earlier.diff, earlier.group)
 
 
 def _is_conclusive(flipped: TensorDiff, group: Comparison) -> bool:
     """Whether a single differing bit shows a flip: no clipped gradient, and no small change of a few low bits."""
-    prefix = f"optimizer.{flipped.name}."
-    states = [name for name, kind in group.evidence.names.items() if kind == "optimizer" and name.startswith(prefix)]
-    if any(diff.out_of_sync and diff.name in states for diff in group.tensors):
+    states = _states_of(flipped, group)
+    if select_names(out_of_sync(group), states):
         return False
     return bool(states) or not _is_low_bit(flipped)
 
 
+def _states_of(diff: TensorDiff, group: Comparison) -> list[str]:
+    """Return the names of the optimizer state of a parameter, without step counters."""
+    prefix = f"optimizer.{diff.name}."
+    names = [name for name in group.evidence.names if name.startswith(prefix)]
+    return [name for name in names if group.evidence.names[name] == "optimizer"]
+
+
 def _is_low_bit(diff: TensorDiff) -> bool:
     """Whether the differing bit is among the lowest, or unknown."""
-    bit = evidence_of(diff).bit
-    return bit is None or bit < _LOW
+    return not is_at_least(evidence_of(diff).bit, _LOW)
 
 
 def _doubt(match: Match, case: Case) -> Match:
     """Return the match of elements that code may have changed."""
-    alternatives: list[str] = []
-    states_agree = bool(case.compared("optimizer")) and all(diff.kind != "optimizer" for diff in match.tensors)
-    if not states_agree:  # clipped gradients and gradients of zero change the optimizer state too
-        alternatives += ["SYN213", "SYN225"]
+    codes: list[str] = []
+    # Clipped gradients and gradients of zero change the optimizer state too.
+    states_agree = case.compared("optimizer") > 0 and not has_kind(match.tensors, "optimizer")
+    if not states_agree:
+        codes += ["SYN213", "SYN225"]
+    # A mask sets elements to zero.
     if any(0 in evidence_of(diff).values.values() for diff in match.tensors):
-        alternatives.append("SYN226")
+        codes.append("SYN226")
     fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
-    return replace(match, cause=Text.CAUSE_UNSURE, fix=fix, certainty="consistent", alternatives=tuple(alternatives))
+    return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*codes)
 
 
 def _match_two_models(case: Case) -> Match | None:
     """Match single elements of two models, whatever else differs."""
     converted = case.related(RelationKind.LOCAL)
-    flipped = tuple(diff for diff in case.differing("parameter", "buffer") if _is_large_flip(diff))
+    flipped = tuple(filter(_is_large_flip, case.differing("parameter", "buffer")))
     damaged = (*converted, *flipped)
     if not 0 < len(damaged) <= MOST:
         return None
     facts = [_state_change(diff) for diff in converted]
     for diff in flipped:
-        facts += _facts([diff], case)
+        facts += _list_facts([diff], case)
     return Match(damaged, case.group.ranks, facts)
 
 
 def _is_clear_flip(damage: list[TensorDiff]) -> bool:
     """Whether a single bit of a single element differs, and its values are not both integers, which people write."""
-    proof = next((diff for diff in damage if is_one_bit(diff)), None)
-    if proof is None:
+    flipped = find_flipped(damage)
+    if flipped is None:
         return False
-    values = evidence_of(proof).values.values()
-    return not all(isinstance(value, (int, float)) and value == round(value) for value in values)
+    return not all(map(_is_whole_number, evidence_of(flipped).values.values()))
+
+
+def _is_whole_number(value: float | str) -> bool:
+    """Whether a value of an element is an integer, in any dtype."""
+    return isinstance(value, (int, float)) and value == round(value)
 
 
 def _is_large_flip(diff: TensorDiff) -> bool:
     """Whether a single bit of a single element differs, in the sign or by a factor of at least 4."""
-    bit = evidence_of(diff).bit
-    if not is_one_bit(diff) or diff.numel < 2 or bit is None or diff.dtype not in _FORMATS:
+    if diff.numel < 2 or diff.dtype not in _FORMATS:
         return False
-    if is_code_constant(diff.name) or not _is_clear_flip([diff]):
+    # Other code has other constants.
+    if is_code_constant(diff.name):
+        return False
+    bit = evidence_of(diff).bit
+    if bit is None or not _is_clear_flip([diff]):
         return False
     mantissa, _ = _FORMATS[diff.dtype]
     return bit > mantissa
@@ -216,29 +245,47 @@ def _is_large_flip(diff: TensorDiff) -> bool:
 
 def _state_change(diff: TensorDiff) -> Message:
     """State which element a conversion does not explain."""
-    own = parameters_of(diff)
-    index = ", ".join(map(str, own["index"]))
+    relation = parameters_of(diff)
     return Text.BESIDE_CAST(
-        name=diff.name, element=f"[{index}]", dtype=own["dtype"], bits=own["bits"], others=diff.numel - 1
+        name=diff.name,
+        element=index_text(relation["index"]),
+        dtype=relation["dtype"],
+        bits=relation["bits"],
+        others=diff.numel - 1,
     )
 
 
-def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:
+def _list_facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     """State which element differs, its values, and the proof of a flipped bit if there is one."""
-    proof = next((diff for diff in damage if is_one_bit(diff)), None)
-    shown = proof or damage[0]
-    element = element_name(shown)
-    facts = [Text.ONE_ELEMENT(element=element) if proof is None else Text.FLIPPED(element=element, bit=_bit(proof))]
-    if evidence_of(shown).values:
-        facts.append(Text.VALUES(values=dict(evidence_of(shown).values)))
-    facts.append(Text.REST_OF_TENSOR(others=shown.numel - 1))
-    if proof is None and evidence_of(shown).flipped_bits:
-        facts.append(Text.BITS(bits=evidence_of(shown).flipped_bits))
-    facts += follower_facts(damage[1:])
-    if proof is not None and not case.group.is_pair and not _is_conclusive(proof, case.group):
-        facts.append(Text.DOUBTFUL())
-    if proof is None:
-        facts.append(_describe_earlier(_find_earlier_flip(damage, case)))
+    hit, *followers = damage
+    flipped = find_flipped(damage)
+    if flipped is not None:
+        facts = [
+            Text.FLIPPED(element=element_name(flipped), bit=_describe_bit(flipped)),
+            *_element_facts(flipped),
+            *follower_facts(followers),
+        ]
+        # Two models have a limit of their own for edited values.
+        if not case.group.is_pair and not _is_conclusive(flipped, case.group):
+            facts.append(Text.DOUBTFUL())
+        return facts
+
+    facts = [Text.ONE_ELEMENT(element=element_name(hit)), *_element_facts(hit)]
+    bits = evidence_of(hit).flipped_bits
+    if bits:
+        facts.append(Text.BITS(bits=bits))
+    facts += follower_facts(followers)
+    facts.append(_describe_earlier(_find_earlier_flip(damage, case)))
+    return facts
+
+
+def _element_facts(diff: TensorDiff) -> list[Message]:
+    """State the values of the differing element, and that the remaining elements of its tensor agree."""
+    facts: list[Message] = []
+    values = evidence_of(diff).values
+    if values:
+        facts.append(Text.VALUES(values=dict(values)))
+    facts.append(Text.REST_OF_TENSOR(others=diff.numel - 1))
     return facts
 
 
@@ -247,7 +294,7 @@ def _describe_earlier(earlier: _EarlierFlip | None) -> Message:
     if earlier is None:
         return Text.CONSISTENT()
     element = element_name(earlier.diff)
-    return Text.FLIPPED_EARLIER(step=earlier.group.step, element=element, bit=_bit(earlier.diff))
+    return Text.FLIPPED_EARLIER(step=earlier.group.step, element=element, bit=_describe_bit(earlier.diff))
 
 
 class _EarlierFlip(NamedTuple):
@@ -259,17 +306,17 @@ class _EarlierFlip(NamedTuple):
 
 def _find_earlier_flip(damage: list[TensorDiff], case: Case) -> _EarlierFlip | None:
     """Return an earlier step at which a single bit of this element, or of its optimizer state, differed."""
-    for earlier in case.series:
-        names = {diff.name for diff in damage} | {
-            name for name in earlier.evidence.names if name.startswith(f"optimizer.{damage[0].name}.")
-        }
-        for diff in earlier.tensors:
-            if diff.name in names and diff.index == damage[0].index and is_one_bit(diff):
-                return _EarlierFlip(earlier, diff)
+    prefix = f"optimizer.{damage[0].name}."
+    for group in case.series:
+        states = [name for name in group.evidence.names if name.startswith(prefix)]
+        candidates = select_names(group.tensors, {*states, *list_names(damage)})
+        flipped = find_flipped(diff for diff in candidates if diff.index == damage[0].index)
+        if flipped is not None:
+            return _EarlierFlip(group, flipped)
     return None
 
 
-def _bit(diff: TensorDiff) -> Message:
+def _describe_bit(diff: TensorDiff) -> Message:
     """State which bit differs, and its part of a floating-point number."""
     bit = evidence_of(diff).bit
     if bit is None:
@@ -277,5 +324,10 @@ def _bit(diff: TensorDiff) -> Message:
     if diff.dtype not in _FORMATS:
         return Text.INTEGER_BIT(bit=bit)
     mantissa, exponent = _FORMATS[diff.dtype]
-    part = "mantissa" if bit < mantissa else "exponent" if bit < mantissa + exponent else "sign"
+    if bit < mantissa:
+        part = "mantissa"
+    elif bit < mantissa + exponent:
+        part = "exponent"
+    else:
+        part = "sign"
     return Text.BIT(bit=bit, part=part)

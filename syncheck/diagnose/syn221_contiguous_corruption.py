@@ -23,13 +23,13 @@ Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import running_statistics
 from syncheck.diagnose.localized import Localized, follower_facts, localized_damage, rest_facts
-from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.measures import count_mismatched, evidence_of
+from syncheck.diagnose.selection import has_kind, minorities_of
 from syncheck.diagnose.statements import element_name, largest_difference
 from syncheck.messages import Message, Sentence
 
@@ -98,20 +98,27 @@ def apply(case: Case) -> Match | None:
     extents = {hit.extent for hit, *_ in damages}
     if "contiguous" not in extents or not extents <= {"one", "contiguous"}:
         return None
-    buffers = [hit for hit, *_ in damages if hit.name in case.loose or hit.kind == "buffer"]
-    # Each rank fills its own rows of codebooks and queues.
-    only_buffers = len(buffers) == len(damages) == len(running_statistics(case, buffers))
-    if only_buffers and not any(diff.minority for diff in buffers):
+    if _are_rows_of_each_rank(case, damages):
         return None
+
     tensors = list(chain(*damages))
-    facts = [fact for damage in damages for fact in _facts(*damage)]
+    facts: list[Message] = []
+    for hit, *followers in damages:
+        facts += _list_facts(hit, followers)
     facts.append(largest_difference(tensors))
     match = case.make_match(tensors, [*facts, *rest_facts(case)])
     if len(damages) == 1 and _is_likely(damages[0], case):
         return match
     fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
-    alternatives = _list_alternatives(tensors, case)
-    return replace(match, cause=Text.CAUSE_UNSURE, fix=fix, certainty="consistent", alternatives=alternatives)
+    return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*_list_alternatives(tensors, case))
+
+
+def _are_rows_of_each_rank(case: Case, damages: list[list[TensorDiff]]) -> bool:
+    """Whether each rank filled its own rows of codebooks or queues."""
+    hits = [hit for hit, *_ in damages]
+    buffers = [hit for hit in hits if hit.kind == "buffer" or hit.name in case.loose]
+    are_statistics = len(hits) == len(buffers) == len(running_statistics(case, buffers))
+    return are_statistics and not minorities_of(buffers)
 
 
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
@@ -119,17 +126,20 @@ def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
     hit, *followers = damage
     if evidence_of(hit).first is None or _rows_of(hit) is not None:
         return False
-    if any(diff.kind == "optimizer" for diff in followers):
-        return False  # gradients differed in these elements
+    # Gradients differed in these elements.
+    if has_kind(followers, "optimizer"):
+        return False
     if hit.kind == "optimizer":
         return case.compared("parameter") > 0
-    return hit.kind == "parameter" and any(case.owner_of(name) == hit.name for name in case.names_of("optimizer"))
+    # Without optimizer state, nothing shows that the gradients were equal.
+    owners = frozenset(map(case.owner_of, case.names_of("optimizer")))
+    return hit.kind == "parameter" and hit.name in owners
 
 
 def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, ...]:
     """Return the causes that fit as well, by the kinds of the tensors."""
     kinds = {diff.kind for diff in tensors}
-    if "parameter" not in kinds and "optimizer" not in kinds:
+    if kinds.isdisjoint({"parameter", "optimizer"}):
         return ("SYN219",) if kinds == {"ema"} else ("SYN205", "SYN218")
     # A gradient of zero in some steps changes the optimizer state. Without state, nothing excludes it.
     if "optimizer" in kinds or not case.compared("optimizer"):
@@ -137,26 +147,41 @@ def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, 
     return ("SYN210",)
 
 
-def _facts(hit: TensorDiff, *followers: TensorDiff) -> list[Message]:
+def _list_facts(hit: TensorDiff, followers: Sequence[TensorDiff]) -> list[Message]:
     """State which elements differ, and whether they are whole rows."""
     if hit.extent == "one":
-        return [Localized.ONE_ELEMENT(element=element_name(hit), numel=hit.numel), *follower_facts(followers)]
-    first, length = evidence_of(hit).first, hit.mismatched or 0
+        summary = Localized.ONE_ELEMENT(element=element_name(hit), numel=hit.numel)
+        return [summary, *follower_facts(followers)]
+
+    first, length = evidence_of(hit).first, count_mismatched(hit)
     facts = [Text.RUN(length=length, name=hit.name, numel=hit.numel)]
     if first is not None:
         facts.append(Text.POSITION(first=first, last=first + length - 1))
     facts += follower_facts(followers)
     rows = _rows_of(hit)
-    if rows is not None and len(hit.shape) > 1:
-        low, high = rows
-        facts.append(Text.ONE_ROW(first=low) if low == high else Text.ROWS(first=low, last=high))
+    # The rows of a vector are its elements, so any run of them consists of rows.
+    is_matrix = len(hit.shape) > 1
+    if rows is not None and is_matrix:
+        facts.append(_describe_rows(*rows))
     return facts
+
+
+def _describe_rows(first: int, last: int) -> Message:
+    """State that the elements are whole rows of a matrix."""
+    if first == last:
+        return Text.ONE_ROW(first=first)
+    return Text.ROWS(first=first, last=last)
 
 
 def _rows_of(hit: TensorDiff) -> tuple[int, int] | None:
     """Return the first and the last row if the elements are whole rows; the rows of a vector are its elements."""
-    first, length = evidence_of(hit).first, hit.mismatched or 0
-    row = hit.numel // hit.shape[0] if hit.shape else 0
-    if first is None or not row or first % row or length % row:
+    first, length = evidence_of(hit).first, count_mismatched(hit)
+    if first is None or not hit.shape:
         return None
-    return first // row, (first + length) // row - 1
+    elements_of_row = hit.numel // hit.shape[0]
+    if not elements_of_row:
+        return None
+    # The run begins or ends within a row.
+    if first % elements_of_row or length % elements_of_row:
+        return None
+    return first // elements_of_row, (first + length) // elements_of_row - 1

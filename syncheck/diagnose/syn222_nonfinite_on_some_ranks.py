@@ -23,7 +23,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.messages import Sentence
+from syncheck.diagnose.selection import select_kinds
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff
@@ -67,21 +68,37 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match tensors with more NaN or infinite elements on some ranks, which are the suspects."""
-    affected = {diff.name: (diff, odd) for diff in case.tensors if (odd := _ranks_with_more(diff))}
+    affected = []
+    ranks: set[int] = set()
+    for diff in case.tensors:
+        ranks_with_more = _ranks_with_more(diff)
+        if ranks_with_more:
+            affected.append(diff)
+            ranks.update(ranks_with_more)
     if not affected:
         return None
-    ranks = tuple(sorted({rank for _, odd in affected.values() for rank in odd}))
-    tensors = tuple(diff for diff, _ in affected.values())
-    first, odd = next(iter(affected.values()))
-    most, least = max(first.nonfinite[rank] for rank in odd), min(first.nonfinite.values())
+
     facts = [
-        Text.MORE_NONFINITE(tensors=len(affected), ranks=ranks),
-        Text.ELEMENTS(name=first.name, most=most, numel=first.numel, ranks=odd, least=least),
+        Text.MORE_NONFINITE(tensors=len(affected), ranks=tuple(sorted(ranks))),
+        _describe_elements(affected[0]),
     ]
-    whole = [diff for diff in tensors if diff.kind == "parameter" and _has_no_finite_element(diff)]
-    if 2 * len(whole) > case.compared("parameter"):
-        facts.append(Text.NOTHING_ELSE(count=len(whole)))
-    return Match(tensors, ranks, [*facts, *case.agreement_facts(tensors)])
+    # A step with the gradients of one rank makes whole parameters NaN.
+    without_finite = list(filter(_has_no_finite_element, select_kinds(affected, "parameter")))
+    if 2 * len(without_finite) > case.compared("parameter"):
+        facts.append(Text.NOTHING_ELSE(count=len(without_finite)))
+    return Match(tuple(affected), tuple(sorted(ranks)), [*facts, *case.agreement_facts(affected)])
+
+
+def _describe_elements(diff: TensorDiff) -> Message:
+    """State how many elements of a tensor are not finite on the suspects and elsewhere."""
+    ranks = _ranks_with_more(diff)
+    return Text.ELEMENTS(
+        name=diff.name,
+        most=max(diff.nonfinite[rank] for rank in ranks),
+        numel=diff.numel,
+        ranks=ranks,
+        least=min(diff.nonfinite.values()),
+    )
 
 
 def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
@@ -89,7 +106,9 @@ def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
     ranks: set[int] = set()
     for group in diff.replica_groups or (tuple(diff.nonfinite),):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}
-        ranks |= {rank for rank, count in counts.items() if count > min(counts.values())}
+        # NaNs on all ranks are in sync, so only additional ones count.
+        fewest = min(counts.values(), default=0)
+        ranks.update(rank for rank, count in counts.items() if count > fewest)
     return tuple(sorted(ranks))
 
 

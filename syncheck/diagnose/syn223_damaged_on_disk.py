@@ -16,9 +16,17 @@ loading; nothing checks the integrity of the files.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.selection import join_ranks, list_names
 from syncheck.messages import Sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from syncheck.records import TensorDiff
 
 CODE = "SYN223"
 SLUG = "damaged-on-disk"
@@ -50,10 +58,24 @@ def apply(case: Case) -> Match | None:
     damaged = tuple(diff for diff in case.tensors if evidence_of(diff).damaged)
     if not damaged:
         return None
-    ranks = tuple(sorted({rank for diff in damaged for rank in evidence_of(diff).damaged}))
-    paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
-    if case.group.is_pair:  # a model may have many files
-        paths = [d.places[rank].path for d in damaged for rank in evidence_of(d).damaged if rank in d.places] or paths
-    names = tuple(diff.name for diff in damaged)
-    changed = Text.CHANGED(paths=tuple(dict.fromkeys(paths)))
-    return Match(damaged, ranks, (changed, Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names)))
+    ranks = tuple(sorted(join_ranks(evidence_of(diff).damaged for diff in damaged)))
+    names = list_names(damaged)
+    facts = (
+        Text.CHANGED(paths=_find_paths(case, damaged, ranks)),
+        Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names),
+    )
+    return Match(damaged, ranks, facts)
+
+
+def _find_paths(case: Case, damaged: Sequence[TensorDiff], ranks: Collection[int]) -> tuple[str, ...]:
+    """Return the paths of the damaged files. ranks: that wrote them."""
+    paths: list[str] = []
+    # A model may have many files, of which the tensors have some.
+    if case.group.is_pair:
+        for diff in damaged:
+            places = diff.places
+            paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
+    # A replica has one file, and its record has the path.
+    if not paths:
+        paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
+    return tuple(dict.fromkeys(paths))

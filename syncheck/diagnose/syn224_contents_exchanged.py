@@ -23,10 +23,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.selection import ends_with_number, join_ranks, module_of, select_names, union_of
 from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
@@ -71,36 +74,51 @@ _MOST = 4  # described tensors
 def apply(case: Case) -> Match | None:
     """Match tensors that hold the values of other tensors."""
     exact = _find_exact(case)
-    alike = {diff.name: evidence_of(diff).resembles for diff in case.tensors if evidence_of(diff).resembles}
-    others_by_name = {**alike, **exact}
-    if not others_by_name:
+    # By tensor and rank, the tensor whose values the rank holds there.
+    source_of = {**_find_alike(case), **exact}
+    if not source_of:
         return None
-    ranks = tuple(sorted({rank for others in others_by_name.values() for rank in others}))
+
+    ranks = tuple(sorted(join_ranks(source_of.values())))
     summary = Text.EXCHANGED if exact else Text.ALIKE
-    pairs = [
-        Text.PAIR(name=name, other=other)
-        for name, others in others_by_name.items()
-        for other in dict.fromkeys(others.values())
-    ]
-    facts = [summary(ranks=ranks, count=len(others_by_name)), *limit_facts(pairs, _MOST, Text.MORE)]
-    match = case.make_match([diff for diff in case.tensors if diff.name in others_by_name], facts)
-    sources = {other for others in others_by_name.values() for other in others.values()}
-    if not sources <= others_by_name.keys():  # copied or renamed, but not exchanged
-        match = replace(match, cause=Text.CAUSE_COPIED, fix=Text.FIX_COPIED)
-    return match if exact else replace(match, certainty="likely")
+    pairs = []
+    for name, source_by_rank in source_of.items():
+        for source in dict.fromkeys(source_by_rank.values()):
+            pairs.append(Text.PAIR(name=name, other=source))
+    facts = [summary(ranks=ranks, count=len(source_of)), *limit_facts(pairs, _MOST, Text.MORE)]
+    match = case.make_match(select_names(case.tensors, source_of), facts)
+
+    sources = union_of(source_by_rank.values() for source_by_rank in source_of.values())
+    if not sources <= source_of.keys():  # copied or renamed, but not exchanged
+        match = match.with_cause(Text.CAUSE_COPIED, Text.FIX_COPIED)
+    if exact:
+        return match
+    return replace(match, certainty="likely")
 
 
-def _find_exact(case: Case) -> dict[str, dict[int, str]]:
-    """Return by tensor and rank the tensor whose values the rank holds, without shifted histories."""
-    exact: dict[str, dict[int, str]] = {}
+def _find_alike(case: Case) -> dict[str, Mapping[int, str]]:
+    """Return by tensor and rank the tensor whose direction the rank's values nearly have."""
+    alike: dict[str, Mapping[int, str]] = {}
     for diff in case.tensors:
-        others = {rank: name for rank, name in evidence_of(diff).holds.items() if not _is_shifted(diff, name)}
-        if others:
-            exact[diff.name] = others
+        resembles = evidence_of(diff).resembles
+        if resembles:
+            alike[diff.name] = resembles
+    return alike
+
+
+def _find_exact(case: Case) -> dict[str, Mapping[int, str]]:
+    """Return by tensor and rank the tensor whose values the rank holds, without shifted histories."""
+    exact: dict[str, Mapping[int, str]] = {}
+    for diff in case.tensors:
+        holds = evidence_of(diff).holds
+        sources = {rank: source for rank, source in holds.items() if not _is_shifted(diff, source)}
+        if sources:
+            exact[diff.name] = sources
     return exact
 
 
-def _is_shifted(diff: TensorDiff, other: str) -> bool:
+def _is_shifted(diff: TensorDiff, source: str) -> bool:
     """Whether both tensors are entries of one list of an optimizer's state, such as LBFGS's old directions."""
-    container, _, position = diff.name.rpartition(".")
-    return diff.kind == "optimizer" and position.isdecimal() and other.rpartition(".")[0] == container
+    if diff.kind != "optimizer" or not ends_with_number(diff.name):
+        return False
+    return module_of(source) == module_of(diff.name)

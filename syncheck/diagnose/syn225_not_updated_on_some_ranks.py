@@ -91,6 +91,7 @@ def apply(case: Case) -> Match | None:
     if part is None:
         return None
     changed = _find_parameters(case, part.names)
+    # State alone shows no parameter that was not updated.
     if not changed:
         return None
     names = part.names.union(list_names(changed))
@@ -105,7 +106,9 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.REST(count=len(agreeing)))
     facts += case.agreement_facts(changed)
     match = Match(covered, part.ranks, facts, cause=part.cause)
-    return match.as_consistent(*part.alternatives) if part.alternatives else match
+    if part.alternatives:
+        return match.as_consistent(*part.alternatives)
+    return match
 
 
 def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
@@ -134,13 +137,18 @@ def _find_without_state(case: Case) -> _Part | None:
     missing = select_missing(case.tensors, *OPTIMIZER)
     if not missing or ranks_without_state(case):
         return None
+    ranks = ranks_outside(case.group.ranks, holders_of(missing))
+    if not ranks:
+        return None
+
+    parameters = case.owners_of(missing)
     missing_names = frozenset(list_names(missing))
     states = case.names_of(*OPTIMIZER)
-    parameters = case.owners_of(missing)
-    states_of_parameters = [name for name in states if case.owner_of(name) in parameters]
-    ranks = ranks_outside(case.group.ranks, holders_of(missing))
-    # If all state is missing, the optimizer itself is; a part of the state of a parameter was lost.
-    if not ranks or missing_names >= states or not missing_names.issuperset(states_of_parameters):
+    # If all state is missing, the optimizer itself is.
+    if missing_names >= states:
+        return None
+    # A part of the state of a parameter was lost, not left out.
+    if not missing_names.issuperset(name for name in states if case.owner_of(name) in parameters):
         return None
     names = tuple(sorted(parameters))
     return _Part(parameters, ranks, Text.NEVER(ranks=ranks, names=names, count=len(names)))
@@ -149,12 +157,20 @@ def _find_without_state(case: Case) -> _Part | None:
 def _find_behind(case: Case) -> _Part | None:
     """Return the parameters whose step counters are behind on some ranks, if those of other parameters agree."""
     counters = [counter for counter in counters_of(case) if counter.diff is not None]
-    names = case.owners_of(case.of_kind("optimizer_step"))
     largest = farthest(counters)
-    if largest is None or not _counted(case) - names or is_whole_optimizer(case, names):
+    if largest is None:
+        return None
+    names = case.owners_of(case.of_kind("optimizer_step"))
+    # An optimizer as a whole, or all of them, took other steps.
+    if _counted(case) <= names or is_whole_optimizer(case, names):
         return None
     ranks = deviating_ranks(counters)
-    fact = Text.LESS_OFTEN(ranks=ranks, names=tuple(sorted(names)), name=largest.name, steps=steps_by_rank(largest))
+    fact = Text.LESS_OFTEN(
+        ranks=ranks,
+        names=tuple(sorted(names)),
+        name=largest.name,
+        steps=steps_by_rank(largest),
+    )
     # Any lag fits lost or loaded state. The file of an earlier step would have other counters of all parameters.
     return _Part(names, ranks, fact, Text.CAUSE_BEHIND, ("SYN215",))
 
@@ -163,9 +179,12 @@ def _find_unchanged(case: Case) -> _Part | None:
     """Return the parameters with the values of an earlier saved step on some ranks, if others agree."""
     stale = case.group.evidence.stale
     names = frozenset(case.differing_parameters())
-    if not stale or not names or not case.trained_parameters() - names:
+    if not stale or not names:
         return None
-    if _is_divided(case) or is_whole_optimizer(case, names):
+    # A rank whose parameters are all old is a stale rank.
+    if case.trained_parameters() <= names or _is_divided(case):
+        return None
+    if is_whole_optimizer(case, names):
         return None
     ranks = tuple(sorted(stale))
     fact = Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values()))

@@ -22,17 +22,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.measures import count_mismatched, evidence_of
+from syncheck.diagnose.selection import differing_elements, last_part, list_names
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.findings import Certainty
+    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN226"
@@ -83,33 +83,35 @@ def apply(case: Case) -> Match | None:
     if not _explain(case, weights, masks, states):
         return None
 
-    certainty: Certainty | None = None
-    alternatives: tuple[str, ...] = ()
-    if not weights and not all(_is_pruning(case, diff.name) for diff in masks):
-        # Other modules call a buffer mask, too, and may update it from each rank's own data.
-        certainty, alternatives = "consistent", ("SYN205",)
-
     # The outputs of masked layers change the running statistics of later layers.
     covered = (*weights, *masks, *states, *case.of_kind(*BN_STATISTICS, "ema"))
-    facts = [*_describe_weights(weights), *_describe_masks(masks, weights), *follower_facts(covered)]
+    facts = [
+        *_describe_weights(weights),
+        *_describe_masks(masks, weights),
+        *follower_facts(covered),
+    ]
     match = case.make_match([*weights, *masks], facts, covered)
-    return Match(match.tensors, match.ranks, match.facts, certainty=certainty, alternatives=alternatives)
+    # Other modules call a buffer mask, too, and may update it from each rank's own data.
+    are_of_pruning = all(_is_pruning(case, diff.name) for diff in masks)
+    if weights or are_of_pruning:
+        return match
+    return match.as_consistent("SYN205")
 
 
 def _explain(
     case: Case, weights: Sequence[TensorDiff], masks: Sequence[TensorDiff], states: Sequence[TensorDiff]
 ) -> bool:
     """Whether masks explain the differences of the parameters and of the optimizer state."""
-    if weights:
-        # The state of other parameters would have another cause.
-        names = {diff.name for diff in weights}
-        owners = {case.owner_of(diff.name) for diff in states}
-        return owners <= names and _are_zeroed(weights) and _is_scattered(weights)
-    return bool(masks) and not states
+    if not weights:
+        return bool(masks) and not states
+    # The state of other parameters would have another cause.
+    if not case.owners_of(states).issubset(list_names(weights)):
+        return False
+    return _are_zeroed(weights) and _is_scattered(weights)
 
 
 def _is_mask(name: str) -> bool:
-    return _MASK.fullmatch(name.rpartition(".")[2]) is not None
+    return _MASK.fullmatch(last_part(name)) is not None
 
 
 def _is_pruning(case: Case, name: str) -> bool:
@@ -123,23 +125,35 @@ def _are_zeroed(weights: Iterable[TensorDiff]) -> bool:
         zeroed = evidence_of(diff).zeroed
         if not zeroed:
             return False
-        for first, *others in sets_within(diff):
-            # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
-            share_of_first = zeroed.get(first[0], 0.0)
-            for ranks in others:
-                if share_of_first + zeroed.get(ranks[0], 0.0) < _ALL:
-                    return False
+        for clusters in sets_within(diff):
+            if not _is_zero_on_one_side(clusters, zeroed):
+                return False
     return True
+
+
+def _is_zero_on_one_side(clusters: Sequence[Sequence[int]], zeroed: Mapping[int, float]) -> bool:
+    """Whether every differing element is zero in the first cluster or in the cluster compared with it.
+
+    zeroed: by rank, the share of the differing elements that are zero.
+    """
+    shares = [zeroed.get(ranks[0], 0.0) for ranks in clusters]
+    # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
+    return all(shares[0] + share >= _ALL for share in shares[1:])
 
 
 def _is_scattered(weights: Sequence[TensorDiff]) -> bool:
     """Whether the zeros are a part of tensors with other elements, and no damaged run of elements."""
-    elements = sum(diff.mismatched or 0 for diff in weights)
-    partial = [diff for diff in weights if diff.extent not in ("one", "contiguous", "all")]
-    return elements >= _FEWEST and any((diff.mismatched or 0) < diff.numel for diff in partial)
+    if differing_elements(weights) < _FEWEST:
+        return False
+    for diff in weights:
+        is_partial = count_mismatched(diff) < diff.numel
+        if is_partial and diff.extent not in ("one", "contiguous", "all"):
+            return True
+    return False
 
 
 def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
+    """State which parameters differ in zeros, and on which ranks."""
     if not weights:
         return []
     ranks_with_zeros: set[int] = set()
@@ -154,21 +168,23 @@ def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
         Text.ZEROS(
             count=len(weights),
             ranks=ranks,
-            names=tuple(diff.name for diff in weights),
-            elements=sum(diff.mismatched or 0 for diff in weights),
+            names=list_names(weights),
+            elements=differing_elements(weights),
             total=sum(diff.numel for diff in weights),
             size=largest_difference(weights),
         )
     ]
+    # No rank holds all of the zeros.
     if largest_share < _ALL and len(ranks) > 1:
         facts.append(Text.OWN_MASKS(ranks=ranks))
     return facts
 
 
 def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> list[Message]:
+    """State which masks differ, and that the parameters agree if none differs."""
     if not masks:
         return []
-    facts: list[Message] = [Text.MASKS(count=len(masks), names=tuple(diff.name for diff in masks))]
+    facts: list[Message] = [Text.MASKS(count=len(masks), names=list_names(masks))]
     if not weights:
         facts.append(Text.WEIGHTS_AGREE())
     return facts

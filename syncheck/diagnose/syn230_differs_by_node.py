@@ -24,13 +24,13 @@ remained uninitialized on all nodes except the source), pytorch/pytorch#108331.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within
+from syncheck.diagnose.measures import agrees_within, is_at_least
 from syncheck.diagnose.moments import mean_cosine
+from syncheck.diagnose.selection import count_kinds, exclude_kinds, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
@@ -82,74 +82,97 @@ _MOST = 4  # listed hosts
 def apply(case: Case) -> Match | None:
     """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
     hosts = {replica.rank: replica.host for replica in case.group.replicas}
+    # Without the names of the hosts, blocks of neighbouring ranks may be the nodes.
     if None in hosts.values():
         return _match_blocks(case)
     if len(set(hosts.values())) < 2:
         return None
-    differing = [diff for diff in case.tensors if diff.status == "different"]
-    explained = [diff for diff in differing if diff.kind not in BN_STATISTICS]
-    statistics = [diff for diff in differing if diff.kind in BN_STATISTICS]
+
+    differing = with_status(case.tensors, "different")
+    statistics = select_kinds(differing, *BN_STATISTICS)
+    explained = exclude_kinds(differing, *BN_STATISTICS)
+    # Statistics differ between all ranks, unless nothing else differs.
     if not explained:
         explained, statistics = statistics, []
-    if not explained or not all(agrees_within(diff, hosts) for diff in explained):
-        return None
-    if not any(_two_nodes_differ(diff, hosts) for diff in explained):
+    if not _explain(hosts, explained):
         return None
     # Gradients with one direction were averaged over all nodes, and another rule names what changed them.
-    cosine = mean_cosine(case.differing_moments().values())
-    if cosine is not None and cosine >= ALIKE:
+    if is_at_least(mean_cosine(case.differing_moments().values()), ALIKE):
         return None
-    ranks = suspects(explained, case.group)
-    match = Match((*explained, *statistics), ranks, _facts(explained, statistics, hosts))
+
+    facts = [_describe_nodes(hosts), _describe_tensors(explained)]
+    if statistics:
+        facts.append(Text.STATISTICS_TOO(count=len(statistics)))
+    match = Match((*explained, *statistics), suspects(explained, case.group), facts)
     # All ranks of a node may have skipped a step, loaded other weights or changed their gradients alike.
-    return replace(match, certainty="consistent", alternatives=("SYN213", "SYN211", "SYN214"))
+    return match.as_consistent("SYN213", "SYN211", "SYN214")
+
+
+def _explain(hosts: Mapping[int, str | None], explained: Sequence[TensorDiff]) -> bool:
+    """Whether the ranks of each host agree in all tensors, and at least two whole hosts differ."""
+    if not explained or not all(agrees_within(diff, hosts) for diff in explained):
+        return False
+    return any(_two_nodes_differ(diff, hosts) for diff in explained)
 
 
 def _match_blocks(case: Case) -> Match | None:
     """Match blocks of neighbouring ranks of one size that agree in every trained tensor, if the hosts are unknown."""
     explained = case.differing("parameter", "optimizer", "optimizer_step", "ema")
-    blocks = {diff.clusters for diff in explained}
-    if len(blocks) != 1 or not case.differing("parameter"):
+    clusters_of_tensors = {diff.clusters for diff in explained}
+    if len(clusters_of_tensors) != 1 or not case.differing("parameter"):
         return None
-    (sets,) = blocks
-    size = len(sets[0])
-    ordered = sorted(sets)
-    is_even = size > 1 and len(sets) > 1 and all(len(ranks) == size for ranks in sets)
-    if not is_even or any(ranks[-1] - ranks[0] != size - 1 for ranks in ordered):
+    (clusters,) = clusters_of_tensors
+    if not _are_blocks(clusters):
         return None
-    statistics = case.differing(*BN_STATISTICS)
-    parameters = sum(diff.kind == "parameter" for diff in explained)
+
     facts = [
-        Text.BLOCKS_DIFFER(blocks=tuple(ordered)),
-        Text.TENSORS(count=len(explained), parameters=parameters, size=largest_difference(explained)),
+        Text.BLOCKS_DIFFER(blocks=tuple(sorted(clusters))),
+        _describe_tensors(explained),
         Text.HOSTS_UNKNOWN(),
     ]
+    statistics = case.differing(*BN_STATISTICS)
     match = Match((*explained, *statistics), case.group.ranks, facts)
-    return replace(match, certainty="consistent", alternatives=("SYN211", "SYN213"))
+    return match.as_consistent("SYN211", "SYN213")
+
+
+def _are_blocks(clusters: Sequence[Sequence[int]]) -> bool:
+    """Whether the ranks agree in several equally large blocks of neighbouring ranks."""
+    size = len(clusters[0])
+    if size < 2 or len(clusters) < 2:
+        return False
+    for ranks in clusters:
+        are_neighbours = ranks[-1] - ranks[0] == size - 1
+        if len(ranks) != size or not are_neighbours:
+            return False
+    return True
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
     """Whether two different sets include a host with at least two ranks, so a single faulty rank cannot explain it."""
-    for sets in sets_within(diff):
-        nodes = 0
-        for ranks in sets:
-            of_ranks = [hosts[rank] for rank in ranks]
-            nodes += any(of_ranks.count(host) > 1 for host in of_ranks)
-        if nodes > 1:
+    for clusters in sets_within(diff):
+        whole_nodes = [ranks for ranks in clusters if _includes_node(ranks, hosts)]
+        if len(whole_nodes) > 1:
             return True
     return False
 
 
-def _facts(
-    explained: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]
-) -> tuple[Message, ...]:
-    members = group_ranks(dict(sorted(hosts.items()))).items()
-    nodes = limit_facts([Text.NODE(host=h, ranks=tuple(ranks)) for h, ranks in members], _MOST, Text.MORE_NODES)
-    parameters = sum(diff.kind == "parameter" for diff in explained)
-    facts = [
-        Text.NODES_DIFFER(nodes=tuple(nodes)),
-        Text.TENSORS(count=len(explained), parameters=parameters, size=largest_difference(explained)),
-    ]
-    if statistics:
-        facts.append(Text.STATISTICS_TOO(count=len(statistics)))
-    return tuple(facts)
+def _includes_node(ranks: Sequence[int], hosts: Mapping[int, str | None]) -> bool:
+    """Whether at least two of the ranks run on one host."""
+    hosts_of_ranks = [hosts[rank] for rank in ranks]
+    return len(set(hosts_of_ranks)) < len(hosts_of_ranks)
+
+
+def _describe_nodes(hosts: Mapping[int, str | None]) -> Message:
+    """State that the hosts differ, and the ranks of the first hosts."""
+    ranks_of_hosts = group_ranks(dict(sorted(hosts.items())))
+    nodes = [Text.NODE(host=host, ranks=tuple(ranks)) for host, ranks in ranks_of_hosts.items()]
+    return Text.NODES_DIFFER(nodes=tuple(limit_facts(nodes, _MOST, Text.MORE_NODES)))
+
+
+def _describe_tensors(explained: Sequence[TensorDiff]) -> Message:
+    """State how many tensors and parameters differ, and by how much."""
+    return Text.TENSORS(
+        count=len(explained),
+        parameters=count_kinds(explained, "parameter"),
+        size=largest_difference(explained),
+    )

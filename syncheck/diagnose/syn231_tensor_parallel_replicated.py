@@ -27,6 +27,7 @@ from __future__ import annotations
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import agrees_within
+from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import largest_difference
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
@@ -69,10 +70,17 @@ def apply(case: Case) -> Match | None:
     tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
     if not tensors:
         return None
+    facts = [
+        Text.RANKS_DIFFER(
+            count=len(tensors),
+            names=list_names(tensors),
+            size=largest_difference(tensors),
+        )
+    ]
+    # Without two ranks of one coordinate, nothing shows that these agree.
     groups = tuple(tuple(ranks) for ranks in group_ranks(coordinates).values() if len(ranks) > 1)
-    names = tuple(diff.name for diff in tensors)
-    facts = (
-        Text.RANKS_DIFFER(count=len(tensors), names=names, size=largest_difference(tensors)),
-        *((Text.COORDINATES_AGREE(groups=groups),) if groups else case.agreement_facts(tensors)),
-    )
+    if groups:
+        facts.append(Text.COORDINATES_AGREE(groups=groups))
+    else:
+        facts += case.agreement_facts(tensors)
     return Match(tensors, suspects(tensors, case.group), facts)

@@ -32,18 +32,20 @@ because of non-deterministic operations), huggingface/nanotron#242, Nerogar/OneT
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import find_averaging
-from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.measures import is_partly_nonfinite, largest_norm
 from syncheck.diagnose.moments import only_decay
+from syncheck.diagnose.selection import differing_elements, exclude_kinds, select_kinds
 from syncheck.diagnose.statements import largest_difference
-from syncheck.messages import Sentence
+from syncheck.messages import Message, Sentence
 from syncheck.records import MEASURED
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
@@ -103,34 +105,51 @@ _EPSILONS = 32
 
 def apply(case: Case) -> Match | None:
     """Match differences of the size of rounding if there is no larger difference."""
-    others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
-    statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
     # With local SGD (SYN241), the first differences are small too.
-    if find_averaging(case.group) is not None or not all(map(is_rounding, others)) or case.values:
+    if case.values or find_averaging(case.group) is not None:
         return None
-    tensors = tuple(case.tensors) if all(map(is_rounding, statistics)) else tuple(others)
-    elements = sum(diff.mismatched or 0 for diff in tensors)
-    if elements < 2 or all(diff.kind == "ema" for diff in tensors):
+    tensors = _select_rounded(case)
+    # A single element has a rule of its own, and so have copies.
+    if differing_elements(tensors) < 2 or not exclude_kinds(tensors, "ema"):
         return None
-    counts = {"ulp": max(diff.max_ulp or 0 for diff in tensors), "elements": elements, "tensors": len(tensors)}
-    if all(_is_few_steps(diff) for diff in tensors):
-        facts = [Text.ROUNDING_STEPS(**counts)]
-    else:
-        facts = [Text.ROUNDING_EPSILONS(epsilons=max(map(_epsilons, tensors)), **counts)]
-    facts.append(largest_difference(tensors))
-    if any(diff.dtype in _SHORT for diff in tensors) and not case.compared("optimizer"):
+
+    facts = [_summarize(tensors), largest_difference(tensors)]
+    has_short_floats = any(diff.dtype in _SHORT for diff in tensors)
+    if has_short_floats and not case.compared("optimizer"):
         facts.append(Text.SHORT_FLOATS())
     match = case.make_match(tensors, facts)
-    if not case.differing("parameter") or (case.differing_moments() and not only_decay(case)):
-        # Gradients that differ by rounding support it. Small differences are never more than consistent with it.
-        return replace(match, certainty="consistent", alternatives=("SYN213",))
-    return replace(
-        match,
-        cause=Text.CAUSE_UNSURE,
-        fix=Text.FIX_UNSURE,
-        certainty="consistent",
-        alternatives=_list_alternatives(case),
-    )
+
+    # Gradients that differ by rounding support it. Small differences are never more than consistent with it.
+    have_rounded_gradients = bool(case.differing_moments()) and not only_decay(case)
+    if have_rounded_gradients or not case.differing("parameter"):
+        return match.as_consistent("SYN213")
+    return match.with_cause(Text.CAUSE_UNSURE, Text.FIX_UNSURE).as_consistent(*_list_alternatives(case))
+
+
+def _select_rounded(case: Case) -> list[TensorDiff]:
+    """Return the tensors that differ by rounding; empty if a tensor differs by more.
+
+    Running statistics may differ by more for another reason; the others are returned then.
+    """
+    statistics = select_kinds(case.tensors, *BN_STATISTICS)
+    other_tensors = exclude_kinds(case.tensors, *BN_STATISTICS)
+    if not all(map(is_rounding, other_tensors)):
+        return []
+    if all(map(is_rounding, statistics)):
+        return list(case.tensors)
+    return other_tensors
+
+
+def _summarize(tensors: Sequence[TensorDiff]) -> Message:
+    """State the largest difference in rounding steps, or near zero in epsilons of the size of the tensor."""
+    counts = {
+        "ulp": max(diff.max_ulp or 0 for diff in tensors),
+        "elements": differing_elements(tensors),
+        "tensors": len(tensors),
+    }
+    if all(map(_is_few_steps, tensors)):
+        return Text.ROUNDING_STEPS(**counts)
+    return Text.ROUNDING_EPSILONS(epsilons=max(map(_epsilons, tensors)), **counts)
 
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:
@@ -144,21 +163,32 @@ def _list_alternatives(case: Case) -> tuple[str, ...]:
 
 def is_rounding(diff: TensorDiff) -> bool:
     """Whether the replicas of a tensor differ by no more than rounding."""
-    if diff.status != "different" or diff.reason is not None or not diff.mismatched or diff.dtype not in _LIMITS:
+    has_values = diff.status == "different" and diff.reason is None
+    if not has_values or diff.dtype not in _LIMITS:
         return False
-    if len(set(diff.nonfinite.values())) > 1 or diff.max_abs is None:
+    # Digests have no size.
+    if not diff.mismatched or diff.max_abs is None:
         return False
+    if is_partly_nonfinite(diff):
+        return False
+    # Near zero, a tiny difference is many steps.
     return _is_few_steps(diff) or _epsilons(diff) <= _EPSILONS
 
 
 def _is_few_steps(diff: TensorDiff) -> bool:
-    return diff.max_ulp is not None and diff.max_ulp <= _LIMITS[diff.dtype][0]
+    """Whether the largest difference has few rounding steps."""
+    most_steps, _ = _LIMITS[diff.dtype]
+    return diff.max_ulp is not None and diff.max_ulp <= most_steps
 
 
 def _epsilons(diff: TensorDiff) -> float:
     """Return the largest difference in machine epsilons of the tensor's root mean square; infinity if unknown."""
-    norm = max(evidence_of(diff).norms.values(), default=0.0)
-    epsilon = _LIMITS[diff.dtype][1]
-    if not norm or not epsilon or diff.max_abs is None:
+    norm = largest_norm(diff, 0.0)
+    _, epsilon = _LIMITS[diff.dtype]
+    if not norm or diff.max_abs is None:
         return math.inf
-    return float(diff.max_abs) / (epsilon * norm / math.sqrt(min(diff.numel, MEASURED)))
+    # Short floats and complex numbers have no limit of this kind.
+    if not epsilon:
+        return math.inf
+    root_mean_square = norm / math.sqrt(min(diff.numel, MEASURED))
+    return float(diff.max_abs) / (epsilon * root_mean_square)

@@ -18,17 +18,17 @@ are equal at steps 5, 9 and 13, and differ at 6 to 8 and 10 to 12.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import Averaging, find_averaging
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.optimizer_names import parameter_of
+from syncheck.diagnose.selection import exclude_names, select_names
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from syncheck.records import TensorDiff
 
@@ -69,47 +69,53 @@ def apply(case: Case) -> Match | None:
     averaging = find_averaging(case.group)
     if averaging is None or not case.agrees("optimizer_step"):
         return None
-    parameters = _find_trained(case)
     # A difference that remains after the average may have caused all others.
     if averaging.just_averaged and not case.agrees("parameter"):
         return None
-    statistics = case.of_kind(*BN_STATISTICS) if case.agrees("bn_count") else ()
+    parameters = _find_trained(case)
     state = case.of_kind("optimizer")
     if not parameters and not state:
         return None
-    facts = _facts(case, averaging, parameters, statistics)
-    match = Match((*parameters, *state, *statistics), case.group.ranks, facts)
+
+    # Other counts show other batches, which local SGD does not explain.
+    statistics: tuple[TensorDiff, ...] = ()
+    if case.agrees("bn_count"):
+        statistics = case.of_kind(*BN_STATISTICS)
+    facts = [
+        *_describe_averaging(averaging, has_parameters=bool(parameters)),
+        *(case.parameter_facts(parameters) or [Text.PARAMETERS_AGREE()]),
+    ]
+    if state:
+        facts.append(Text.STATE_DIFFERS(count=len(state)))
+    if statistics:
+        facts.append(Text.STATISTICS_DIFFER(count=len(statistics)))
+    covered = (*parameters, *state, *statistics)
     if not _some_equal(parameters):
-        return match
-    return replace(match, facts=(*facts, Text.SOME_EQUAL()), certainty="consistent", alternatives=("SYN211", "SYN213"))
+        return Match(covered, case.group.ranks, facts)
+    return Match(covered, case.group.ranks, [*facts, Text.SOME_EQUAL()]).as_consistent("SYN211", "SYN213")
 
 
-def _some_equal(parameters: Iterable[TensorDiff]) -> bool:
+def _some_equal(parameters: Sequence[TensorDiff]) -> bool:
     """Whether ranks that should have trained on their own data hold equal values of most differing parameters."""
-    shared = [any(len(ranks) > 1 for ranks in diff.clusters) for diff in parameters]
-    return 2 * sum(shared) > len(shared)
+    with_equal_ranks = [diff for diff in parameters if max(map(len, diff.clusters), default=0) > 1]
+    return 2 * len(with_equal_ranks) > len(parameters)
 
 
 def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing parameters with optimizer state, or if the names of its ids are unknown, all not frozen."""
-    trained = {parameter_of(name) for name, kind in case.group.evidence.names.items() if kind == "optimizer"}
+    trained = frozenset(map(parameter_of, case.names_of("optimizer")))
     differing = case.of_kind("parameter")
+    # The optimizer has ids instead of names.
     if trained.isdisjoint(case.names_of("parameter")):
-        return tuple(diff for diff in differing if diff.name not in case.frozen)
-    return tuple(diff for diff in differing if diff.name in trained)
+        return tuple(exclude_names(differing, case.frozen))
+    return tuple(select_names(differing, trained))
 
 
-def _facts(
-    case: Case, at: Averaging, parameters: tuple[TensorDiff, ...], statistics: tuple[TensorDiff, ...]
-) -> tuple[Message, ...]:
-    facts = [Text.OWN_STEPS(steps=at.own_steps) if parameters else Text.OWN_STATE()]
-    if at.last:
-        facts.append(Text.AVERAGED(period=at.period, last=at.last, step=at.step))
+def _describe_averaging(averaging: Averaging, *, has_parameters: bool) -> list[Message]:
+    """State since when the ranks train on their own. has_parameters: whether parameters differ."""
+    summary = Text.OWN_STEPS(steps=averaging.own_steps) if has_parameters else Text.OWN_STATE()
+    if averaging.last:
+        last = Text.AVERAGED(period=averaging.period, last=averaging.last, step=averaging.step)
     else:
-        facts.append(Text.NOT_YET_AVERAGED(period=at.period, warmup=at.warmup, step=at.step))
-    facts += case.parameter_facts(parameters) or [Text.PARAMETERS_AGREE()]
-    if state := case.of_kind("optimizer"):
-        facts.append(Text.STATE_DIFFERS(count=len(state)))
-    if statistics:
-        facts.append(Text.STATISTICS_DIFFER(count=len(statistics)))
-    return tuple(facts)
+        last = Text.NOT_YET_AVERAGED(period=averaging.period, warmup=averaging.warmup, step=averaging.step)
+    return [summary, last]

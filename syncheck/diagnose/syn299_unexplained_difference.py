@@ -16,13 +16,13 @@ Incidents: please send a report with the JSON attached. Every rule began as an u
 from __future__ import annotations
 
 from collections import Counter
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within, cosines
+from syncheck.diagnose.measures import agrees_within, median_cosine
 from syncheck.diagnose.moments import only_decay
+from syncheck.diagnose.selection import ranks_outside
 from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
@@ -32,7 +32,7 @@ from syncheck.text import brief, group_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import ValueDiff
+    from syncheck.records import TensorDiff, ValueDiff
 
 CODE = "SYN299"
 SLUG = "unexplained-difference"
@@ -122,6 +122,19 @@ class Text(Sentence):
 # Share of the trained parameters from which the whole model differs.
 WHOLE = 0.9
 _MOST = 3  # listed values
+_MOST_SETS = 4  # sets of ranks with equal values, of one listed value
+
+
+class _Remainder(NamedTuple):
+    """Cause, fix and evidence by the kinds of the differing tensors."""
+
+    cause: Sentence | None = None
+    """None if it is unknown."""
+    fix: Sentence | None = None
+    """None if it is unknown."""
+    facts: tuple[Message, ...] = ()
+    alternatives: tuple[str, ...] = ()
+    """The codes of causes that are not excluded."""
 
 
 def apply(case: Case) -> Match | None:
@@ -130,60 +143,78 @@ def apply(case: Case) -> Match | None:
         return None
     facts: list[Message] = []
     if case.tensors:
-        by_kind = Counter(diff.kind for diff in case.tensors)
-        kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in by_kind.items())
-        size = largest_difference(case.tensors)
-        facts += [Text.TENSORS(count=len(case.tensors), kinds=kinds, size=size)]
-        facts += case.agreement_facts(case.tensors)
+        facts += [_describe_tensors(case), *case.agreement_facts(case.tensors)]
     if case.values:
         facts.append(_describe_values(case.of_values()))
-    rest = _diagnose_remainder(case)
+    remainder = _diagnose_remainder(case)
     return Match(
         case.tensors,
-        _ranks(case),
-        (*facts, *rest.facts),
+        _find_suspects(case),
+        (*facts, *remainder.facts),
         case.values,
-        rest.cause,
-        rest.fix,
-        alternatives=rest.alternatives,
+        remainder.cause,
+        remainder.fix,
+        alternatives=remainder.alternatives,
     )
 
 
-class _Rest(NamedTuple):
-    """Cause, fix and evidence by the kinds of the differing tensors; None for an unknown cause or fix.
+def _describe_tensors(case: Case) -> Message:
+    """State how many tensors of each kind differ, and by how much."""
+    counts = Counter(diff.kind for diff in case.tensors)
+    kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in counts.items())
+    return Text.TENSORS(
+        count=len(case.tensors),
+        kinds=kinds,
+        size=largest_difference(case.tensors),
+    )
 
-    alternatives: the codes of causes that are not excluded.
-    """
 
-    cause: Sentence | None = None
-    fix: Sentence | None = None
-    facts: tuple[Message, ...] = ()
-    alternatives: tuple[str, ...] = ()
-
-
-def _diagnose_remainder(case: Case) -> _Rest:
+def _diagnose_remainder(case: Case) -> _Remainder:
     """Return what the kinds of the differing tensors show."""
-    kinds = {diff.kind for diff in case.tensors}
     if not case.tensors:
-        return _Rest()
+        return _Remainder()
     if all(is_code_constant(diff.name) for diff in case.tensors):
-        return _Rest(OtherCode.CAUSE, OtherCode.FIX)
-    since = case.trend_facts(*({"parameter"} & kinds or kinds))[1]
-    if all(diff.mismatched is None and diff.reason for diff in case.tensors):
-        return _Rest(Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since)
-    if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
-        return _Rest(Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),))
-    if kinds == {"rng"} and not any(".error_dict." in f".{diff.name}" for diff in case.tensors):
-        return _Rest(Text.CAUSE_RNG, Text.FIX_RNG, since)
-    if kinds <= {"buffer"}:
-        return _Rest(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
-    if "parameter" not in kinds or not case.differing_parameters():
-        return _Rest(facts=since)
+        return _Remainder(OtherCode.CAUSE, OtherCode.FIX)
+
+    kinds = {diff.kind for diff in case.tensors}
+    # Other tensors follow the parameters.
+    followed = kinds & {"parameter"} or kinds
+    _, since = case.trend_facts(*followed)
+    if all(map(_is_digest, case.tensors)):
+        return _Remainder(Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since)
+    if len(kinds) == 1:
+        remainder = _diagnose_single_kind(case, since)
+        if remainder is not None:
+            return remainder
+
+    if not case.differing_parameters():
+        return _Remainder(facts=since)
     if _are_copies_in_stages(case):
-        return _Rest(Text.CAUSE_STAGES, Text.FIX_STAGES, since, ("SYN210", "SYN212"))
-    if (case.compared("optimizer") and case.agrees("optimizer")) or only_decay(case):
-        return _Rest(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
+        return _Remainder(Text.CAUSE_STAGES, Text.FIX_STAGES, since, ("SYN210", "SYN212"))
+    # With equal gradients, something else changed the parameters.
+    if case.is_in_sync("optimizer") or only_decay(case):
+        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     return _diagnose_parameters(case, since)
+
+
+def _is_digest(diff: TensorDiff) -> bool:
+    """Whether only digests or checksums were compared, so that the size of the difference is unknown."""
+    return diff.mismatched is None and diff.reason is not None
+
+
+def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder | None:
+    """Return what is known if only optimizer state, RNG states or buffers differ; None for any other kind."""
+    kind = case.tensors[0].kind
+    if kind == "buffer":
+        return _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
+    if kind == "optimizer" and case.is_in_sync("parameter"):
+        facts = since or (Text.PARAMETERS_AGREE(),)
+        return _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, facts)
+    # The error feedback of PowerSGD is listed with the RNG states, but is none.
+    has_error_feedback = any(".error_dict." in f".{diff.name}" for diff in case.tensors)
+    if kind == "rng" and not has_error_feedback:
+        return _Remainder(Text.CAUSE_RNG, Text.FIX_RNG, since)
+    return None
 
 
 def _are_copies_in_stages(case: Case) -> bool:
@@ -194,56 +225,76 @@ def _are_copies_in_stages(case: Case) -> bool:
     return all(agrees_within(diff, stages) for diff in case.differing_parameters().values())
 
 
-def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Rest:
+def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Remainder:
     """Return the causes of differing parameters that are not excluded, by the optimizer state that was compared."""
-    trained, differing = case.trained_parameters(), frozenset(case.differing_parameters())
-    is_whole = len(differing & trained) >= WHOLE * len(trained) or _are_all_adapters(case, differing)
-    ranks = len(case.group.replicas)
-    all_differ = all(len(diff.clusters) == ranks > 2 for diff in case.differing_parameters().values())
-    moments = case.differing_moments().values()
-    measured = cosines(moments)
-    facts = (*((Text.MOMENTS(cosine=median(measured)),) if measured else ()), *since)
+    is_whole = _is_whole_model(case)
     if not case.compared("optimizer"):
-        stateless: tuple[str, ...] = ("SYN213", "SYN214", "SYN211") if is_whole else ("SYN212", "SYN225", "SYN210")
-        if is_whole and all_differ:
-            stateless = ("SYN211", "SYN213")
-        return _Rest(Text.CAUSE_STATELESS, Text.FIX_STATELESS, since, stateless)
+        alternatives = _list_stateless_alternatives(case, is_whole=is_whole)
+        return _Remainder(Text.CAUSE_STATELESS, Text.FIX_STATELESS, since, alternatives)
     if not case.in_step():
-        return _Rest(facts=since)
+        return _Remainder(facts=since)
+
+    facts = since
+    cosine = median_cosine(case.differing_moments().values())
+    if cosine is not None:
+        facts = (Text.MOMENTS(cosine=cosine), *since)
+    # A whole model that differs has other causes than a part of it.
     if case.counts_steps():
-        return _Rest(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, ("SYN211",) if is_whole else ("SYN212", "SYN224"))
-    others = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
-    return _Rest(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, others)
+        alternatives = ("SYN211",) if is_whole else ("SYN212", "SYN224")
+        return _Remainder(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, alternatives)
+    alternatives = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
+    return _Remainder(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, alternatives)
 
 
-def _are_all_adapters(case: Case, differing: frozenset[str]) -> bool:
-    """Whether all adapters differ, by their names, and no optimizer shows that other parameters are trained too."""
+def _list_stateless_alternatives(case: Case, *, is_whole: bool) -> tuple[str, ...]:
+    """Return the causes that parameters alone do not exclude. is_whole: whether the whole model differs."""
+    if not is_whole:
+        return ("SYN212", "SYN225", "SYN210")
+    # A skipped step leaves all other ranks equal.
+    if case.number_of_ranks > 2 and case.ranks_differ(case.differing_parameters().values()):
+        return ("SYN211", "SYN213")
+    return ("SYN213", "SYN214", "SYN211")
+
+
+def _is_whole_model(case: Case) -> bool:
+    """Whether nearly all trained parameters differ, or all adapters."""
+    trained, differing = case.trained_parameters(), frozenset(case.differing_parameters())
+    if len(differing & trained) >= WHOLE * len(trained):
+        return True
+    # The optimizer shows whether other parameters are trained too.
+    if case.optimized is not None:
+        return False
     adapters = frozenset(filter(is_adapter, case.names_of("parameter")))
-    return bool(adapters) and adapters <= differing and case.optimized is None
+    return bool(adapters) and adapters <= differing
 
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:
     """State the first differing values by rank."""
-    values = limit_facts([_describe_value(diff) for diff in differing], _MOST, Text.MORE_VALUES)
+    values = limit_facts(list(map(_describe_value, differing)), _MOST, Text.MORE_VALUES)
     return Text.VALUES(count=len(differing), values=tuple(values))
 
 
 def _describe_value(diff: ValueDiff) -> Message:
-    if len(_ranks_by_value(diff)) > 4:
+    """State the value of each rank, unless there are many."""
+    if len(_ranks_by_value(diff)) > _MOST_SETS:
         return Text.VALUE_NAME(name=diff.name)
     return Text.VALUE(name=diff.name, values=dict(diff.by_rank))
 
 
-def _ranks_by_value(diff: ValueDiff) -> dict[str, list[int]]:
-    return group_ranks({rank: brief(value) for rank, value in diff.by_rank.items()})
-
-
-def _ranks(case: Case) -> tuple[int, ...]:
+def _find_suspects(case: Case) -> tuple[int, ...]:
     """Return the suspects of the tensors. If only values differ, return the ranks outside their majority."""
     if case.tensors:
         return suspects(case.tensors, case.group)
-    odd: set[int] = set()
-    for diff in case.of_values():
-        most = max(_ranks_by_value(diff).values(), key=len)
-        odd |= set(diff.by_rank).difference(most if 2 * len(most) > len(diff.by_rank) else ())
-    return tuple(sorted(odd)) or case.group.ranks
+    deviating_ranks: set[int] = set()
+    for value in case.of_values():
+        largest_set = max(_ranks_by_value(value).values(), key=len)
+        if 2 * len(largest_set) > len(value.by_rank):
+            deviating_ranks.update(ranks_outside(value.by_rank, largest_set))
+        else:
+            # Without a majority, all ranks are suspects.
+            deviating_ranks.update(value.by_rank)
+    return tuple(sorted(deviating_ranks)) or case.group.ranks
+
+
+def _ranks_by_value(diff: ValueDiff) -> dict[str, list[int]]:
+    return group_ranks({rank: brief(value) for rank, value in diff.by_rank.items()})

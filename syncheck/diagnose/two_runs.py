@@ -22,28 +22,36 @@ _ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "SYN213": ("SYN107",),
 }
 CODES = frozenset(_ALTERNATIVES)
+# The length of the list in a finding.
+_MOST_ALTERNATIVES = 3
 
 
 def may_explain(code: str, case: Case) -> bool:
     """Whether a rule for replicas may explain the differences of two models."""
     if not case.compared("optimizer"):
         return False
+    if code == "SYN106":
+        return True
     # Two files of unknown steps are usually of different steps, so that their counters show no skipped step.
     if code == "SYN214":
         return case.group.evidence.stores_progress
     # A schedule changes the settings from step to step.
-    return code == "SYN106" or case.agrees("optimizer_step")
+    return case.agrees("optimizer_step")
 
 
 def limit_certainty(code: str, match: Match, case: Case) -> tuple[Certainty, tuple[str, ...]]:
     """Return the certainty of a cause of two runs, and its alternatives."""
-    is_likely = False
-    if code == "SYN107":
-        is_likely = case.counts_steps() or case.group.evidence.stores_progress
-    if code == "SYN213":
-        # Moments with the same direction need the same data, and without counters a skipped step looks the same.
-        is_likely = case.counts_steps()
-    if is_likely and match.certainty != "consistent":
+    if match.certainty != "consistent" and _is_likely(code, case):
         return "likely", match.alternatives
-    # At most three codes.
-    return "consistent", tuple(dict.fromkeys((*_ALTERNATIVES[code], *match.alternatives)))[:3]
+    alternatives = dict.fromkeys((*_ALTERNATIVES[code], *match.alternatives))
+    return "consistent", tuple(alternatives)[:_MOST_ALTERNATIVES]
+
+
+def _is_likely(code: str, case: Case) -> bool:
+    """Whether the files show that both runs took the same steps, so that the cause is the likely one."""
+    if code not in ("SYN107", "SYN213"):
+        return False
+    if case.counts_steps():
+        return True
+    # Moments with the same direction need the same data, and without counters a skipped step looks the same.
+    return code == "SYN107" and case.group.evidence.stores_progress

@@ -18,17 +18,26 @@ def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozen
 
     run: the comparisons of all steps of the run. The diagnosis of the last step uses all of them.
     """
-    group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
+    group = _as_group(comparison)
     if len(group.replicas) == 1:
         return replace(group, verdict="alone")
-    findings: tuple[Finding, ...] = ()
-    if group.tensors or group.values or group.evidence.normalized or group.shards or group.ties:
-        from syncheck.diagnose.rules import diagnose  # 30 modules, only needed if something differs
+    if not _may_have_findings(group):
+        return with_findings(group, ())
 
-        # Final files may repeat the last step of the run.
-        is_last = bool(run) and run[-1].step == group.step
-        findings = diagnose(comparison, (*run[:-1], comparison) if is_last else (), allow)
-    return with_findings(group, findings)
+    from syncheck.diagnose.rules import diagnose  # 30 modules, only needed if something differs
+
+    series: tuple[Comparison, ...] = ()
+    # Final files may repeat the last step of the run.
+    if run and run[-1].step == group.step:
+        series = (*run[:-1], comparison)
+    return with_findings(group, diagnose(comparison, series, allow))
+
+
+def _may_have_findings(group: Group) -> bool:
+    """Whether something differs, or was normalized or sharded, so that a rule may match."""
+    differs = bool(group.tensors or group.values)
+    has_information = bool(group.evidence.normalized or group.shards or group.ties)
+    return differs or has_information
 
 
 def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
@@ -38,40 +47,60 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     lack tensors, tensors of A alone. Equal data shows that a map is possible, not that it is right, so a verdict that
     rests on an inferred map is undecided.
     """
-    from syncheck.diagnose.measures import relation_of
     from syncheck.diagnose.rules import diagnose_difference
 
-    group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
-    judged = with_findings(group, diagnose_difference(comparison, allow))
-    is_proposal = comparison.evidence.inferred or bool(comparison.evidence.guessed)
-    accepted = {name for finding in judged.findings if finding.allowed for name in finding.tensors}
-    # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
-    unknown = (diff for diff in judged.tensors if diff.uncompared)
-    doubtful = is_proposal or any(diff.name not in accepted or relation_of(diff) is None for diff in unknown)
-    return replace(judged, verdict="undecided") if doubtful and judged.verdict == "in_sync" else judged
+    group = with_findings(_as_group(comparison), diagnose_difference(comparison, allow))
+    if group.verdict != "in_sync":
+        return group
+    is_proposal = comparison.evidence.inferred or comparison.evidence.guessed
+    if is_proposal or _has_uncompared(group):
+        return replace(group, verdict="undecided")
+    return group
+
+
+def _as_group(comparison: Comparison) -> Group:
+    """Return the comparison as a group without findings."""
+    return Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
+
+
+def _has_uncompared(group: Group) -> bool:
+    """Whether a tensor of two models could not be compared."""
+    from syncheck.diagnose.measures import relation_of
+
+    accepted: set[str] = set()
+    for finding in group.findings:
+        if finding.allowed:
+            accepted.update(finding.tensors)
+    for diff in group.tensors:
+        # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
+        is_explained = diff.name in accepted and relation_of(diff) is not None
+        if diff.uncompared and not is_explained:
+            return True
+    return False
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with findings and the resulting verdict.
-
-    Equal files that claim to be one rank may be one file and its copy, so they do not show that ranks are in sync.
-    """
+    """Return a group of several replicas with findings and the resulting verdict."""
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _count_compared(group) or group.uncompared or _has_unknown(group) or group.evidence.claimed_twice:
+    elif _is_undecided(group):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
 
 
-def _has_unknown(group: Group) -> bool:
-    """Whether a tensor or a value of the model may differ."""
-    return any(diff.unknown for diff in group.tensors) or any(value.unknown for value in group.values)
-
-
-def _count_compared(group: Group) -> int:
-    """Return the number of compared tensors, except step counters: they alone do not show a model in sync."""
-    return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
+def _is_undecided(group: Group) -> bool:
+    """Whether too little was compared to show that the replicas are in sync."""
+    compared_kinds = [kind for kind, counts in group.kinds.items() if counts.compared]
+    # Step counters alone do not show a model in sync.
+    if not set(compared_kinds) - {"optimizer_step"}:
+        return True
+    # Equal files that claim to be one rank may be one file and its copy.
+    if group.uncompared or group.evidence.claimed_twice:
+        return True
+    if any(diff.unknown for diff in group.tensors):
+        return True
+    return any(value.unknown for value in group.values)
 
 
 def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
