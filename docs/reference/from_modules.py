@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Rules have a table of their own, in findings.md.
+# The packages of syncheck that users meet.
+_DOORS = frozenset({"report", "live", "cli", "integrations", "pytest_plugin"})
 _RULE = re.compile(r"syn\d{3}_")
 # Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {
@@ -76,11 +78,16 @@ def rooms(package: str) -> str:
     return _list_modules(package, names)
 
 
-def modules_by_room(package: str) -> str:
-    """Return a table of the modules of each package, the lowest layer first. A package within it is one row."""
+def modules_by_room(package: str, *, doors: bool | None = None) -> str:
+    """Return a table of the modules of each package, the lowest layer first. A package within it is one row.
+
+    doors: packages that users meet (True), or those below them (False); all by default.
+    """
     made = []
     for layer in measure(ROOT / package).layers:
         for room in layer:
+            if doors is not None and doors is not (room in _DOORS):
+                continue
             names = [f"{room}.{name}" for name in sorted(_modules(ROOT / package / room)) if not _RULE.match(name)]
             if names:
                 made.append(f"## {package}/{room}/\n\n{_list_modules(package, names)}")
