@@ -79,7 +79,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
     """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
-    The last kind is `value` if the files hold Python values that are compared, such as the step.
+    The last kind is `value` if the files hold Python values that are compared, for example the step.
     """
     kinds_of_tensors = classification.kinds_in(replicas, build_selection(options or Options()))
     if any(has_counted_values(snapshot) for _, snapshot in replicas.ranks):

@@ -76,7 +76,7 @@ class Sentence(Enum):
     """
 
     def __call__(self, **parameters: object) -> Message:
-        """Return the sentence with these parameters."""
+        """Return the sentence with the parameters."""
         return Message(self, parameters)
 
     @property

@@ -61,7 +61,7 @@ class Membership(Enum):
     """They are directly beside tensors, and their names do not show that they describe the run. Files in formats that
     store tensors only may lack them."""
     MODULE = "module"
-    """They are attributes of a module or tensor. Other files of the model may lack them, such as state dicts."""
+    """They are attributes of a module or tensor. Other files of the model may lack them, for example state dicts."""
     MODEL = "model"
     """They are as much a part of the model as its tensors."""
 

@@ -36,7 +36,7 @@ def version() -> str:
 def find_versions(names: Collection[str]) -> dict[str, str]:
     """Return the versions of the installed distributions among these names.
 
-    Reads the names of the metadata folders on sys.path, such as `rich_argparse-1.7.0.dist-info`. importlib.metadata
+    Reads the names of the metadata folders on sys.path, for example `rich_argparse-1.7.0.dist-info`. importlib.metadata
     would parse the metadata as e-mails, and importing it takes three times as long as all of `syncheck --version`.
     """
     requested = {_normalize(name): name for name in names}

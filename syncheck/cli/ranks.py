@@ -96,7 +96,7 @@ def _write_report(report: Report, task: Task) -> int:
         code = task.write_report(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `| head`, closed the pipe, as in a comparison without ranks.
+        # The reader, for example `| head`, closed the pipe, as in a comparison without ranks.
         streams.redirect_to_null(sys.stdout)
         return CLOSED
     return code

@@ -68,7 +68,7 @@ class Adapter:
     """Whether the shape of a weight contradicts the setting fan_in_fan_out."""
 
     def merge(self, tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
-        """Return the model with all parts whose modules have tensors of these names.
+        """Return the model with all parts whose modules have tensors of the names.
 
         partners: the other model; it shows the tensors that the adapter adds, and the dtype of replaced tensors.
         """
@@ -341,7 +341,7 @@ def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:
 
 
 def _find_ties(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return all names of the same bytes in a file by each of these names."""
+    """Return all names of the same bytes in a file by each of the names."""
     names_by_place: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.data is None and not tensor.shards:

@@ -33,7 +33,7 @@ def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
 
 
 def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
-    """Return the name with these numbers."""
+    """Return the name with the numbers."""
     segments = [pattern[0]]
     for number, text in zip(numbers, pattern[1:], strict=True):
         segments += [str(number), text]

@@ -167,7 +167,7 @@ def describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, 
 
 
 def _describe_side(side: Side, names: Sequence[str]) -> dict[str, Stored]:
-    """Return how the files of a side store tensors of these names."""
+    """Return how the files of a side store tensors of the names."""
     tensors = normalize_keys(side.model.tensors)
     stored_tensors = {name: side.stored.get(name, tensors[name]) for name in names if name in tensors}
     boxes: dict[str, list[StoredBox]] = {tensor.name: [] for tensor in stored_tensors.values()}

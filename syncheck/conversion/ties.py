@@ -75,6 +75,6 @@ def _add_pairs(partners: dict[str, set[str]], names: Sequence[str], models: Mode
 
 
 def _is_usable(tensors: Mapping[str, Tensor], *names: str) -> bool:
-    """Whether a model has tensors of these names and one shape, with data."""
+    """Whether a model has tensors of the names and one shape, with data."""
     shapes = {tensors[name].shape for name in names if name in tensors and has_elements(tensors[name])}
     return len(shapes) == 1 and all(name in tensors for name in names)

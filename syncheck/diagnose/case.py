@@ -81,11 +81,11 @@ class Case:
     # The uncovered differences.
 
     def of_kind(self, *kinds: str) -> tuple[TensorDiff, ...]:
-        """Return the uncovered differences of these kinds."""
+        """Return the uncovered differences of the kinds."""
         return tuple(select_kinds(self.tensors, *kinds))
 
     def differing(self, *kinds: str) -> tuple[TensorDiff, ...]:
-        """Return the uncovered tensors of these kinds with different values."""
+        """Return the uncovered tensors of the kinds with different values."""
         return tuple(with_status(self.of_kind(*kinds), "different"))
 
     def related(self, kind: RelationKind) -> tuple[TensorDiff, ...]:
@@ -93,7 +93,7 @@ class Case:
         return tuple(diff for diff in self.tensors if relation_of(diff) is kind)
 
     def of_values(self, *kinds: str) -> tuple[ValueDiff, ...]:
-        """Return the uncovered, differing Python values of these kinds; without kinds, all."""
+        """Return the uncovered, differing Python values of the kinds; without kinds, all."""
         uncovered = frozenset(self.values)
         values = tuple(value for value in self.group.values if value.name in uncovered)
         if kinds:
@@ -103,19 +103,19 @@ class Case:
     # All tensors of the group, covered or not.
 
     def names_of(self, *kinds: str) -> frozenset[str]:
-        """Return the names of all tensors of these kinds, including identical tensors."""
+        """Return the names of all tensors of the kinds, including identical tensors."""
         return frozenset(name for name, kind in self.group.evidence.names.items() if kind in kinds)
 
     def compared(self, *kinds: str) -> int:
-        """Return the number of compared tensors of these kinds."""
+        """Return the number of compared tensors of the kinds."""
         return sum(counts.compared for kind, counts in self.group.kinds.items() if kind in kinds)
 
     def agrees(self, *kinds: str) -> bool:
-        """Whether all tensors of these kinds are in sync. Differences covered by an earlier rule count too."""
+        """Whether all tensors of the kinds are in sync. Differences covered by an earlier rule count too."""
         return not out_of_sync(self.group, *kinds)
 
     def is_in_sync(self, *kinds: str) -> bool:
-        """Whether tensors of these kinds were compared, and all of them are in sync."""
+        """Whether tensors of the kinds were compared, and all of them are in sync."""
         return self.compared(*kinds) > 0 and self.agrees(*kinds)
 
     def agreeing(self, kind: str) -> frozenset[str]:
@@ -262,7 +262,7 @@ class Case:
     def just_began(self) -> bool:
         """Whether the parameters agreed at all earlier steps, so there is no trend yet.
 
-        A single event, such as a skipped step, then looks like the start of a permanent fault.
+        A single event, for example a skipped step, then looks like the start of a permanent fault.
         """
         earlier = self.steps()[:-1]
         return bool(earlier) and not any(has_kind(group.tensors, "parameter") for group in earlier)
@@ -367,7 +367,7 @@ class Match:
     """The codes of other causes that fit as well."""
 
     def with_cause(self, cause: Sentence | None, fix: Sentence | None) -> Match:
-        """Return the match with another cause and fix; None for those of the rule."""
+        """Return the match with another cause and fix; None for the cause and fix of the rule."""
         return replace(self, cause=cause, fix=fix)
 
     def as_consistent(self, *alternatives: str) -> Match:

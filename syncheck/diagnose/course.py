@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Causes in the gradients. Their evidence differs in degree, and one fault may show each of them.
 _OF_GRADIENTS = frozenset({"SYN211", "SYN212", "SYN213"})
-# Causes of differing parameters. Codes that follow from other evidence, such as counters or bits, are not merged.
+# Causes of differing parameters. Codes that follow from other evidence, for example counters or bits, are not merged.
 _OF_PARAMETERS = _OF_GRADIENTS | {"SYN210", "SYN240", "SYN299"}
 # Small or unexplained differences, which never decide about other steps.
 _WITHOUT_CAUSE = frozenset({"SYN240", "SYN299"})

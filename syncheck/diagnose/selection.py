@@ -26,7 +26,7 @@ def list_value_names(values: Iterable[ValueDiff]) -> tuple[str, ...]:
 
 
 def select_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
-    """Return the tensors of these kinds."""
+    """Return the tensors of the kinds."""
     return [diff for diff in diffs if diff.kind in kinds]
 
 
@@ -36,12 +36,12 @@ def exclude_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
 
 
 def count_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> int:
-    """Return the number of tensors of these kinds."""
+    """Return the number of tensors of the kinds."""
     return len(select_kinds(diffs, *kinds))
 
 
 def has_kind(diffs: Iterable[TensorDiff], *kinds: str) -> bool:
-    """Whether any of the tensors is of these kinds."""
+    """Whether any of the tensors is of the kinds."""
     return any(diff.kind in kinds for diff in diffs)
 
 
@@ -61,12 +61,12 @@ def modules_of(diffs: Iterable[TensorDiff]) -> set[str]:
 
 
 def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
-    """Return the tensors of these kinds that some ranks lack."""
+    """Return the tensors of the kinds that some ranks lack."""
     return [diff for diff in select_kinds(diffs, *kinds) if diff.reason == "missing"]
 
 
 def out_of_sync(group: Comparison, *kinds: str) -> list[TensorDiff]:
-    """Return the tensors of these kinds that are out of sync, whatever rule explains them; without kinds, all."""
+    """Return the tensors of the kinds that are out of sync, whatever rule explains them; without kinds, all."""
     # Also tensors that a rule has covered: they still show what happened to the ranks.
     differing = [diff for diff in group.tensors if diff.out_of_sync]
     if kinds:

@@ -67,12 +67,12 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
 
 def _name_fix(rule: Rule, case: Case) -> str:
     """Return the name of the fix for the wrapper, the sharding and the files of the ranks."""
-    applies = {
-        "FIX_NO_SYNC": bool(case.group.evidence.metadata.no_sync),
-        "FIX_SHARDED": is_sharded(case.group),
-        "IN_A_JOB": case.in_memory,
-    }
-    for name, does_apply in applies.items():
+    conditions = (
+        ("FIX_NO_SYNC", bool(case.group.evidence.metadata.no_sync)),
+        ("FIX_SHARDED", is_sharded(case.group)),
+        ("IN_A_JOB", case.in_memory),
+    )
+    for name, does_apply in conditions:
         if does_apply and name in rule.sentences.__members__:
             return name
     return "FIX"

@@ -133,7 +133,7 @@ class Assembly:
 def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Assembly:
     """Open a checkpoint in which each file of a model-parallel or ZeRO rank contains a different part.
 
-    Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files, such as the
+    Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files, for example the
     iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
     """
     assembly = Assembly(folder, format_name)
@@ -209,7 +209,7 @@ def _make_rename(part: Part) -> Callable[[str], str]:
 
 
 def _find_shared_values(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
-    """Return the top-level values that are equal in all files that have them, such as the iteration."""
+    """Return the top-level values that are equal in all files that have them, for example the iteration."""
     first_values: dict[str, Any] = {}
     # From the last file to the first, so that the value of the first file remains.
     for snapshot in reversed(snapshots):

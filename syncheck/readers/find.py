@@ -378,7 +378,7 @@ def find_unread_siblings(
     """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
 
     Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with
-    the same numbers belongs to its checkpoint, such as rank_0.json to rank_0.pth, and is not reported.
+    the same numbers belongs to its checkpoint, for example rank_0.json to rank_0.pth, and is not reported.
     remaining_paths: of all other files, and of folders, with a slash at their end.
     """
     names = _NumberedNames()
@@ -425,7 +425,7 @@ def _report_sibling(path: str, sibling: str) -> Unreadable:
 def is_text_state(path: str) -> bool:
     """Whether a file holds numbers or settings as text, as SpeechBrain's counter.ckpt and brain.ckpt do.
 
-    Other texts stand in for a checkpoint that is absent, such as a pointer of Git LFS or an error page.
+    Other texts stand in for a checkpoint that is absent, for example a pointer of Git LFS or an error page.
     """
     try:
         with open_regular_file(path) as file:

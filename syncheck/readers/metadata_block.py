@@ -4,7 +4,7 @@ A state dict does not contain the run, step or rank, nor which of its tensors ar
 plain JSON values. Save the result in a torch.save file under the top-level key ``syncheck``, or in a safetensors file
 as JSON text under ``__metadata__["syncheck"]``.
 
-This module does not import torch; it only calls methods of the model, such as `named_buffers()`.
+This module does not import torch; it only calls methods of the model, for example `named_buffers()`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def metadata(
     own optimizer, whose parameters define the shard.
     averaging: for local SGD, `period` and `warmup_steps` in optimizer steps, and `last_step`, the step of the last
     average (0 before the first).
-    tied: copies of a tensor of another pipeline stage, such as {"head.weight": "embed.weight"}, equal on all ranks.
+    tied: copies of a tensor of another pipeline stage, for example {"head.weight": "embed.weight"}, equal on all ranks.
     config: settings that distinguish runs; runs that differ only in `sync_bn` are reported as a pair.
     host: name of the machine, by default this machine's.
 

@@ -322,7 +322,7 @@ def _is_list_of(
 
 
 def _select_members(root: Root, wrapper: str, below: Iterable[str], shapes: Mapping[str, Shape]) -> list[str]:
-    """Return everything within a copy, and the numbers directly below its root, such as the count of updates."""
+    """Return everything within a copy, and the numbers directly below its root, for example the count of updates."""
     start = f"{root.prefix}{wrapper}"
     members = []
     for name in below:

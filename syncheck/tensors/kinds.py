@@ -374,7 +374,7 @@ def _find_copies(
 
 
 def find_outside_model(snapshot: Snapshot) -> frozenset[str]:
-    """Return the tensors that certainly do not belong to the model, such as optimizer state and averaged copies."""
+    """Return the tensors that certainly do not belong to the model, for example optimizer state and averaged copies."""
     kinds = classify_snapshot(snapshot)
     names = snapshot.tensors.keys()
     states = [name for name in names if name.startswith("optimizer.")]

@@ -127,7 +127,7 @@ class Tolerances:
         return general if isinstance(general, Tolerance) else _of_dtype(general, dtype, "")
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the globs that match none of these names."""
+        """Return the globs that match none of the names."""
         unused_globs = []
         for glob, _ in self.names:
             if not any(fnmatchcase(name, glob) for name in names):

@@ -140,7 +140,7 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
 
 @lru_cache(maxsize=4096)  # live checks repeat the same names
 def is_own_name(key: str) -> bool:
-    """Whether an attribute or key is named after something of the rank itself, such as `_local_rank`."""
+    """Whether an attribute or key is named after something of the rank itself, for example `_local_rank`."""
     plain = key.lower().strip("_")
     return plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain) is not None or is_rng_state((plain,))
 
@@ -152,7 +152,7 @@ def is_aside(name: str) -> bool:
 
 
 def in_configuration(name: str) -> bool:
-    """Whether a value is in a container of the user's settings, such as `args.lr`."""
+    """Whether a value is in a container of the user's settings, for example `args.lr`."""
     return _IN_CONFIGURATION.search(name.lower()) is not None
 
 

@@ -17,6 +17,7 @@ import syncheck
 from syncheck.cli import main
 from syncheck.messages import Note
 from syncheck.report import failure
+from syncheck.text import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +130,7 @@ def test_findings_name_models(tmp_path: Path, fault: Callable[[dict[str, Any]], 
         assert finding.code == code
         assert report.verdict == ("in_sync" if code == "SYN103" else "out_of_sync")
         assert not re.search(r"\branks?\b", f"{finding.evidence} {finding.cause} {finding.fix}", re.IGNORECASE)
-        odd = "B" if b is faulty else "A"
+        odd = Side.B if b is faulty else Side.A
         if "ranks" in (parameters := finding.facts[0].parameters):
             assert parameters["ranks"] == (odd,)
 
@@ -152,7 +153,7 @@ def test_values_are_shown_by_side(tmp_path: Path) -> None:
     report = diff_files(tmp_path, *rates)
     (finding,) = report.groups[0].findings
     (fact,) = finding.facts
-    assert (report.verdict, fact.parameters["values"]) == ("out_of_sync", {"A": 0.1, "B": 0.2})
+    assert (report.verdict, fact.parameters["values"]) == ("out_of_sync", {Side.A: 0.1, Side.B: 0.2})
 
 
 def test_copies_from_larger_runs(tmp_path: Path) -> None:

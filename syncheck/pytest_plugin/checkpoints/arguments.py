@@ -168,7 +168,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _match_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether one of the names matches one of the globs."""
+    """Whether any of the names matches any of the globs."""
     return any(fnmatch.filter(names, pattern) for pattern in patterns)
 
 

@@ -129,7 +129,7 @@ def _group_property(items: Mapping[str, Mapping[str, str]], name: str) -> str:
 
 
 def _verdict(items: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the verdict of a group. An undecided item, such as shards, does not prevent IN SYNC."""
+    """Return the verdict of a group. An undecided item, for example shards, does not prevent IN SYNC."""
     verdicts = {properties["verdict"] for properties in items.values()}
     if "in_sync" in verdicts and "out_of_sync" not in verdicts:
         return "in_sync"

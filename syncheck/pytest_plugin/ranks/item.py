@@ -134,7 +134,7 @@ def _run_once(item: Any, marker: Marker) -> tuple[list[Result], str]:
     time_limit = ""
     try:
         time_limit = item.config.stash[POOL].run(tasks, results, limit, tail)
-    except pytest.fail.Exception as error:  # the time limit of another plugin, such as pytest-timeout
+    except pytest.fail.Exception as error:  # the time limit of another plugin, for example pytest-timeout
         time_limit = str(error)
     finally:
         tail()

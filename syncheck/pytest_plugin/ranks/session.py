@@ -170,7 +170,7 @@ def _start_coverage(settings: dict[str, Any] | None) -> Any:
 
 
 def _json_value(value: object) -> object:
-    """Return a value, or its repr if JSON cannot contain it, such as a list that contains itself."""
+    """Return a value, or its repr if JSON cannot contain it, for example a list that contains itself."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):

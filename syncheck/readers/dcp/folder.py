@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = "dcp"
 CHUNKS = ".distcp"
-# torch.save files in which Lightning and Megatron-Core store more values, such as the step.
+# torch.save files in which Lightning and Megatron-Core store more values, for example the step.
 EXTRAS = ("meta.pt", "common.pt")
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, to which torch.save adds no comment
 _STATE, _GROUPS = "state.", "param_groups."

@@ -59,7 +59,7 @@ class Storage(_Immutable):
     size: int
     """Number of elements in the view."""
     quantized: str = ""
-    """The dtype of quantized numbers, such as qint8."""
+    """The dtype of quantized numbers, for example qint8."""
 
     def as_tensor(self) -> TensorLocation:
         """Return a tensor of all elements, or of all bytes for an untyped storage."""
