@@ -57,8 +57,8 @@ SLUG = "step-skipped"
 SEVERITY = "error"
 CERTAINTY = "consistent"
 _DECIDE_TOGETHER = (
-    "Decide on all ranks together: bad = torch.tensor(float(skip), device=device); "
-    "dist.all_reduce(bad, op=dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue."
+    "Decide on all ranks together: `bad = torch.tensor(float(skip), device=device)`; "
+    "`dist.all_reduce(bad, op=dist.ReduceOp.MAX)`; `if bad: optimizer.zero_grad(); continue`."
 )
 
 

@@ -53,8 +53,8 @@ SEVERITY = "error"
 CERTAINTY = "consistent"
 MOST_ALTERNATIVES = 3
 _LOAD_EVERYWHERE = (
-    "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
-    "map_location=device)['optimizer']), not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
+    "Load the optimizer state on every rank before the first step: `optimizer.load_state_dict(torch.load(path, "
+    "map_location=device)['optimizer'])`, not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
 )
 
 

@@ -34,8 +34,8 @@ SLUG = "nonfinite-on-some-ranks"
 SEVERITY = "error"
 CERTAINTY = "proved"
 _CHECK_TOGETHER = (
-    "Check on all ranks together before each step: ok = loss.detach().isfinite().float(); "
-    "dist.all_reduce(ok, dist.ReduceOp.MIN). If ok is 0, skip the step or stop on all ranks."
+    "Check on all ranks together before each step: `ok = loss.detach().isfinite().float()`; "
+    "`dist.all_reduce(ok, dist.ReduceOp.MIN)`. If `ok` is 0, skip the step or stop on all ranks."
 )
 
 
