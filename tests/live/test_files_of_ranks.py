@@ -74,7 +74,9 @@ def told(report: syncheck.Report) -> Any:
     """Return the JSON document without the fields about finding files."""
     document = json.loads(json_document.render(report, ""))
     for group in document["groups"]:
-        group["notes"] = group["notes"][1:]  # the first note is about grouping
+        # The first note is about grouping.
+        group["notes"] = group["notes"][1:]
+        group["messages"]["notes"] = group["messages"]["notes"][1:]
     return document
 
 
