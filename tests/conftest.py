@@ -41,7 +41,7 @@ if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += [f"cli/test_ranks{name}.py" for name in ("", "_refused", "_programs", "_nodes")]
     collect_ignore += ["diagnose/test_series.py", "layout/test_ties.py", "fixtures/test_confusion.py"]
     collect_ignore += ["integrations/test_recipes.py", "docs/test_other_tools.py"]
-    collect_ignore += ["diagnose/test_unlikely_cases.py", "diagnose/test_fix_lines.py"]
+    collect_ignore += [f"diagnose/test_{name}.py" for name in ("unlikely_cases", "fix_lines", "tied_names")]
     collect_ignore += [f"diagnose/test_{name}.py" for name in ("course", "different_runs", "tied_averages")]
     collect_ignore += [f"readers/test_{name}.py" for name in ("torch_zip", "torch_legacy", "dtensor", "sharded_tensor")]
     collect_ignore += [f"layout/test_{name}.py" for name in ("partitioned_optimizer", "sub_meshes", "zero_names")]
