@@ -212,18 +212,19 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
 
 def count_connections(port: int) -> int:
     """Return the number of open connections to a port of this machine."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
     return sum(remote.endswith(f":{port:04X}") and state == "01" for _, _, remote, state, *_ in rows)
 
 
 @pytest.mark.slow
 def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: int) -> None:
-    """If rank 0 is killed during the rendezvous, a waiting rank reports the lost store's address in one line."""
-    address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
+    """If rank 0 is killed during the rendezvous, a rank reports the store's address in one line, in its timeout."""
+    address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 6)
     zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
-    wait_for(lambda: count_connections(free_port) == 2)  # of rank 0 itself and of rank 1
+    wait_for(lambda: count_connections(free_port) >= 1)
     os.kill(zero.pid, signal.SIGKILL)
-    run = programs.finish(one, timeout=10)
+    run = programs.finish(one, timeout=40)
     assert run.returncode == 2
     (line,) = errors([run])
     assert f"tcp://127.0.0.1:{free_port}" in line
