@@ -106,8 +106,8 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {ctx.rank} of {ctx.world_size} could not join the other ranks at {ctx.init_method}: "
-            f"{_first_line(error) or 'the server is not a torch store'}; start every rank with this address, or see its "
-            "message; on several machines set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
+            f"{_first_line(error) or 'the server is not a torch store'}; start every rank with this address, or see "
+            "its message; on several machines set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
         ) from error
     return PrefixStore("train", store)
 
