@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cache
 from itertools import cycle
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.text import (
     by_rank_text,
@@ -75,19 +75,20 @@ class Sentence(Enum):
       without a parameter
     """
 
+    _topic: ClassVar[str]
+
+    def __init_subclass__(cls, *, topic: str = "") -> None:
+        """Name the topic in documents: the code of a rule; the name of the class by default."""
+        cls._topic = topic or cls.__name__
+
     def __call__(self, **parameters: object) -> Message:
         """Return the sentence with the parameters."""
         return Message(self, parameters)
 
     @property
     def key(self) -> str:
-        """The name of the sentence in a document: `Note.QUICK`, or `SYN201.CAUSE` in the module of a rule."""
-        topic = type(self).__name__
-        # Each rule has a topic of this name in a module such as `syn201_bn_local_stats`.
-        if topic == "Text":
-            rule = type(self).__module__.rpartition(".")[2]
-            topic = rule.partition("_")[0].upper()
-        return f"{topic}.{self.name}"
+        """The name of the sentence in a document: `Note.QUICK`, or `SYN201.CAUSE` for the sentences of a rule."""
+        return f"{self._topic}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

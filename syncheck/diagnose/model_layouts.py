@@ -25,7 +25,7 @@ _OF_PARTS = frozenset({"parts", "other-part", "boxes"})
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)\d+(\..*)")
 
 
-class Transposed(Sentence):
+class Transposed(Sentence, topic="SYN304"):
     """Tensors of B are tensors of A with two dimensions exchanged.
 
     Signature: B equals A after two dimensions are exchanged, bit by bit (after a conversion to the dtype of B, if the
@@ -69,7 +69,7 @@ def count_square(match: Match) -> Match:
     return replace(match, facts=[*match.facts, Transposed.SQUARE(count=square)])
 
 
-class FusedOrder(Sentence):
+class FusedOrder(Sentence, topic="SYN305"):
     """Rows, columns, channels or the parts of a fused tensor are in another order.
 
     Signature: B has the rows of A in another order, bit by bit: parts of a fused tensor (query, key and value; gate and
@@ -168,7 +168,7 @@ def _list_blocks(runs: Sequence[int]) -> tuple[Message, ...]:
     return tuple(blocks)
 
 
-class RotaryPermuted(Sentence):
+class RotaryPermuted(Sentence, topic="SYN306"):
     """The rows of query or key follow the other convention for rotary embeddings.
 
     Signature: the rows of each head of B are those of A in the other order of rotary position embeddings, bit by bit:
@@ -213,7 +213,7 @@ def state_rotary(tensors: Sequence[TensorDiff]) -> Message:
     return state_tensors(RotaryPermuted.ROTARY, tensors, order=order, head_dim=head_dim)
 
 
-class Padded(Sentence):
+class Padded(Sentence, topic="SYN309"):
     """Rows or columns were added or removed; all others are equal.
 
     Signature: the shapes differ in one dimension, and the common part is equal, bit by bit.
@@ -259,7 +259,7 @@ def explain_padded_vectors(match: Match) -> Match:
     return replace(match, cause=Padded.CAUSE_OTHER, fix=Padded.FIX_OTHER)
 
 
-class ExpertMisplaced(Sentence):
+class ExpertMisplaced(Sentence, topic="SYN310"):
     """Experts of B are exchanged, duplicated or lost.
 
     Signature: the tensor of an expert of B equals another expert of A, bit by bit, or B lacks some of the experts of a
@@ -326,7 +326,7 @@ def _find_lost_experts(case: Case) -> tuple[TensorDiff, ...]:
     return tuple(lost)
 
 
-class WrongShard(Sentence):
+class WrongShard(Sentence, topic="SYN313"):
     """A rank or stage of B holds the shard or layer of another one.
 
     Signature: shards of B equal other shards of A, bit by bit, or a tensor of B equals the tensor of another layer or
@@ -368,7 +368,7 @@ def state_wrong_shard(tensors: Sequence[TensorDiff]) -> Message:
     return sentence(name=diff.name, other=parameters["other"])
 
 
-class TieChanged(Sentence):
+class TieChanged(Sentence, topic="SYN314"):
     """Two names are one weight in one model, and two different weights in the other model.
 
     Signature: in one model, two tensors with the names of an embedding and its output layer, or with shared memory,
@@ -403,7 +403,7 @@ def state_tied(tensors: Sequence[TensorDiff]) -> Message:
     return TieChanged.TIED(name=diff.name, other=parameters["other"], tied=tied, separate=other_model(tied))
 
 
-class Repeated(Sentence):
+class Repeated(Sentence, topic="SYN317"):
     """One model holds a part of the other model several times.
 
     Signature: all rows of B are rows of A, bit by bit, but some rows occur several times: the whole tensor or a part is

@@ -11,7 +11,7 @@ from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
 
 
-class NotUpdated(Sentence):
+class NotUpdated(Sentence, topic="SYN301"):
     """B is the model before the update: it received none of the new weights.
 
     Signature: all tensors of B that differ from A equal those of the model before the update, bit by bit, and no tensor
@@ -47,7 +47,7 @@ def match_not_updated(case: Case) -> Match | None:
     return Match(stale, case.group.ranks, [equal, NotUpdated.NONE()])
 
 
-class PartiallyUpdated(Sentence):
+class PartiallyUpdated(Sentence, topic="SYN302"):
     """Some tensors of B were updated, and some still have the values of the model before the update.
 
     Signature: some tensors of B equal the model before the update, bit by bit, while A has other values, and other
@@ -85,7 +85,7 @@ def match_partially_updated(case: Case) -> Match | None:
     return Match(stale, case.group.ranks, facts)
 
 
-class AdapterNotMerged(Sentence):
+class AdapterNotMerged(Sentence, topic="SYN303"):
     """B is the base model: the product of the adapter is missing in some tensors, or tensors that it stores.
 
     Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit, or

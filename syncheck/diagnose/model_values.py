@@ -26,7 +26,7 @@ _ENOUGH_ELEMENTS = 256
 _MOST_VALUES = 3
 
 
-class Cast(Sentence):
+class Cast(Sentence, topic="SYN307"):
     """The difference is exactly one conversion to another dtype.
 
     Signature: one model is the other one after a conversion of its dtype, bit by bit: B has another dtype, or it has
@@ -56,7 +56,7 @@ def state_cast(tensors: Sequence[TensorDiff]) -> Message:
     return state_tensors(Cast.CAST, tensors, side=side, other=other_model(side), dtype=parameters["dtype"])
 
 
-class Quantized(Sentence):
+class Quantized(Sentence, topic="SYN308"):
     """One model is the other one, quantized: each value is within half a step of its scheme.
 
     Signature: B stores integers or 8-bit floats with scales, and each value of B times its scale is within half a
@@ -88,7 +88,7 @@ def state_quantized(tensors: Sequence[TensorDiff]) -> Message:
     return state_tensors(Quantized.QUANTIZED, tensors, scheme=parameters_of(tensors[0])["scheme"], steps=steps)
 
 
-class Unrelated(Sentence):
+class Unrelated(Sentence, topic="SYN311"):
     """Tensors of B have nothing to do with those of A.
 
     Signature: nearly all elements differ, and their correlation is zero within the noise of independent numbers, with
@@ -137,7 +137,7 @@ def match_unrelated(case: Case) -> Match | None:
     return replace(match, certainty="consistent", alternatives=("SYN399",))
 
 
-class Scaled(Sentence):
+class Scaled(Sentence, topic="SYN312"):
     """Tensors of B are those of A times a constant factor.
 
     Signature: B equals A times one factor, within the rounding of the dtype, in all elements of a tensor. The elements
@@ -166,7 +166,7 @@ def state_factor(tensors: Sequence[TensorDiff]) -> Message:
     return state_tensors(Scaled.SCALED, tensors, factor=parameters_of(tensors[0])["factor"])
 
 
-class Offset(Sentence):
+class Offset(Sentence, topic="SYN315"):
     """Tensors of B are tensors of A plus a constant.
 
     Signature: B equals A plus one number, within the rounding of the dtype, in all elements of a tensor. The elements
@@ -192,7 +192,7 @@ def state_offset(tensors: Sequence[TensorDiff]) -> Message:
     return state_tensors(Offset.OFFSET, tensors, offset=parameters_of(tensors[0])["offset"])
 
 
-class ScalesMissing(Sentence):
+class ScalesMissing(Sentence, topic="SYN316"):
     """Scales were applied in one model only: of a quantized tensor, or of each row, column or block.
 
     Signature: one model holds the stored numbers of a quantized tensor without their scales, bit by bit, and the other
@@ -274,7 +274,7 @@ def _name_unit(block: tuple[int, int], shape: tuple[int, int]) -> Message:
     return ScalesMissing.BLOCK(rows=block[0], columns=block[1])
 
 
-class Unexplained(Sentence):
+class Unexplained(Sentence, topic="SYN399"):
     """Two models differ, and no rule explains why.
 
     Signature: all differences between A and B that no other rule covers.

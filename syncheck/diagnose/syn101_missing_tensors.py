@@ -40,7 +40,7 @@ SEVERITY = "error"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The ranks did not build or save the same model: some tensors are present on some ranks only."

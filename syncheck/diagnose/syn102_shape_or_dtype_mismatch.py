@@ -37,7 +37,7 @@ CERTAINTY = "proved"
 _MOST = 2  # tensors with their shapes or dtypes
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

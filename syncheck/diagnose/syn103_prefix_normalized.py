@@ -23,7 +23,7 @@ SEVERITY = "info"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The state dict of the wrapped module was saved, so its names carry the wrapper's prefix."

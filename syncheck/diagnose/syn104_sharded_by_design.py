@@ -33,7 +33,7 @@ CERTAINTY = "proved"
 _MOST = 4  # layouts
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The training method shards tensors: only ranks with the same shard are replicas of each other."

@@ -30,7 +30,7 @@ CERTAINTY = "proved"
 _MOST = 3  # ties
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "Weights that share memory on some ranks are separate tensors with separate gradients on other ranks."

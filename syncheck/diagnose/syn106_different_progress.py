@@ -51,7 +51,7 @@ SEVERITY = "error"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The checkpoints are from different moments of the run: a rank saved, resumed or stopped at another step."

@@ -67,7 +67,7 @@ CERTAINTY = "proved"
 _MOST = 3  # settings
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

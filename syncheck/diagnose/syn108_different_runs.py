@@ -44,7 +44,7 @@ SEVERITY = "error"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The files come from different runs, or from different launches of a run, so they are not replicas."

@@ -50,7 +50,7 @@ SEVERITY = "warning"
 CERTAINTY = "likely"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

@@ -33,7 +33,7 @@ SEVERITY = "error"
 CERTAINTY = "consistent"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

@@ -78,7 +78,7 @@ _RANKS = 3
 ONE_ORIGIN = 0.5
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

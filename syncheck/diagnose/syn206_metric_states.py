@@ -56,7 +56,7 @@ _BOUNDS = frozenset({"max_value", "min_value"})
 _LISTS = frozenset("value preds target score measures".split())
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

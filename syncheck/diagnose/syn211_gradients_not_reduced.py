@@ -66,7 +66,7 @@ SEVERITY = "error"
 CERTAINTY = "likely"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

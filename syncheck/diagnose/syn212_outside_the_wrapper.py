@@ -47,7 +47,7 @@ SEVERITY = "error"
 CERTAINTY = "consistent"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped."

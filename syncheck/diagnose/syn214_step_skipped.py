@@ -62,7 +62,7 @@ _DECIDE_TOGETHER = (
 )
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

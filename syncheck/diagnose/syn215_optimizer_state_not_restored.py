@@ -58,7 +58,7 @@ _LOAD_EVERYWHERE = (
 )
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "The optimizer state was loaded or lost on some ranks only, so its moments and step counts differ."

@@ -44,7 +44,7 @@ SEVERITY = "error"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

@@ -39,7 +39,7 @@ _CHECK_TOGETHER = (
 )
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

@@ -48,7 +48,7 @@ SEVERITY = "error"
 CERTAINTY = "consistent"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "Gradients are reduced, or the initial model is broadcast, within each node only."

@@ -55,7 +55,7 @@ SEVERITY = "warning"
 CERTAINTY = "consistent"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = (

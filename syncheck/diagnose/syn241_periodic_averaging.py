@@ -38,7 +38,7 @@ SEVERITY = "warning"
 CERTAINTY = "proved"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "Local SGD, as the metadata says: the ranks train on their own between two averages of the parameters."

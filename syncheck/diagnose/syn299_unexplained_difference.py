@@ -40,7 +40,7 @@ SEVERITY = "error"
 CERTAINTY = "consistent"
 
 
-class Text(Sentence):
+class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
     CAUSE = "No rule explains this difference."
