@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 # Limits for files of some kB: seconds of processor time, and bytes.
-MAX_SECONDS = 10.0
+MAX_SECONDS = 30.0
 MAX_MEMORY = 256 << 20
 # These packages import torch, pytest or rich. No reader uses them.
 _NOT_READERS = ("live", "integrations", "testing", "pytest_plugin", "cli", "__main__")

@@ -196,7 +196,7 @@ def test_killed_at_any_moment(tmp_path: Path, command: str) -> None:
 
 
 WRITER = """
-import os, sys
+import os, random, sys, time
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 import numpy as np
@@ -211,6 +211,7 @@ while True:
             save_pth(path, tree)
         else:
             os.replace(save_pth(Path(f".beside{rank}"), tree), path)
+            time.sleep(random.uniform(0, 1))  # some comparisons end before the next file
     step += 1
 """
 

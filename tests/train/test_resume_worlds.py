@@ -232,7 +232,7 @@ def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.C
             lost = state_path(states_folder(settings.out, method), 1, 1)
             lost.unlink()
             if method == "zero":
-                lost = lost.parent / "sharded"
+                lost = lost.parent / ".sharded"
                 (lost / ".metadata").unlink()
             capfd.readouterr()
             if method == "zero":

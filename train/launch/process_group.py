@@ -11,6 +11,8 @@ import os
 import re
 import socket
 import threading
+import time
+import uuid
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -35,6 +37,8 @@ T = TypeVar("T")
 LIVENESS_SECONDS = 5.0
 # Seconds beyond the timeout for a server to answer after it has accepted.
 CONNECT_SLACK = 5.0
+# Between two looks at the other ranks' keys before the run.
+HELLO_SECONDS = 0.02
 # FileStore writes this first: the length of a key, and the key.
 FILE_STORE_START = b"\x09\0\0\0refcount/"
 # RuntimeErrors of gloo and NCCL contain these texts when a peer has ended or hangs.
@@ -95,6 +99,7 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             timeout + CONNECT_SLACK,
         )
         store.set_timeout(wait)
+        store = PrefixStore(agree_on_attempt(ctx, store, timeout), store)
         dist.init_process_group(
             ctx.backend,
             store=PrefixStore("default_pg", store),  # as init_process_group(init_method=...) does
@@ -110,6 +115,44 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             "its message; on several machines set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
         ) from error
     return PrefixStore("train", store)
+
+
+def agree_on_attempt(ctx: RankContext, store: Store, timeout: float) -> str:
+    """Return a name that all ranks of this start share, and no earlier start in the same store has used.
+
+    torchrun keeps its store over restarts, and a killed run leaves its file, so any key may be of an earlier start: its
+    gloo addresses would be refused. TORCHELASTIC_RESTART_COUNT does not tell them apart, because agents count their own
+    restarts. Therefore every rank says hello with a new number, and follows the attempt of rank 0 that answers it.
+    Raises TimeoutError.
+    """
+    deadline = time.monotonic() + timeout
+    number = uuid.uuid4().hex
+    if ctx.rank > 0:
+        store.set(f"hello/{ctx.rank}", number)
+        while number not in (answer := _get_text(store, "attempt")):
+            _wait_a_little(deadline, f"rank 0 did not join, or another process is rank {ctx.rank} too")
+        attempt = answer.split()[0]
+        store.set(f"{attempt}/joined/{ctx.rank}", "")
+        return attempt
+
+    missing = list(range(1, ctx.world_size))
+    while missing:
+        numbers = [_get_text(store, f"hello/{rank}") for rank in range(1, ctx.world_size)]
+        store.set("attempt", " ".join([number, *numbers]))
+        _wait_a_little(deadline, f"{format_ranks(missing)} did not join")
+        missing = [rank for rank in missing if not store.check([f"{number}/joined/{rank}"])]
+    return number
+
+
+def _get_text(store: Store, key: str) -> str:
+    # Store.get() would wait for a missing key.
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _wait_a_little(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(problem)
+    time.sleep(HELLO_SECONDS)
 
 
 def leave_store(ctx: RankContext, store: Store) -> None:

@@ -251,5 +251,8 @@ def _read_rank(folder: Path, run: str, step: int, rank: int | None) -> tuple[dic
 
 
 def sharded_folder(step_folder: Path) -> Path:
-    """Return the folder of a step's sharded tensors, in the format of torch.distributed.checkpoint."""
-    return step_folder / "sharded"
+    """Return the folder of a step's sharded tensors, in the format of torch.distributed.checkpoint.
+
+    It is hidden, so `syncheck compare` of the step compares the files of the ranks alone.
+    """
+    return step_folder / ".sharded"

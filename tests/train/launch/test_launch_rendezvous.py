@@ -13,6 +13,7 @@ from torch.distributed import FileStore
 from train.errors import RankError
 from train.launch import RankContext
 from train.launch.process_group import (
+    agree_on_attempt,
     check_store_file,
     describe_lost_ranks,
     format_ranks,
@@ -33,6 +34,30 @@ def test_a_missing_rank(free_port: int) -> None:
     ctx = replace(make_context(0, 2), init_method=f"tcp://127.0.0.1:{free_port}")
     with pytest.raises(RankError, match=rf"rank 0 of 2 .*tcp://127.0.0.1:{free_port}"):
         join_process_group(ctx, 1.0)
+
+
+def test_each_start_has_its_own_keys(tmp_path: Path) -> None:
+    """If a start in a store fails between two others, the ranks of each of them agree on a name of their own."""
+
+    def agree(rank: int) -> str:
+        time.sleep(0.1 * ((rank + 1) % 3))  # rank 2 looks first, and rank 0 before rank 1
+        return agree_on_attempt(make_context(rank, 3), FileStore(str(tmp_path / "f")), 10.0 if rank != 1 else 1.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = set(pool.map(agree, range(3)))
+        with pytest.raises(TimeoutError, match="rank 0 did not join"):
+            agree(1)
+        third = set(pool.map(agree, range(3)))
+    assert len(first) == len(third) == 1
+    assert first != third
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    """Rank 0 names the ranks that have not said hello, even if an earlier start has left their keys."""
+    store = FileStore(str(tmp_path / "f"))
+    store.set("hello/1", "stale")
+    with pytest.raises(TimeoutError, match="ranks 1, 2 did not join"):
+        agree_on_attempt(make_context(0, 3), store, 0.1)
 
 
 class EndedStore:
