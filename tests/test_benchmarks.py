@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from required import unavailable
+from support.required import unavailable
 
 from syncheck.cli.parser import build_parser
 from syncheck.options import PYTEST, list_options, to_flag

@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
-from checkpoints import save_safetensors
+from support.checkpoints import save_safetensors
 
 import syncheck
 

@@ -12,9 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
 from hypothesis import strategies as st
-from strategies import DTYPES, EXAMPLES, SAFETENSORS, SLOW, for_all, from_bytes, library, packed, patterns, torch
+from support.exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
+from support.strategies import (
+    DTYPES,
+    EXAMPLES,
+    SAFETENSORS,
+    SLOW,
+    for_all,
+    from_bytes,
+    library,
+    packed,
+    patterns,
+    torch,
+)
 
 import syncheck
 

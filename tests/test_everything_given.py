@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.diagnose import baseline, series

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth, save_records, save_safetensors
+from support.checkpoints import changed, network, save, save_pth, save_records, save_safetensors
 
 import syncheck
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, network, save, save_pth, save_records, save_safetensors
+from support.checkpoints import Call, Global, network, save, save_pth, save_records, save_safetensors
 
 import syncheck
 

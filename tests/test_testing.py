@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
-from groups import make_finding
-from groups import text as message_of
+from support.checkpoints import changed, network, save_pth
+from support.groups import make_finding
+from support.groups import text as message_of
 
 from syncheck.diagnose.statements import Common
 from syncheck.errors import UsageError

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
-from checkpoints import changed, network, save
+from support.checkpoints import changed, network, save
 
 import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
 

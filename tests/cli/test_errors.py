@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
+from support.checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
 
 import syncheck as library
 from syncheck import api

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from browser import opened
-from checkpoints import Done, save_pth, save_safetensors
-from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
+from support.browser import opened
+from support.checkpoints import Done, save_pth, save_safetensors
+from support.hostile_names import FILES, NAMES
 
 from syncheck.options import EXTENSIONS
 from syncheck.report.words import SITE

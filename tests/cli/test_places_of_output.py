@@ -13,8 +13,8 @@ from contextlib import chdir, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import Done, network, save_pth, save_safetensors
-from disks import make_read_only, small_disk
+from support.checkpoints import Done, network, save_pth, save_safetensors
+from support.disks import make_read_only, small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

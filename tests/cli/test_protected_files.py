@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, network, save_pth, save_safetensors
+from support.checkpoints import Done, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.conversion.map_files import write_map

@@ -7,9 +7,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import changed, network, save
-from namespaces import two_hosts
-from programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
+from support.checkpoints import changed, network, save
+from support.namespaces import two_hosts
+from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
 
 import syncheck
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from checkpoints import Done
-    from namespaces import Host
-    from programs_of_ranks import Jobs
+    from support.checkpoints import Done
+    from support.namespaces import Host
+    from support.programs_of_ranks import Jobs
 
 pytestmark = pytest.mark.slow
 # Run a command with a host name of its own, as printed by `uname -n`.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save, save_header
-from programs_of_ranks import SYNCHECK, TORCHRUN, finish
-from started import alive, free_port, wait_for
+from support.checkpoints import changed, network, save, save_header
+from support.programs_of_ranks import SYNCHECK, TORCHRUN, finish
+from support.started import alive, free_port, wait_for
 
 if TYPE_CHECKING:
-    from programs_of_ranks import Jobs
+    from support.programs_of_ranks import Jobs
 
 PATH = "run_rank{rank}.pth"
 

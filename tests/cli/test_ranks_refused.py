@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import Call, Global, network, save_pth
+from support.checkpoints import Call, Global, network, save_pth
 
 import syncheck
 from syncheck.cli import commands

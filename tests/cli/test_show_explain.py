@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from support.checkpoints import network, save_pth, save_safetensors
 
 from syncheck.diagnose.rules import RULES
 from syncheck.readers import contents
@@ -17,7 +17,7 @@ from syncheck.report import terminal, text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
 

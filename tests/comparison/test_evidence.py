@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import compare_ranks, save_safetensors
-from dtensors import save_ranks
+from support.checkpoints import compare_ranks, save_safetensors
+from support.dtensors import save_ranks
 
 import syncheck
 from syncheck.comparison import evidence, vectors

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import compare_ranks, network, save_pth, save_safetensors
+from support.checkpoints import compare_ranks, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.messages import Note

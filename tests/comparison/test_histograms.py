@@ -10,7 +10,7 @@ import jsonschema
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Done, changed, network, save, save_safetensors
+from support.checkpoints import Done, changed, network, save, save_safetensors
 
 import syncheck
 from syncheck.comparison import histograms

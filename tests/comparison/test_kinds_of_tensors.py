@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import save_header
+from support.checkpoints import save_header
 
 import syncheck
 from syncheck.errors import SyncheckError

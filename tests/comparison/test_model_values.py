@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_safetensors
+from support.checkpoints import save_safetensors
 
 import syncheck
 from syncheck.options import DiffOptions

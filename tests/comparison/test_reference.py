@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, compare_ranks, network, save
+from support.checkpoints import changed, compare_ranks, network, save
 
 import syncheck
 from syncheck.errors import OptionError

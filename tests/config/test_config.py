@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import network, save_pth
+from support.checkpoints import network, save_pth
 
 from syncheck import api, config, options
 from syncheck.errors import UsageError

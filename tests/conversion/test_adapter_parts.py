@@ -8,9 +8,9 @@ import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
@@ -22,7 +22,7 @@ from syncheck.records import Reason
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"

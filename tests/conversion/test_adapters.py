@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.errors import UsageError
@@ -15,7 +15,7 @@ from syncheck.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RANK, ALPHA = 4, 8
 MODULES = [f"model.layers.{i}.{part}" for i in range(llama.LAYERS) for part in ("self_attn.q_proj", "mlp.down_proj")]

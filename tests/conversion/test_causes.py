@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.errors import UsageError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 LAYER = "model.layers.0."
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, get_parameters
+from support.found_causes import compare, draw, find, get_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -14,7 +14,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RNG = np.random.default_rng(0)
 FIRST, SECOND, THIRD = (RNG.standard_normal((8, 8)).astype("f4") for _ in range(3))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, flip
+from support.found_causes import compare, draw, find, flip
 
 if TYPE_CHECKING:
     from pathlib import Path

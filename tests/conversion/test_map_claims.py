@@ -6,9 +6,9 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.cli import main
@@ -21,7 +21,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RNG = np.random.default_rng(0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import llama
 import ml_dtypes
 import numpy as np
 import pytest
+from support import llama
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
 
 import syncheck
@@ -17,7 +17,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 NAME = f"{MODULES[0]}.weight"
 FACTOR = f"base_model.model.{MODULES[0]}.lora_B.weight"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from found_causes import compare, draw, find, get_parameters
+from support.found_causes import compare, draw, find, get_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 BODY = {"fc.weight": draw(16, 16, seed=2)}
 KEY = draw(32, 24, seed=3)

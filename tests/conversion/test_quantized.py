@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import ml_dtypes
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.conversion.scales import are_plausible

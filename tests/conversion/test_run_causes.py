@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from found_causes import compare
+from support.found_causes import compare
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 
 def train(

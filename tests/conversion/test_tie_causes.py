@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, flip, get_parameters
+from support.found_causes import compare, draw, find, flip, get_parameters
 
 import syncheck
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 EMBEDDING, HEAD = draw(48, 16), draw(48, 16, seed=1)
 BODY = draw(16, 16, seed=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from found_causes import compare
+from support.found_causes import compare
 
 import syncheck
 from syncheck.options import DiffOptions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, snapshot
+from support.checkpoints import changed, network, save, snapshot
 
 import syncheck
 from syncheck import api, testing

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diagnose_case, diff, group
-from checkpoints import save_pth
+from support.cases import DIGEST, diagnose_case, diff, group
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only

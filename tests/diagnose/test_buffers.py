@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from groups import facts_of
-from small_model import HALF, SGD, group, in_head, make_diff, model, moments, unreduced
+from support.cases import diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.small_model import HALF, SGD, group, in_head, make_diff, model, moments, unreduced
 
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
 from syncheck.diagnose import syn225_not_updated_on_some_ranks as syn225

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diff, group
-from groups import facts_of
-from small_model import ADAM, SGD, make_diff, model, moments, start
-from small_model import group as small_group
+from support.cases import diagnose_case, diff, group
+from support.groups import facts_of
+from support.small_model import ADAM, SGD, make_diff, model, moments, start
+from support.small_model import group as small_group
 
 from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn220_bit_flip as syn220

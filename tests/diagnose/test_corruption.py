@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import cases
 import pytest
-from cases import DIGEST, diff, group
-from groups import facts_of
+from support import cases
+from support.cases import DIGEST, diff, group
+from support.groups import facts_of
 
 from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221

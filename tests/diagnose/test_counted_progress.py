@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_single
-from progress_cases import batches, group, statistics, trained
+from support.cases import diagnose_single
+from support.progress_cases import batches, group, statistics, trained
 
 import syncheck
 from syncheck.diagnose import syn106_different_progress as syn106

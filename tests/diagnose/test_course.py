@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import small_model
 import torch
-from groups import make_finding
+from support import small_model
+from support.groups import make_finding
 from torch import nn
 
 import syncheck

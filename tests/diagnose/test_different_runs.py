@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from groups import facts_of
+from support.groups import facts_of
 from torch import nn
 
 import syncheck

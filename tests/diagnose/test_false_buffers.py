@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from small_model import group, make_diff, moment
+from support.cases import diagnose_case, diagnose_single
+from support.small_model import group, make_diff, moment
 
 from syncheck.diagnose import syn205_buffer_local_state as syn205
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218

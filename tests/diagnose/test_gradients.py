@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from groups import facts_of
-from small_model import (
+from support.cases import diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.small_model import (
     ADAM,
     DECAY,
     MODEL,

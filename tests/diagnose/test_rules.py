@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from cases import diagnose_case, diff, group
+from support.cases import diagnose_case, diff, group
 
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import DIGEST, diagnose_case, diagnose_single
-from groups import facts_of
-from progress_cases import STATE, batches, diff, group, missing, statistics, trained
+from support.cases import DIGEST, diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.progress_cases import STATE, batches, diff, group, missing, statistics, trained
 
 from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import DIGEST, diagnose_case, diagnose_single
-from groups import facts_of
-from progress_cases import batches, counter, diff, group, scaler, statistics, trained
+from support.cases import DIGEST, diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.progress_cases import batches, counter, diff, group, scaler, statistics, trained
 
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diagnose_case, diff, group
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6
-from groups import facts_of
+from support.cases import DIGEST, diagnose_case, diff, group
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6
+from support.groups import facts_of
 
 import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diff, group
-from groups import facts_of
-from small_model import HALF, moments, unreduced
-from small_model import group as model_group
-from small_model import model as model_diffs
+from support.cases import diagnose_case, diff, group
+from support.groups import facts_of
+from support.small_model import HALF, moments, unreduced
+from support.small_model import group as model_group
+from support.small_model import model as model_diffs
 
 from syncheck.diagnose import syn201_bn_local_stats as syn201
 from syncheck.diagnose import syn211_gradients_not_reduced as syn211

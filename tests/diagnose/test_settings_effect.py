@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case
-from small_model import HALF, MODEL, group, model, moments
+from support.cases import diagnose_case
+from support.small_model import HALF, MODEL, group, model, moments
 
 import syncheck
 from syncheck.diagnose.syn107_settings_differ import Text

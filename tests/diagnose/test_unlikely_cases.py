@@ -6,12 +6,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import cases
-import progress_cases
 import pytest
-import small_model
 import torch
-from groups import facts_of
+from support import cases, progress_cases, small_model
+from support.groups import facts_of
 
 from syncheck.api import compare
 from syncheck.comparison import histograms

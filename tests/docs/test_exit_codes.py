@@ -19,7 +19,7 @@ from syncheck.cli import main
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPa
     asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
     for folder in (ROOT / "tests" / "pytest_plugin", clone):
         monkeypatch.syspath_prepend(folder)
-    from sessions import sessions
+    from support.sessions import sessions
 
     ended = sessions(*((clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked))
     assert [session.code for session in ended] == [code for _, code in asked]

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from checkpoints import snapshot
+from support.checkpoints import snapshot
 
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas

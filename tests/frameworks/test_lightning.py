@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from libraries import need, train
+from support.libraries import need, train
 
 import syncheck
 

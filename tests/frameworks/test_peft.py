@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from libraries import need
+from support.libraries import need
 
 import syncheck
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern

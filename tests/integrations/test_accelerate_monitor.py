@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need
-from outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
+from support.libraries import need
+from support.outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
 
 from syncheck.errors import UsageError
 from syncheck.integrations.accelerate import monitor

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from libraries import need
-from outcomes import outcomes
-from recipes import blocks
+from support.libraries import need
+from support.outcomes import outcomes
+from support.recipes import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need
-from outcomes import (
+from support.libraries import need
+from support.outcomes import (
     Outcomes,
     assert_not_checked_after_an_error,
     assert_nothing_changed,

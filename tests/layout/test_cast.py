@@ -102,7 +102,7 @@ def test_a_second_rounding_is_out_of_sync(tmp_path: Path, stored: str, cast: str
 def test_shards_are_converted(tmp_path: Path) -> None:
     """The conversion applies to tensors in several files, and to tensors larger than a block."""
     import numpy as np
-    from dtensors import save_ranks
+    from support.dtensors import save_ranks
 
     whole = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
     (tmp_path / "ranks").mkdir()

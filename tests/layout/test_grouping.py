@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import snapshot
+from support.checkpoints import snapshot
 
 from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
 
 import syncheck
 from syncheck.cli import main

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save, save_pth
+from support.checkpoints import changed, network, save, save_pth
 
 import syncheck
 from syncheck.api import holds_checkpoint

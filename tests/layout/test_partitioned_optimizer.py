@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import network as arrays
-from checkpoints import save_pth
+from support.checkpoints import network as arrays
+from support.checkpoints import save_pth
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import network, save_pth
-from dtensors import save_ranks
+from support.checkpoints import network, save_pth
+from support.dtensors import save_ranks
 
 import syncheck
 from syncheck.cli import main

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import EXAMPLES, for_all
+from support.strategies import EXAMPLES, for_all
 
 import syncheck
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

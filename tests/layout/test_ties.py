@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import compare_ranks
+from support.checkpoints import compare_ranks
 
 import syncheck
 

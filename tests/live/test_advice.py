@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank, flip, trained
+from support.agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
 from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks

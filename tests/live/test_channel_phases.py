@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import on_all
+from support.agreement import on_all
 from torch import nn
 
 from syncheck.live import channel, check, resync

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, each_rank, flip, trained
+from support.agreement import Net, all_pass, each_rank, flip, trained
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.live import check

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from mortal import PLACES, SHORT
+from support.mortal import PLACES, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROGRAM = Path(__file__).with_name("mortal.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "mortal.py"
 ROOT = PROGRAM.parents[2]
 ENDING = [place for place, (_, _, timeout) in PLACES.items() if timeout != SHORT]
 SILENT = [place for place in PLACES if place not in ENDING]

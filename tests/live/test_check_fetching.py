@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, trained
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, trained
 
 import syncheck
 from syncheck.live import check

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank
+from support.agreement import Net, all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.live import check

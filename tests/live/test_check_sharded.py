@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

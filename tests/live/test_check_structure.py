@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, Outcome, all_pass, all_raise, each_rank
+from support.agreement import Net, Outcome, all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.errors import UsageError

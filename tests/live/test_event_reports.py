@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from monitored import Watched, flip_at
+from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
 from syncheck.report import finding_text, html, plain, text
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     from syncheck.testing import Rank
 

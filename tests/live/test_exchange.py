@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, all_raise, each_rank, flip, trained
+from support.agreement import all_pass, all_raise, each_rank, flip, trained
 
 from syncheck.diagnose import syn220_bit_flip
 from syncheck.live.exchange import fetching

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, trained
+from support.agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreement import all_pass, all_raise, each_rank
-from checkpoints import changed, network, save
+from support.agreement import all_pass, all_raise, each_rank
+from support.checkpoints import changed, network, save
 
 import syncheck
 from syncheck.cli import rank_files

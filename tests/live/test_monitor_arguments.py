@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from agreement import Net
-from groups import make_finding, make_group
-from monitored import printer
+from support.agreement import Net
+from support.groups import make_finding, make_group
+from support.monitored import printer
 
 import syncheck
 from syncheck import errors, testing

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from agreement import all_pass, each_rank
-from monitored import Watched, flip_at, printer
+from support.agreement import all_pass, each_rank
+from support.monitored import Watched, flip_at, printer
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, each_rank, flip, on_all, trained
-from healing import bits, healed
+from support.agreement import Net, all_pass, each_rank, flip, on_all, trained
+from support.healing import bits, healed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
-from groups import make_group
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
+from support.groups import make_group
 
 from syncheck.errors import UsageError
 from syncheck.live import resync

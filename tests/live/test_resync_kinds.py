@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all, trained
-from healing import bits, healed
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all, trained
+from support.healing import bits, healed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_raise, each_rank, flip, on_all, trained
-from healing import bits, healed, untouched
+from support.agreement import Net, all_raise, each_rank, flip, on_all, trained
+from support.healing import bits, healed, untouched
 from torch import nn
 
 from syncheck.live import resync

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import on_all
+from support.agreement import on_all
 
 from syncheck.live import check
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank
+from support.agreement import all_pass, each_rank
 from torch import nn
 
 from syncheck.testing import OutOfSync, assert_in_sync, compare

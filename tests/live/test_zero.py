@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, each_rank, flip
+from support.agreement import Net, all_pass, each_rank, flip
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 

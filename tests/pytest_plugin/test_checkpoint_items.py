@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from sessions import find_failure, session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.sessions import find_failure, session, sessions
 
 from syncheck import metadata
 from syncheck.messages import Note

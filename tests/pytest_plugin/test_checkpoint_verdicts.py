@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from dtensors import save_ranks
-from groups import make_finding, make_group
-from sessions import session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.dtensors import save_ranks
+from support.groups import make_finding, make_group
+from support.sessions import session, sessions
 
 import syncheck
 from syncheck import api

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from sessions import session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.sessions import session, sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

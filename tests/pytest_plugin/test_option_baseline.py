@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

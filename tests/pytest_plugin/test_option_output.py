@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save
+from support.checkpoints import save
 
 import syncheck
 from syncheck import api

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import EXAMPLES, for_all
+from support.strategies import EXAMPLES, for_all
 
 from syncheck.readers.dcp.index import find_fault
 

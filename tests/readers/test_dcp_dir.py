@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import assemble, contents, expected, load, save, trained  # noqa: E402
+from support.dcp_folders import assemble, contents, expected, load, save, trained  # noqa: E402
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
 
 import syncheck  # noqa: E402

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
+from support.dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
 
 import syncheck  # noqa: E402
 from syncheck import api  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import contents, expected, load, save, trained  # noqa: E402
+from support.dcp_folders import contents, expected, load, save, trained  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,

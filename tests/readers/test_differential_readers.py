@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import reject
 from hypothesis import strategies as st
-from strategies import (
+from support.strategies import (
     DTYPES,
     EXAMPLES,
     SAFETENSORS,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, save_pth
-from dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, new
+from support.checkpoints import Call, save_pth
+from support.dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, new
 
 import syncheck
 from syncheck.messages import Refusal

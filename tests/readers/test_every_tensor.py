@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, Global, save_pth
-from dtensors import dtensor, mesh_of_2_6
+from support.checkpoints import Call, Global, save_pth
+from support.dtensors import dtensor, mesh_of_2_6
 
 import syncheck
 from syncheck.readers.pickles.tree import LOST

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from support.checkpoints import network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.errors import MalformedFile

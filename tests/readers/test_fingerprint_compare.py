@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.api import Options, compare

@@ -10,11 +10,11 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import save_header
 from hypothesis import strategies as st
 from malformed.opcodes import PROTOCOL, mapping, named, pickled, whole
 from malformed.torch_parts import INTACT, saved, state, storage, tensor, torch_legacy, torch_zip, with_zip64, zipped
-from strategies import EXAMPLES, for_all
+from support.checkpoints import save_header
+from support.strategies import EXAMPLES, for_all
 
 import syncheck
 from fuzz.judge import RANKS, check_copies

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_safetensors
+from support.checkpoints import changed, network, save, save_safetensors
 
 import syncheck
 

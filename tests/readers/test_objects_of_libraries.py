@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, save_pth, save_records
+from support.checkpoints import Call, Global, save_pth, save_records
 
 import syncheck
 from syncheck.errors import RefusedFile

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_header, save_safetensors
+from support.checkpoints import save_header, save_safetensors
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import Call, Global, save_pth
-from dtensors import new
+from support.checkpoints import Call, Global, save_pth
+from support.dtensors import new
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType

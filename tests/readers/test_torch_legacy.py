@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from malformed.torch_parts import mapping, storage, tensor, torch_legacy, whole
-from strategies import content
+from support.strategies import content
 
 import syncheck
 from syncheck.errors import MalformedFile, RefusedFile

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, Global, _Stored, save_pth, save_safetensors
-from dcp_folders import assemble
-from strategies import found_in, from_bytes, loaded, noise
+from support.checkpoints import Call, Global, _Stored, save_pth, save_safetensors
+from support.dcp_folders import assemble
+from support.strategies import found_in, from_bytes, loaded, noise
 
 import syncheck
 from syncheck.errors import MalformedFile, NotACheckpoint

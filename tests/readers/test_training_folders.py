@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
+from support.checkpoints import changed, network, save, save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, _Pickler, _Stored, save_pth, save_records
+from support.checkpoints import Call, Global, _Pickler, _Stored, save_pth, save_records
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile

@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from groups import make_finding, make_group
-from groups import text as message_of
-from real_runs import FIXTURES, REAL, compare_real_runs
+from support.groups import make_finding, make_group
+from support.groups import text as message_of
+from support.real_runs import FIXTURES, REAL, compare_real_runs
 
 import syncheck
 from syncheck.messages import Detail

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
-from real_runs import compare_real_runs
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
+from support.real_runs import compare_real_runs
 
 import syncheck
 from syncheck.messages import Undecided

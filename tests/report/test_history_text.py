@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE
-from large import group, tensor
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE
+from support.large import group, tensor
 
 import syncheck
 from syncheck.records import History, HistoryPoint, Report, Trend

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
 
 from syncheck.report import failure, formats, plain, terminal, text
 from syncheck.text import logged
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 OTHERS = [name for name in HOSTILE if ":" in name or "##" in name]
 COMMANDS = [*OTHERS, "::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "a ##[group]b", ":::", "::[::"]

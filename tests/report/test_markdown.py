@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
 from markdown_it import MarkdownIt  # a dependency of rich
-from real_runs import compare_real_runs
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
+from support.real_runs import compare_real_runs
 
 import syncheck
 from syncheck.diagnose.rules import RULES

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import opened
-from large import group, names, report, tensor
-from real_runs import FIXTURES, compare_real_runs
+from support.browser import opened
+from support.large import group, names, report, tensor
+from support.real_runs import FIXTURES, compare_real_runs
 
 import syncheck
 from syncheck.conversion.diff import diff

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from large import group, report, tensor
+from support.large import group, report, tensor
 
 from syncheck.diagnose.series import by_run
 from syncheck.findings import Stored

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, network, save, save_pth
-from dtensors import save_ranks
-from hostile_report import HOSTILE, hostile
+from support.checkpoints import Done, network, save, save_pth
+from support.dtensors import save_ranks
+from support.hostile_report import HOSTILE, hostile
 
 import syncheck
 from syncheck.api import Options

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck
 import syncheck as library
@@ -26,7 +26,7 @@ from syncheck.tensors.digests import compare_checksums
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     from syncheck.records import Report
     from syncheck.snapshots import Tensor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import compare_ranks
-from exact import FORMATS, numbers
+from support.checkpoints import compare_ranks
+from support.exact import FORMATS, numbers
 
 import syncheck
 from syncheck.tensors import blocks

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_header
+from support.checkpoints import save_header
 
 import syncheck
 from syncheck.snapshots import Shard, Tensor, contiguous_strides

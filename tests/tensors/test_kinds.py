@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save
+from support.checkpoints import save
 
 import syncheck
 from syncheck.snapshots import Metadata

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_pth, save_safetensors
+from support.checkpoints import save_pth, save_safetensors
 
 import syncheck
 from syncheck.tensors import blocks

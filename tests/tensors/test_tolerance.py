@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, compare_ranks, network, save, save_safetensors
+from support.checkpoints import changed, compare_ranks, network, save, save_safetensors
 
 import syncheck
 from syncheck import api
@@ -126,7 +126,7 @@ TOLERANCES = ({"rtol": 0.0, "atol": 1.0}, {"rtol": 0.25, "atol": 0.5}, {"ulp": 2
 def test_verdicts_do_not_depend_on_order_or_reference() -> None:
     """Order and reference do not affect the verdict, and replicas in sync stay in sync if any replica is removed."""
     from hypothesis import strategies as st
-    from strategies import for_all
+    from support.strategies import for_all
 
     near_one = [float(np.float32(1) + np.float32(i) * np.float32(2**-23)) for i in range(-3, 4)]
     number = st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.5, 1.5, -1.0, 1e30, np.nan, np.inf, -np.inf, *near_one])

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from bench_rows import MACHINE, epoch, record, row
-from namespaces import two_hosts
-from programs import children
-from started import ROOT, alive, wait_for
+from support.bench_rows import MACHINE, epoch, record, row
+from support.namespaces import two_hosts
+from support.programs import children
+from support.started import ROOT, alive, wait_for
 
 from benchmarks.trainer import main as measure_trainer
 from train.bench.__main__ import main
@@ -28,7 +28,7 @@ from train.methods import METHODS
 from train.options import build_parser
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 BENCH = (sys.executable, "-m", "train.bench")
 MEASURE = (sys.executable, "-m", "benchmarks.trainer")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bench_rows import epoch, record, row
-from programs import command
+from support.bench_rows import epoch, record, row
+from support.programs import command
 
 from benchmarks.trainer import check_settings, format_parts, measure_overhead
 from train.bench.__main__ import main, write_file

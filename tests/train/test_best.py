@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios import SMALL, run, tensors
+from support.scenarios import SMALL, run, tensors
 
 import syncheck
 from train.checkpoints.saver import Saver

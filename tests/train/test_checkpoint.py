@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from scenarios import SMALL, load, run, tensors
+from support.scenarios import SMALL, load, run, tensors
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
 from train.engine import prepare, train

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scenarios import SMALL, trained
+from support.scenarios import SMALL, trained
 from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, load_data

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from evaluated import FIXTURES, SYNCED, change, copy_synced, scores
-from programs import SHORT, TRAIN, Programs
-from scenarios import SMALL, SMALLEST, load, run
-from started import ROOT
+from support.evaluated import FIXTURES, SYNCED, change, copy_synced, scores
+from support.programs import SHORT, TRAIN, Programs
+from support.scenarios import SMALL, SMALLEST, load, run
+from support.started import ROOT
 
 from train.data import load_data
 from train.evaluate.__main__ import main

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from resumed import TINY, assert_bitwise, state_of
-from scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
+from support.resumed import TINY, assert_bitwise, state_of
+from support.scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 

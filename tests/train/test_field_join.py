@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from resumed import interrupt, resume
-from scenarios import SMALL, differing, load, run, trained
+from support.resumed import interrupt, resume
+from support.scenarios import SMALL, differing, load, run, trained
 from torch import nn
 
 import syncheck

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import SMALL, differing, load, run, tensors, widest_gap
+from support.scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.testing import assert_in_sync

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TRAIN, Programs
-from scenarios import NEEDS_FSDP, fsdp, load, run, trained, whole_state
-from started import ROOT
+from support.programs import TRAIN, Programs
+from support.scenarios import NEEDS_FSDP, fsdp, load, run, trained, whole_state
+from support.started import ROOT
 from torch.utils.data import TensorDataset
 
 from train import minimal

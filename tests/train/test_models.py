@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenarios import SMALLEST
+from support.scenarios import SMALLEST
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

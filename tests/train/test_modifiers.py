@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
+from support.scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

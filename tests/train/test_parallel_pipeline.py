@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, differing, run, trained
+from support.scenarios import NEEDS_FSDP, differing, run, trained
 
 import syncheck
 from train.errors import UserError

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from resumed import TINY, assert_bitwise
-from scenarios import SMALL, fsdp, run, trained, whole_state
+from support.resumed import TINY, assert_bitwise
+from support.scenarios import SMALL, fsdp, run, trained, whole_state
 
 import syncheck
 from train.engine import prepare

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from resumed import TINY, Crash, Stops
-from scenarios import SMALL, fsdp, load
-from started import ROOT
+from support.resumed import TINY, Crash, Stops
+from support.scenarios import SMALL, fsdp, load
+from support.started import ROOT
 
 from train.engine import train
 from train.errors import UserError

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, Programs, children, errors, imports_torch
-from resumed import differences
-from scenarios import load
-from started import wait_for
+from support.programs import RUN, TRAIN, Programs, children, errors, imports_torch
+from support.resumed import differences
+from support.scenarios import load
+from support.started import wait_for
 
 from train.resume import state_path, states_folder
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from programs import Run
+    from support.programs import Run
 
 # 40 steps an epoch: enough after step 14 for the ranks to be killed before the end.
 LONG = (

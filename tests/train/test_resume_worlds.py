@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from resumed import TINY, Stops, interrupt, resume, whole
-from scenarios import NEEDS_FSDP, fsdp, whole_state
+from support.resumed import TINY, Stops, interrupt, resume, whole
+from support.scenarios import NEEDS_FSDP, fsdp, whole_state
 
 from train.engine import prepare, train
 from train.errors import UserError

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from resumed import TINY, differences, resume, state_of, whole
-from scenarios import load
+from support.resumed import TINY, differences, resume, state_of, whole
+from support.scenarios import load
 
 from train.engine import train
 from train.errors import Stopped

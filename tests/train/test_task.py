@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from programs import TRAIN
-from scenarios import trained
+from support.programs import TRAIN
+from support.scenarios import trained
 
 from train.errors import UserError
 from train.evaluate.__main__ import main as evaluate
@@ -21,7 +21,7 @@ from train.settings import Settings, check
 from train.task import make_task
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 EXAMPLE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), re.DOTALL)[
     0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scenarios import SMALL, differing, load, run, tensors
+from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
 from syncheck.diagnose.rules import RULES

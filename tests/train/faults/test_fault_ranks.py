@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import NEEDED_OPTIONS, QUIET, differing_tensors
-from scenarios import run, tensors
+from support.scenarios import run, tensors
 
 import syncheck
 from syncheck.diagnose.statements import Course

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from planted import Pair, differing_elements, flipped_bits, optimizer_names, parameters, statistics, train_with_fault
-from scenarios import differing, load, tensors
+from support.scenarios import differing, load, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from planted import QUIET
-from scenarios import SMALLEST
+from support.scenarios import SMALLEST
 from torch import nn
 
 from train import faults

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
-from started import LAUNCHER, alive, free_port, wait_for
+from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
+from support.started import LAUNCHER, alive, free_port, wait_for
 
 from train.run import main
 
 if TYPE_CHECKING:
     import subprocess
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
     from syncheck.testing import Rank
 

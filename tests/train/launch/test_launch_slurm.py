@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import NODES, Cluster
-from programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
-from scenarios import differing
-from started import ROOT, wait_for
+from support.cluster import NODES, Cluster
+from support.programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
+from support.scenarios import differing
+from support.started import ROOT, wait_for
 from test_stopping_programs import start_long, stopped_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
 pytestmark = pytest.mark.slow
 

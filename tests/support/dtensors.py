@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from checkpoints import Call, Global, save_pth
+
+from support.checkpoints import Call, Global, save_pth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from checkpoints import save_safetensors
+
+from support.checkpoints import save_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path

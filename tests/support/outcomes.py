@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libraries import run
+from support.libraries import run
 
 if TYPE_CHECKING:
-    from libraries import Ended
+    from support.libraries import Ended
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "integrations" / "programs"
 
 
 @dataclass(frozen=True)

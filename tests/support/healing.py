@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from agreement import all_pass, each_rank, on_all
 
+from support.agreement import all_pass, each_rank, on_all
 from syncheck.live import Resync, check, resync
 
 

@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from required import unavailable
+from support.required import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from required import unavailable
+from support.required import unavailable
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = Path(__file__).parent / "frameworks" / "programs"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "frameworks" / "programs"
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
 

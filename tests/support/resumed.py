@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import load
 
+from support.scenarios import load
 from train.engine import train
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder

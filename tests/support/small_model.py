@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import cases
-
+from support import cases
 from syncheck.records import Evidence, Group, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:

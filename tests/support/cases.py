@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from groups import make_group
-
+from support.groups import make_group
 from syncheck.diagnose import rules
 from syncheck.records import Counts, Replica, TensorDiff
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from exact import FORMATS, Format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
 import syncheck
+from support.exact import FORMATS, Format
 from syncheck.tensors.blocks import Files, ranges
 
 torch = pytest.importorskip("torch")
