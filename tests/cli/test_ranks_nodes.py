@@ -89,8 +89,8 @@ def test_fingerprints_of_each_node(jobs: Jobs, hosts: list[Host], nodes: list[Pa
     desk = tmp_path / "desk"
     desk.mkdir()
     for host, folder in zip(hosts, nodes, strict=True):
-        made = finish(jobs.start(*host.command(*SYNCHECK, "fingerprint", "ckpts", "-o", "made"), cwd=folder))
-        assert (made.code, made.err) == (0, "")
+        created = finish(jobs.start(*host.command(*SYNCHECK, "fingerprint", "ckpts", "-o", "made"), cwd=folder))
+        assert (created.code, created.err) == (0, "")
         for file in (folder / "made").rglob("*.json"):
             shutil.copy(file, desk)
     files = sorted(file.name for file in desk.iterdir())

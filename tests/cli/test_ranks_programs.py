@@ -139,10 +139,10 @@ def test_torchrun_of_a_missing_file(jobs: Jobs, tmp_path: Path) -> None:
 def test_unavailable_port(jobs: Jobs, tmp_path: Path) -> None:
     """A process that cannot join the other ranks prints one line with address and reason, and exits with 2."""
     write_ranks(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = finish(jobs.start(*SYNCHECK, "compare", PATH, **environment))
     assert (done.code, done.out) == (2, "")

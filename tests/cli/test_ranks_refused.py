@@ -65,8 +65,8 @@ def replace_with_fingerprint(file: Path) -> None:
     from syncheck import read
     from syncheck.readers import fingerprints
 
-    made = fingerprints.fingerprint(read(str(file)))
-    file.write_text(made)
+    created = fingerprints.fingerprint(read(str(file)))
+    file.write_text(created)
 
 
 def replace_with_program(file: Path) -> None:

@@ -181,8 +181,8 @@ def test_two_adapters_are_compared_as_stored(tmp_path: Path) -> None:
     """Factors that differ while their product agrees are a difference."""
     model = llama.make_model()
     adapter = make_adapter(model)
-    other = {name: w * 2 if "lora_A" in name else w / 2 for name, w in adapter.items()}
-    a, b = llama.write(tmp_path / "a", {**model, **adapter}), llama.write(tmp_path / "b", {**model, **other})
+    second = {name: w * 2 if "lora_A" in name else w / 2 for name, w in adapter.items()}
+    a, b = llama.write(tmp_path / "a", {**model, **adapter}), llama.write(tmp_path / "b", {**model, **second})
     assert syncheck.diff(a, a).exit_code == 0
     assert syncheck.diff(a, b).counts.different == len(adapter)
 
@@ -191,8 +191,8 @@ def test_files_whose_names_differ_by_a_prefix_are_copies(tmp_path: Path) -> None
     """Two files of A with other prefixes hold the same tensors: their difference is reported."""
     model = llama.make_model()
     wrapped = {f"module.{name}": w + 1 for name, w in model.items()}
-    one, other = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
-    assert syncheck.diff(f"{one},{other}", one).exit_code == 1
+    first_path, second_path = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
+    assert syncheck.diff(f"{first_path},{second_path}", first_path).exit_code == 1
 
 
 @pytest.mark.parametrize("other", ["other data", "another scale", "equal"])

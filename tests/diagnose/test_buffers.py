@@ -70,8 +70,8 @@ FIRST = alone("zeta", cosine=0.1, max_abs=0.3, step=5)
         # Rows with differences on every rank are local updates; on one rank of four, differing rows are damage.
         ([alone("queue", "buffer", mismatched=2, extent="contiguous")], "SYN205"),
         *(
-            ([group(make_diff("queue", "buffer", 4, odd, mismatched=2, extent="contiguous"), ranks=4)], code)
-            for odd, code in (((), "SYN205"), ((3,), "SYN221"))
+            ([group(make_diff("queue", "buffer", 4, outlier, mismatched=2, extent="contiguous"), ranks=4)], code)
+            for outlier, code in (((), "SYN205"), ((3,), "SYN221"))
         ),
     ],
 )

@@ -62,8 +62,8 @@ def test_options_reach_the_monitor() -> None:
 def test_drift_of_batchnorm_is_found(quick: Outcomes) -> None:
     """Statistics that drift under DDP are found at each check."""
     assert quick.steps("drift") == [3, 6]
-    found = [(rank["codes"], rank["names"]) for rank in quick.of("drift")]
-    assert found == [(["SYN201"], ["1.running_mean", "1.running_var"])] * 2
+    result = [(rank["codes"], rank["names"]) for rank in quick.of("drift")]
+    assert result == [(["SYN201"], ["1.running_mean", "1.running_var"])] * 2
 
 
 @pytest.mark.slow

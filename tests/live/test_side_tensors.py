@@ -78,8 +78,8 @@ def smallest_on_last(model: Net, rank: int) -> None:
 def random_on_each(model: Net, rank: int) -> None:
     """Each rank draws its own mask."""
     with torch.no_grad():
-        kept = torch.rand(8, 8, generator=torch.Generator().manual_seed(rank)) > 0.5
-        model.first.weight.mul_(kept)
+        retained = torch.rand(8, 8, generator=torch.Generator().manual_seed(rank)) > 0.5
+        model.first.weight.mul_(retained)
 
 
 def two_of_four_on_0(model: Net, rank: int) -> None:

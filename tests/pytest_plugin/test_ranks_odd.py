@@ -130,14 +130,14 @@ def test_skips_while_the_other_waits(syncheck_rank):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with both suites and a separate ini file."""
-    made = tmp_path_factory.mktemp("odd")
-    (made / "tests").mkdir()
-    (made / "ini").mkdir()
-    (made / "tests" / "conftest.py").write_text(CONFTEST)
-    (made / "tests" / "test_pass.py").write_text(PASS)
-    (made / "tests" / "test_fail.py").write_text(FAIL)
-    (made / "ini" / "pytest.ini").write_text(f"[pytest]\nlog_file = {made}/log.txt\n")
-    return made
+    created = tmp_path_factory.mktemp("odd")
+    (created / "tests").mkdir()
+    (created / "ini").mkdir()
+    (created / "tests" / "conftest.py").write_text(CONFTEST)
+    (created / "tests" / "test_pass.py").write_text(PASS)
+    (created / "tests" / "test_fail.py").write_text(FAIL)
+    (created / "ini" / "pytest.ini").write_text(f"[pytest]\nlog_file = {created}/log.txt\n")
+    return created
 
 
 def pytest_on(folder: Path, file: str) -> subprocess.CompletedProcess[str]:

@@ -126,9 +126,11 @@ PERSISTENT = st.one_of(
 
 def trees(form: str) -> st.SearchStrategy[bytes]:
     """Return a strategy for containers with the tensors and storages of a format."""
-    of = storage() if form == "torch-zip" else storage("0", 6, None, None)
+    source_value = storage() if form == "torch-zip" else storage("0", 6, None, None)
     return st.recursive(
-        st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor(of)), st.just(of)).map(pickled),
+        st.one_of(
+            st.none(), st.integers(), st.text(max_size=5), st.just(tensor(source_value)), st.just(source_value)
+        ).map(pickled),
         lambda inner: st.one_of(
             st.lists(inner, max_size=4).map(lambda parts: pickled(tuple(parts))),
             st.lists(st.tuples(inner, inner), max_size=4).map(lambda pairs: mapping(*pairs)),

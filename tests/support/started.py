@@ -35,11 +35,11 @@ class Processes:
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a process; keyword arguments are environment variables."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
+        retained = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.folder,
-            env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **self.variables, **environment},
+            env={**retained, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **self.variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

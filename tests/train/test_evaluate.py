@@ -148,10 +148,10 @@ def test_runs_with_whole_models_are_evaluated(ctx: RankContext, syncheck_rank: R
     run(ctx, settings)
     result = scores(settings.out)
     assert [rank.rank for rank in result.ranks] == [0, 1]
-    own = [rank.own for rank in result.ranks]
+    own_values = [rank.own for rank in result.ranks]
     expected = (not settings.sync_bn, settings.method == "localsgd")  # 10 steps end two steps after the last average
     assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == expected
-    assert (own[0] == own[1]) is settings.sync_bn
+    assert (own_values[0] == own_values[1]) is settings.sync_bn
     assert (result.ranks[0].averaged == result.ranks[1].averaged) is (settings.method != "localsgd")
 
 

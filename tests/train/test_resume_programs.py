@@ -79,11 +79,11 @@ def test_killed_and_requeued(
     assert again.returncode == 0, again.stderr
     (note,) = [line for line in again.stderr.splitlines() if "resumed" in line]
     assert note.startswith(f"run.py: resumed {method} at step ")
-    reference, whole = uninterrupted[method]
+    reference, complete = uninterrupted[method]
     for rank in range(size):
         name = f"{method}_rank{rank}.pth"
         assert differences(load(out / name), load(reference / name)) == []
-    assert epoch_lines(again)[-2:] == epoch_lines(whole)[-2:]
+    assert epoch_lines(again)[-2:] == epoch_lines(complete)[-2:]
 
 
 def epoch_lines(run: Run) -> list[str]:

@@ -106,9 +106,9 @@ def test_a_resumed_run_keeps_the_best(module: str) -> None:
     assert main([*options, "whole", "--out", "whole"]) == 0
     assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]) == 0
     assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]) == 0
-    whole, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
+    complete, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
     for key in ("test_rmse", "best_rmse", "best_epoch"):
-        assert half[key] == whole[key]
+        assert half[key] == complete[key]
     assert main(["--out", "half", "--resume"]) == 2
 
 
