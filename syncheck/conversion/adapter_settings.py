@@ -58,11 +58,10 @@ class AdapterSettings:
         kind = self.content.get("peft_type", _LORA)
         if kind != _LORA:
             return AdapterProblem.KIND(kind=brief(kind))
-        unsupported = [name for name, value in self.content.items() if not _is_supported(name, value)]
-        if unsupported:
+        for name, value in self.content.items():
             # One setting is enough to refuse the merge.
-            name = unsupported[0]
-            return AdapterProblem.SETTING(name=brief(name), value=brief(self.content[name]))
+            if not _is_supported(name, value):
+                return AdapterProblem.SETTING(name=brief(name), value=brief(value))
         return None
 
     def find_obstacle(self, module: str, *, linear: bool = True) -> Message | None:
@@ -76,11 +75,11 @@ class AdapterSettings:
             return AdapterProblem.PATTERN(problem=str(error))
         return None if setting is None else self.refuse_module(module, setting)
 
-    def find_obstacle_of_bias(self, module: str, *, linear: bool) -> Message | None:
-        """Return the same for the bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
-        if not self._read("lora_bias"):
-            return self.refuse_module(module, "lora_bias")
-        return self.find_obstacle(module, linear=linear)
+    def refuse_bias(self, module: str) -> Message | None:
+        """Return the problem of a bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
+        if self._read("lora_bias"):
+            return None
+        return self.refuse_module(module, "lora_bias")
 
     def find_obstacle_of_tokens(self, module: str) -> Message | None:
         """Return the same for the rows of an embedding."""

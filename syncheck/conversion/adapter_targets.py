@@ -30,7 +30,8 @@ _OUTPUT_LAYERS = frozenset(
 )
 # The first number between two dots, after another segment at least.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-_NUMBER = re.compile(r"(\d+)\.")
+# The number between the dots after some segments.
+_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -52,22 +53,24 @@ class Targets:
         """
         require_short(module)
         # PEFT refuses a pattern without layers.
-        if self.settings.get("layers_pattern") and self.settings.get("layers_to_transform") is None:
+        has_layers = self.settings.get("layers_to_transform") is not None
+        if self.settings.get("layers_pattern") and not has_layers:
             return "layers_pattern"
         if self._selects("exclude_modules", module):
             return "exclude_modules"
         if self._is_saved(module):
             return "modules_to_save"
         targets = self.settings.get("target_modules")
+        # PEFT chooses the modules of a known model itself, and refuses other models.
         if targets is None:
-            # PEFT chooses the modules of a known model itself, and refuses other models.
             return None
         if isinstance(targets, str):
             return self._find_obstacle_of_text(targets, module, linear=linear)
         if not self._selects("target_modules", module):
             return "target_modules"
         # A module that the list contains with its whole name is selected in any layer.
-        if module in self._list_names("target_modules") or self._has_selected_layer(module):
+        is_listed = module in self._list_names("target_modules")
+        if is_listed or self._has_selected_layer(module):
             return None
         return "layers_to_transform"
 
@@ -90,11 +93,8 @@ class Targets:
             return False
         if isinstance(value, str):
             return matches_whole(value, module, self.budget)
-        names = self._list_names(setting)
-        end = module
-        while end and end not in names:
-            end = end.partition(".")[2]
-        return end != ""
+        ends = _list_segment_ends(module)
+        return not self._list_names(setting).isdisjoint(ends)
 
     def _list_names(self, setting: str) -> frozenset[str]:
         """Return the content of a list of names."""
@@ -105,22 +105,24 @@ class Targets:
 
     def _is_saved(self, module: str) -> bool:
         """Whether modules_to_save selects the module or a module around it, which PEFT replaces as a whole."""
-        for pattern in _as_texts("modules_to_save", self.settings.get("modules_to_save")):
-            for end in find_segment_ends(pattern, module, self.budget):
-                if module[end : end + 1] in ("", "."):
-                    return True
+        patterns = _as_texts("modules_to_save", self.settings.get("modules_to_save"))
+        for pattern in patterns:
+            ends = find_segment_ends(pattern, module, self.budget)
+            next_characters = {module[end : end + 1] for end in ends}
+            # The match ends with the name, or with a segment of the name.
+            if not next_characters.isdisjoint(("", ".")):
+                return True
         return False
 
     def _has_selected_layer(self, module: str) -> bool:
         """Whether layers_to_transform selects the layer of a module."""
-        layers = self.settings.get("layers_to_transform")
-        patterns = self.settings.get("layers_pattern") or []
-        if layers is None or layers == []:
+        layers = _as_list(self.settings.get("layers_to_transform"))
+        if not layers:
             return True
-        if not isinstance(layers, list):
-            layers = [layers]
-        if any(type(layer) is not int for layer in layers):
+        # The type is compared, because booleans are integers for `isinstance`.
+        if {type(layer) for layer in layers} != {int}:
             raise UnsupportedPatternError("layers_to_transform is no list of numbers")
+        patterns = self.settings.get("layers_pattern") or []
         if isinstance(patterns, str):
             patterns = [patterns]
         return self._find_layer(module, _as_texts("layers_pattern", patterns)) in layers
@@ -134,22 +136,44 @@ class Targets:
             match = _LAYER.match(module)
             return int(match[1]) if match else None
         for pattern in patterns:
-            numbers = set()
-            for end in find_segment_ends(pattern, module, self.budget):
-                # A dot comes before the number.
-                number = _NUMBER.match(module, end + 1)
-                if module[end : end + 1] == "." and number is not None:
-                    numbers.add(int(number[1]))
+            numbers = self._find_numbers(module, pattern)
+            # Which match PEFT finds first depends on the expression.
             if len(numbers) > 1:
-                # Which match PEFT finds first depends on the expression.
                 raise UnsupportedPatternError("several numbers of layers in one name")
             if numbers:
                 return numbers.pop()
         return None
 
+    def _find_numbers(self, module: str, pattern: str) -> set[int]:
+        """Return the numbers of layers after the segments that match a pattern."""
+        numbers = set()
+        for end in find_segment_ends(pattern, module, self.budget):
+            number = _NUMBER.match(module, end)
+            if number is not None:
+                numbers.add(int(number[1]))
+        return numbers
+
+
+def _list_segment_ends(module: str) -> list[str]:
+    """Return the name of a module, and its ends after a dot."""
+    ends = []
+    end = module
+    while end:
+        ends.append(end)
+        end = end.partition(".")[2]
+    return ends
+
+
+def _as_list(value: object) -> list[Any]:
+    """Return a setting that may be a list or one value; empty without a value."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
+
 
 def _as_texts(setting: str, value: object) -> list[str]:
     """Return a list of texts of the settings. Raises UnsupportedPatternError for another value, unless it is off."""
+    # A setting that is off may be missing, null, or an empty list.
     if not value:
         return []
     if not isinstance(value, list):

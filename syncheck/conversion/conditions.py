@@ -17,6 +17,21 @@ def have_same_shape(name: str, models: Models) -> bool:
     return models.a[name].shape == models.b[name].shape
 
 
+def are_matrices(name: str, models: Models) -> bool:
+    """Whether the tensor of A is a matrix."""
+    return len(models.a[name].shape) == 2
+
+
+def have_rows(name: str, models: Models) -> bool:
+    """Whether the tensor of A is a matrix, or a convolution, which is a matrix of its output channels."""
+    return len(models.a[name].shape) >= 2
+
+
+def have_other_dtype(name: str, models: Models) -> bool:
+    """Whether the dtypes differ."""
+    return models.a[name].dtype != models.b[name].dtype
+
+
 def have_same_dtype(name: str, models: Models) -> bool:
     """Whether the dtypes are equal."""
     return models.a[name].dtype == models.b[name].dtype

@@ -22,12 +22,15 @@ def are_parts_of_one(name: str, other: str, stored: Mapping[str, Tensor]) -> boo
     name, other: of two tensors of a model.
     stored: the stored tensor of each tensor after a map.
     """
-    source = stored.get(name)
-    if source is not None and source is stored.get(other):
+    # Without a map, the names are all that shows it.
+    if name in stored and stored[name] is stored.get(other):
         return True
     module, last = _split(name)
     other_module, other_last = _split(other)
-    if module != other_module or name.rpartition(".")[2] != other.rpartition(".")[2]:
+    is_sibling = module == other_module
+    # A weight and a bias are never parts of one tensor.
+    kinds = {name.rpartition(".")[2], other.rpartition(".")[2]}
+    if not is_sibling or len(kinds) > 1:
         return False
     return any(part.fullmatch(last) and part.fullmatch(other_last) for part in (_ATTENTION, _GATE))
 

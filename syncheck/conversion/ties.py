@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 def relate_tied(name: str, models: Models) -> dict[str, Relation]:
     """Find the weight with which B ties a tensor that is a weight of its own in A."""
-    # One wrong element of a copy is no other weight.
-    if name in models.local:
-        return {}
     return _relate_tie(name, models, "B", models.b, models.a)
 
 
@@ -42,15 +39,21 @@ def _relate_tie(
     tied: its tensors.
     separate: the tensors of the other model.
     """
-    for other in sorted(models.partners.get(name, ())):
+    for partner in sorted(models.partners.get(name, ())):
         # With another difference of the second tensor, a changed tie is not all that happened.
-        if models.equals(models.a[other], models.b[other]) is None:
-            continue
-        if models.equals(tied[name], tied[other]) is None:
-            continue
-        if models.equals(separate[name], separate[other]) is None:
-            return {name: Relation(RelationKind.TIE, {"other": other, "tied": side})}
+        is_unchanged = models.equals(models.a[partner], models.b[partner]) is not None
+        if is_unchanged and _differs_in_one(name, partner, models, tied, separate):
+            return {name: Relation(RelationKind.TIE, {"other": partner, "tied": side})}
     return {}
+
+
+def _differs_in_one(
+    name: str, partner: str, models: Models, tied: Mapping[str, Tensor], separate: Mapping[str, Tensor]
+) -> bool:
+    """Whether the tensors of two names are equal in one model, and differ in the other model."""
+    if models.equals(tied[name], tied[partner]) is None:
+        return False
+    return models.equals(separate[name], separate[partner]) is None
 
 
 def list_partners(models: Models) -> dict[str, set[str]]:
@@ -69,12 +72,18 @@ def list_partners(models: Models) -> dict[str, set[str]]:
 
 def _add_pairs(partners: dict[str, set[str]], names: Sequence[str], models: Models) -> None:
     """Add each pair of names whose tensors both models can read."""
-    for name, other in itertools.permutations(names, 2):
-        if all(_is_usable(tensors, name, other) for tensors in (models.a, models.b)):
-            partners[name].add(other)
+    for pair in itertools.permutations(names, 2):
+        if _is_usable(models.a, pair) and _is_usable(models.b, pair):
+            name, partner = pair
+            partners[name].add(partner)
 
 
-def _is_usable(tensors: Mapping[str, Tensor], *names: str) -> bool:
-    """Whether a model has tensors of the names and one shape, with data."""
-    shapes = {tensors[name].shape for name in names if name in tensors and has_elements(tensors[name])}
-    return len(shapes) == 1 and all(name in tensors for name in names)
+def _is_usable(tensors: Mapping[str, Tensor], pair: tuple[str, ...]) -> bool:
+    """Whether a model has tensors of two names and one shape, with data."""
+    if not tensors.keys() >= set(pair):
+        return False
+    first, second = (tensors[name] for name in pair)
+    # The shape of a tensor without data may be unknown.
+    if not has_elements(first) or not has_elements(second):
+        return False
+    return first.shape == second.shape
