@@ -22,6 +22,7 @@ from syncheck.conversion.conditions import (
     have_rows,
     have_same_dtype,
     have_same_shape,
+    meet,
 )
 from syncheck.conversion.correlations import relate_unrelated
 from syncheck.conversion.factors import relate_blocks, relate_constants
@@ -43,6 +44,7 @@ from syncheck.tensors.blocks import has_elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncheck.conversion.conditions import Condition
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
 
@@ -55,12 +57,8 @@ class Step(NamedTuple):
 
     relate: Callable[[str, Models], dict[str, Relation]]
     """Returns the relation of the tensor, and the relations of other tensors with the same evidence; may be empty."""
-    conditions: tuple[Callable[[str, Models], bool], ...] = ()
+    conditions: tuple[Condition, ...] = ()
     """The search is skipped for tensors that do not meet all conditions."""
-
-    def applies_to(self, name: str, models: Models) -> bool:
-        """Whether the tensors of a name meet all conditions."""
-        return all(is_met(name, models) for is_met in self.conditions)
 
 
 # In the order of precedence: relations that the bytes prove, and relations that fit the numbers. A relation of all
@@ -112,7 +110,7 @@ def _run_steps(steps: Sequence[Step], names: Sequence[str], models: Models, rela
     """Add the relations of these tensors, from the first step with a result."""
     for step in steps:
         for name in names:
-            if name not in relations and step.applies_to(name, models):
+            if name not in relations and meet(step.conditions, name, models):
                 relations |= step.relate(name, models)
 
 

@@ -9,7 +9,16 @@ from syncheck.conversion.recognition import are_readable
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from syncheck.conversion.model_pairs import Models
+
+    Condition = Callable[[str, Models], bool]
+
+
+def meet(conditions: Iterable[Condition], name: str, models: Models) -> bool:
+    """Whether the tensors of a name meet all conditions."""
+    return all(is_met(name, models) for is_met in conditions)
 
 
 def have_same_shape(name: str, models: Models) -> bool:
