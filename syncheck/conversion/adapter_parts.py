@@ -74,7 +74,12 @@ def read_part_name(stored_name: str) -> PartName:
         groups = match.groupdict(default="")
         leaf = groups.get("leaf", "weight")
         role = groups.get("role", "new")
-        return PartName(f"{match['module']}.{leaf}", kind, role, groups["adapter"])
+        return PartName(
+            f"{match['module']}.{leaf}",
+            kind,
+            role,
+            groups["adapter"],
+        )
     if has_adapter_segment(name):
         return PartName(name)
     # Files of adapters store replaced tensors under their own names.
@@ -121,10 +126,10 @@ def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     for name, tensor in tensors.items():
         if name in part_names:
             parts[name] = tensor
-        elif name in states:
-            base[name] = tensor
-        else:
-            base[strip_prefixes(name)] = tensor
+            continue
+        # The states of an optimizer have the names of parts, and keep them.
+        base_name = name if name in states else strip_prefixes(name)
+        base[base_name] = tensor
     return base, parts
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.adapted_tensors import LowRank, Merged, are_comparable, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.adapter_parts import (
     PartGroup,
     find_path,
@@ -20,7 +21,6 @@ from syncheck.conversion.adapter_parts import (
     strip_prefixes,
 )
 from syncheck.conversion.adapter_settings import AdapterSettings
-from syncheck.conversion.merges import LowRank, Merged, are_comparable, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.replacements import replace_rows, replace_tensor
 from syncheck.messages import AdapterProblem, Refusal
@@ -246,7 +246,13 @@ class Adapter:
     def _add_product(self, change: _Change, *, transposed: bool) -> Tensor | Message:
         """Return a weight with the product of two factors."""
         base, up, down = change.base, change.parts["B"], change.parts["A"]
-        if not fits_weight(base, up, down, _MOST_FACTOR, transposed=transposed):
+        if not fits_weight(
+            base,
+            up,
+            down,
+            _MOST_FACTOR,
+            transposed=transposed,
+        ):
             return AdapterProblem.SHAPES()
         scale = change.settings.find_scale(change.group.module, down.shape[0])
         if not isinstance(scale, float):
@@ -320,7 +326,15 @@ class Adapter:
             # A rule without parts ignores the tensor.
             if not rule.parts:
                 continue
-            parts = split_tensor(rule, values, tensors[name], variables) or {}
+            parts = (
+                split_tensor(
+                    rule,
+                    values,
+                    tensors[name],
+                    variables,
+                )
+                or {}
+            )
             # A single part is the tensor itself.
             if len(parts) > 1 and not targets.isdisjoint(parts):
                 split_names.add(name)
@@ -366,15 +380,15 @@ def merge_adapters(
     split_models = [split_parts(model) for model in models]
     with_parts = [index for index, (_, parts) in enumerate(split_models) if parts]
     results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
-    if len(with_parts) == 2:
+    if len(with_parts) != 1:
         return results[0], results[1]
-    for index in with_parts:
-        # Without a base model, the names of the parts are all that can be compared.
-        base, parts = split_models[index]
-        if base:
-            adapter = Adapter(parts, frozenset(base), memory[index])
-            merged = adapter.merge(base, models[1 - index], files)
-            results[index] = AdaptedModel(merged, adapter)
+    (index,) = with_parts
+    base, parts = split_models[index]
+    # Without a base model, the names of the parts are all that can be compared.
+    if base:
+        adapter = Adapter(parts, frozenset(base), memory[index])
+        merged = adapter.merge(base, models[1 - index], files)
+        results[index] = AdaptedModel(merged, adapter)
     return results[0], results[1]
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _LARGEST_E4M3FN = 448
 # Smaller numbers are rounded to the largest one; torch replaces all others by it, however large they are.
 _BEYOND_E4M3FN = 464
+# Bits of the significand by dtype; the fewest bits for a dtype of another kind.
+_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+_FEWEST_BITS = 2
 # Masks use the largest number of float32 for infinity, which it becomes in bfloat16.
 _AS_GOOD_AS_INFINITE = 3.38e38
 
@@ -103,3 +106,8 @@ def round_values(values: Any, dtypes: Sequence[DType]) -> Any:
                 values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
             values = values.astype(row.dtype())
     return values
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Return the unit roundoff of a dtype: half the distance between 1 and the next number."""
+    return 2.0 ** -_BITS.get(dtype, _FEWEST_BITS)

@@ -21,6 +21,7 @@ from syncheck.conversion.conditions import (
     have_other_dtype,
     have_rows,
     have_same_dtype,
+    have_same_row_shape,
     have_same_shape,
     meet,
 )
@@ -72,7 +73,7 @@ _PROOFS = (
     Step(relate_tied, (differ_widely,)),
     Step(relate_elsewhere, (differ_widely,)),
     Step(relate_shards, (have_same_dtype,)),
-    Step(relate_rows, (are_whole,)),
+    Step(relate_rows, (have_same_row_shape, are_whole)),
     Step(relate_columns, (have_same_shape, have_same_dtype, have_many_elements, are_matrices, are_whole)),
 )
 _FITS = (

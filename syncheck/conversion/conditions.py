@@ -41,6 +41,11 @@ def have_other_dtype(name: str, models: Models) -> bool:
     return models.a[name].dtype != models.b[name].dtype
 
 
+def have_same_row_shape(name: str, models: Models) -> bool:
+    """Whether the shapes are equal but for the first dimension."""
+    return models.a[name].shape[1:] == models.b[name].shape[1:]
+
+
 def have_same_dtype(name: str, models: Models) -> bool:
     """Whether the dtypes are equal."""
     return models.a[name].dtype == models.b[name].dtype

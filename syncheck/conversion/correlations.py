@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.recognition import read_pairs
 from syncheck.findings import Relation, RelationKind
 from syncheck.tensors.names import is_code_constant

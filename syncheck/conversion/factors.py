@@ -10,7 +10,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.recognition import are_finite, read_pairs
 from syncheck.findings import Relation, RelationKind
 
@@ -38,18 +38,15 @@ def relate_constants(name: str, models: Models) -> dict[str, Relation]:
     """Find a constant factor or a constant offset between two tensors of equal shape."""
     a, b = models.a[name], models.b[name]
     unit, smallest = _find_rounding(a, b)
-    remaining_fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
+    fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
     for x, y in read_pairs(a, b, models.files):
-        for fit in [*remaining_fits]:
-            if not fit.add(x, y):
-                remaining_fits.remove(fit)
+        fits = [fit for fit in fits if fit.add(x, y)]
         # Without a fit, nothing more is read.
-        if not remaining_fits:
+        if not fits:
             break
-    for fit in remaining_fits:
-        if fit.is_evident():
-            return {name: fit.describe()}
-    return {}
+    evident_fits = [fit for fit in fits if fit.is_evident()]
+    # A factor comes first: the offset of constant numbers fits as well.
+    return {name: evident_fits[0].describe()} if evident_fits else {}
 
 
 def _find_rounding(a: Tensor, b: Tensor) -> tuple[float, float]:
@@ -215,7 +212,8 @@ class BlockFactors:
         # A block as high as the sample may have any height.
         height = self._rows if block[0] >= sample else block[0]
         self._block = (height, block[1])
-        if self._block == (self._rows, self._columns) or self._block == (1, 1):
+        # One factor is a constant, and a factor for each element fits everything.
+        if self._block in ((self._rows, self._columns), (1, 1)):
             return False
         factors = None
         step = min(height, sample) if height > sample else sample // height * height

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import convert, unit_roundoff
 from syncheck.findings import Relation, RelationKind
 from syncheck.snapshots import unravel_index
 from syncheck.tensors.blocks import ranges

@@ -103,7 +103,12 @@ def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, i
     variables = {name: table[name] for name in VARIABLES if name in table}
     for name, value in variables.items():
         problem = "is not a number of heads, or the size of a head"
-        _require_value(is_setting(value), f"{title}: {name}", value, problem)
+        _require_value(
+            is_setting(value),
+            f"{title}: {name}",
+            value,
+            problem,
+        )
     return tuple(variables.items())
 
 
@@ -117,7 +122,12 @@ def _parse_rule(row: Mapping[str, Any], label: str) -> Rule:
     # Every rule has a name.
     for key, value in {"name": None, **row}.items():
         is_valid = _CHECKS[key]
-        _require_value(is_valid(value), f"{label}: {key}", value, "is not valid; see docs/same-model.md")
+        _require_value(
+            is_valid(value),
+            f"{label}: {key}",
+            value,
+            "is not valid; see docs/same-model.md",
+        )
         # Rules are compared and counted, which lists cannot be.
         settings[key] = tuple(value) if isinstance(value, list) else value
     rule = Rule(**settings)
@@ -196,12 +206,22 @@ def _check_rule(rule: Rule, label: str) -> None:
     # A part that is named twice would replace the first of both, which would never be compared.
     for part, occurrences in Counter(rule.parts).items():
         problem = "is named twice; each part needs a name of its own"
-        _require_value(occurrences == 1, f"{label}: parts", part, problem)
+        _require_value(
+            occurrences == 1,
+            f"{label}: parts",
+            part,
+            problem,
+        )
     _check_placeholders(rule, label)
     # Only the rows of a vocabulary are padded.
     may_be_padded = not rule.pad or any(map(has_vocabulary, (rule.name, *rule.parts)))
     problem = "is not the name of an embedding or output layer; remove it"
-    _require_value(may_be_padded, f"{label}: pad", rule.name, problem)
+    _require_value(
+        may_be_padded,
+        f"{label}: pad",
+        rule.name,
+        problem,
+    )
 
 
 def _check_placeholders(rule: Rule, label: str) -> None:
@@ -234,12 +254,7 @@ def _read_placeholders(text: str, label: str) -> tuple[str, ...]:
 def _list_settings(rule: Rule) -> dict[str, Any]:
     """Return the settings of a rule that differ from their defaults, without its names."""
     plain = Rule(rule.name, rule.parts)
-    settings = {}
-    for key in _CHECKS:
-        value = getattr(rule, key)
-        if value != getattr(plain, key):
-            settings[key] = value
-    return settings
+    return {key: getattr(rule, key) for key in _CHECKS if getattr(rule, key) != getattr(plain, key)}
 
 
 def describe_rule(rule: Rule) -> str:

@@ -65,21 +65,18 @@ def apply_map(
     Raises UsageError if two rules of a file give one part.
     """
     model_a, model_b = models
-    # Tensors that are split anyway have no partner.
-    partners_a = {name: tensor for name, tensor in model_b.items() if name not in split_names}
-    partners_b = {name: tensor for name, tensor in model_a.items() if name not in split_names}
     mapper_a = _Mapper(
         names,
         model_a,
-        partners_a,
-        variables,
+        partner=_drop(model_b, split_names),
+        variables=variables,
         side="A",
     )
     mapper_b = _Mapper(
         names,
         model_b,
-        partners_b,
-        variables,
+        partner=_drop(model_a, split_names),
+        variables=variables,
         side="B",
     )
     turned = _has_other_orientation(names, models)
@@ -92,6 +89,11 @@ def apply_map(
     for side, model in zip(_SIDES, mapped, strict=True):
         notes += _list_notes(model, side, names.title)
     return mapped, notes
+
+
+def _drop(model: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """Return a model without the tensors of these names: tensors that are split anyway have no partner."""
+    return {name: tensor for name, tensor in model.items() if name not in names}
 
 
 def _copy_tied(pairs: Iterable[tuple[str, str]], mapped: Mapped, partner: Mapped) -> None:
@@ -224,9 +226,9 @@ class _Mapper:
         """Add the parts of a stored tensor to the model. pad: see `Rule.pad`."""
         for part_name, part in parts.items():
             self._mapped.stored[part_name] = self._model[name]
-            self._mapped.tensors[part_name] = part
-            if part.name != part_name:
-                self._mapped.tensors[part_name] = replace(part, name=part_name)
+            # A part has the name of the stored tensor that it is a view of.
+            renamed = part if part.name == part_name else replace(part, name=part_name)
+            self._mapped.tensors[part_name] = renamed
             if pad:
                 self._mapped.padded[part_name] = pad
 
@@ -285,8 +287,8 @@ def check_ignored(
             different.append(name)
     names_a, names_b = _group_by_shape(ignored_a), _group_by_shape(ignored_b)
     for shape in names_a.keys() & names_b.keys():
-        contents_a = _count_contents([ignored_a[name] for name in names_a[shape]], files)
-        contents_b = _count_contents([ignored_b[name] for name in names_b[shape]], files)
+        contents_a = _count_contents(ignored_a, names_a[shape], files)
+        contents_b = _count_contents(ignored_b, names_b[shape], files)
         # Ignored tensors have no names in common, so all of this shape are suspected.
         if contents_a != contents_b:
             different += names_a[shape]
@@ -310,10 +312,13 @@ def _group_by_shape(tensors: Mapping[str, Tensor]) -> dict[tuple[int, ...], list
     return names
 
 
-def _count_contents(tensors: Iterable[Tensor], files: Files) -> Counter[tuple[str, bytes]]:
-    """Return how many tensors have each dtype and content."""
+def _count_contents(tensors: Mapping[str, Tensor], names: Iterable[str], files: Files) -> Counter[tuple[str, bytes]]:
+    """Return how many tensors of some names have each dtype and content."""
     contents: Counter[tuple[str, bytes]] = Counter()
-    for tensor in filter(has_elements, tensors):
+    for name in names:
+        tensor = tensors[name]
+        if not has_elements(tensor):
+            continue
         # A tensor without elements has no row.
         digest = digest_rows(tensor, files, 1)[0] if tensor.numel else b""
         contents[tensor.dtype, digest] += 1
@@ -333,7 +338,13 @@ def remove_padding(mapped: Sequence[Mapped], variables: Mapping[str, int], files
         rows, partner_rows = _count_rows(first.tensors[name]), _count_rows(second.tensors[name])
         longer, shorter = (second, first) if rows < partner_rows else (first, second)
         tensor = longer.tensors[name]
-        unpadded = _cut_padding(tensor, shorter.tensors[name], longer.padded.get(name), variables, files)
+        unpadded = _cut_padding(
+            tensor,
+            shorter.tensors[name],
+            longer.padded.get(name),
+            variables,
+            files,
+        )
         if unpadded is not None:
             longer.tensors[name] = unpadded
             removed[name] = abs(rows - partner_rows)
@@ -363,6 +374,7 @@ def _cut_padding(
     least, most = shorter.shape[0], tensor.shape[0]
     if most not in _list_padded_lengths(least, pad, variables):
         return None
+    # Rows that only one model has may be tokens, too.
     padding = views.narrow(tensor, 0, least, most - least)
     if not _is_padding(padding, least, variables, files):
         return None

@@ -54,7 +54,7 @@ class Models:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
         if view.shape != b.shape or not has_elements(view):
             return None
-        converted = self._convert(view, b)
+        converted = self.convert(view, b)
         if converted is None or not self._have_equal_bytes(converted, b):
             return None
         return {} if converted is view else {"dtype": b.dtype}
@@ -67,7 +67,7 @@ class Models:
         clusters = cluster_replicas([view, b], self.files)
         return len(clusters) == 1
 
-    def _convert(self, view: Tensor, b: Tensor) -> Tensor | None:
+    def convert(self, view: Tensor, b: Tensor) -> Tensor | None:
         """Return a view in the dtype of a tensor of B: unchanged if the dtypes are equal, None without floats."""
         if view.dtype == b.dtype:
             return view
@@ -104,14 +104,18 @@ class Models:
         transposed: whether to look for matrices with exchanged dimensions.
         """
         b = self.b[name]
+        # Few elements and constants are equal to those of other tensors by chance.
         if b.numel < FEW or self.is_constant(b):
             return None
+        # The probes of A are read once for all tensors of one dtype and shape.
         key = b.dtype, b.shape, transposed
         if key not in self._probes:
             self._probes[key] = self._probe_all(b, transposed=transposed)
         candidates = self._probes[key].get(self.probe(b), [])
-        # The tensor of the same name is not elsewhere.
-        for candidate in [candidate for candidate in candidates if candidate != name]:
+        for candidate in candidates:
+            # The tensor of the same name is not elsewhere.
+            if candidate == name:
+                continue
             view = _view(self.a[candidate], transposed=transposed)
             conversion = self.equals(view, b)
             if conversion is not None:
@@ -125,7 +129,7 @@ class Models:
         names = [name for name, tensor in self.a.items() if tensor.shape == shape and has_elements(tensor)]
         for name in names:
             view = _view(self.a[name], transposed=transposed)
-            converted = self._convert(view, b)
+            converted = self.convert(view, b)
             # Integers are not converted to floats.
             if converted is not None:
                 names_by_probe[self.probe(converted)].append(name)
@@ -134,6 +138,7 @@ class Models:
 
 def find_different_dim(a: Tensor, b: Tensor) -> int | None:
     """Return the only dimension in which two shapes differ; None for several dimensions, or another number."""
+    # Without a common number of dimensions, nothing shows which of them belong together.
     if len(a.shape) != len(b.shape):
         return None
     different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]

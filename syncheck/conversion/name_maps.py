@@ -71,6 +71,11 @@ class Rule:
         return parse_template(self.name).match(name)
 
     @property
+    def part_templates(self) -> list[Template]:
+        """The parsed names of the parts."""
+        return [parse_template(part) for part in self.parts]
+
+    @property
     def shares(self) -> tuple[int | str, ...]:
         """The shares of the parts: numbers or variables."""
         return self.sizes or (1,) * len(self.parts)
@@ -101,6 +106,15 @@ class RuleMatch(NamedTuple):
     """The values of the placeholders in the name."""
 
 
+class _RuleIndex(NamedTuple):
+    """The positions of the rules of a map."""
+
+    positions: dict[str, int]
+    """The position of the first rule of each name without placeholders."""
+    templates: list[tuple[int, Template]]
+    """The positions and names of the rules with placeholders."""
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A table of rules."""
@@ -117,17 +131,16 @@ class NameMap:
 
     def find_rule(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """Return the first rule for a stored tensor, and the values of the placeholders."""
-        position = self._positions.get(name, len(self.rules))
-        for template_position, template in self._templates:
+        index = self._index
+        position = index.positions.get(name, len(self.rules))
+        for template_position, template in index.templates:
             # The first rule applies, with or without placeholders.
             if template_position > position:
                 break
             values = template.match(name)
             if values is not None:
                 return self.rules[template_position], values
-        if position < len(self.rules):
-            return self.rules[position], {}
-        return None
+        return None if position == len(self.rules) else (self.rules[position], {})
 
     def match_names(self, names: Iterable[str]) -> Iterator[RuleMatch]:
         """Yield the rules of stored tensors, without tensors that no rule matches."""
@@ -137,24 +150,16 @@ class NameMap:
                 yield RuleMatch(name, *match)
 
     @cached_property
-    def _templates(self) -> list[tuple[int, Template]]:
-        """The positions and names of the rules with placeholders."""
-        templates = []
+    def _index(self) -> _RuleIndex:
+        """The positions of the rules by name."""
+        index = _RuleIndex({}, [])
         for position, rule in enumerate(self.rules):
             template = parse_template(rule.name)
             if template.placeholders:
-                templates.append((position, template))
-        return templates
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        """The position of the first rule of each name without placeholders."""
-        positions: dict[str, int] = {}
-        for position, rule in enumerate(self.rules):
-            template = parse_template(rule.name)
-            if not template.placeholders:
-                positions.setdefault(template.literals[0], position)
-        return positions
+                index.templates.append((position, template))
+            else:
+                index.positions.setdefault(template.literals[0], position)
+        return index
 
     def select_rules(self, model: Mapping[str, Tensor]) -> NameMap:
         """Return the map with the rules that apply to a model."""
@@ -192,7 +197,13 @@ def split_tensor(
         return None
     if index_placeholder is None:
         return _split_one(rule, values, tensor, variables)
-    return _split_stack(rule, values, index_placeholder, tensor, variables)
+    return _split_stack(
+        rule,
+        values,
+        index_placeholder,
+        tensor,
+        variables,
+    )
 
 
 def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None:
@@ -228,17 +239,16 @@ def _split_one(
     # A vector has no orientation.
     if rule.transpose and len(tensor.shape) < 2:
         return None
-    if rule.transpose:
-        tensor = _exchange_last_dims(tensor)
-    parts = [tensor]
+    turned = _exchange_last_dims(tensor) if rule.transpose else tensor
     # A tensor with one name may have any shape, even none.
-    if len(rule.parts) > 1 or rule.rotary:
-        parts = _split_groups(rule, tensor, variables)
+    is_undivided = len(rule.parts) == 1 and not rule.rotary
+    parts = [turned] if is_undivided else _split_groups(rule, turned, variables)
+    # Meta's code exchanges the rows within each part.
     if rule.rotary:
         parts = _separate_heads(parts, variables["head_dim"])
     if len(parts) != len(rule.parts):
         return None
-    names = [parse_template(name).fill(values) for name in rule.parts]
+    names = [template.fill(values) for template in rule.part_templates]
     return dict(zip(names, parts, strict=True))
 
 
@@ -300,9 +310,7 @@ def _count_groups(rule: Rule, rows: int, variables: Mapping[str, int]) -> int:
 
 def _get_number(size: int | str, variables: Mapping[str, int]) -> int:
     """Return a number, or the value of a variable."""
-    if isinstance(size, str):
-        return variables[size]
-    return size
+    return variables[size] if isinstance(size, str) else size
 
 
 def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
@@ -336,11 +344,9 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
     values: the Python values of the files by dotted name, like Megatron's saved arguments.
     """
     settings = _read_settings(paths, values)
-    variables: dict[str, int] = {}
-    for variable, names in _SETTINGS.items():
-        number = _find_number(settings, names)
-        if number:
-            variables[variable] = number
+    numbers = {variable: _find_number(settings, names) for variable, names in _SETTINGS.items()}
+    # A setting without a valid number is unknown.
+    variables = {variable: number for variable, number in numbers.items() if number}
     ranks = _find_number(settings, ("tensor_model_parallel_size",))
     # Each rank has a multiple.
     if "vocabulary_multiple" in variables:
@@ -356,16 +362,10 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
 
 def _read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the configurations beside the files, and the last parts of the names of values."""
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        _, _, last = name.rpartition(".")
-        settings[last] = value
-    folders: dict[str, None] = {}
-    for path in paths:
-        # A path is a folder, or a file in a folder.
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        folders[folder] = None
-    for folder in folders:
+    settings = {name.rpartition(".")[2]: value for name, value in values.items()}
+    # A path is a folder, or a file in a folder.
+    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
+    for folder in dict.fromkeys(folders):
         config = read_json(os.path.join(folder, "config.json"))
         settings.update(config)
         # The settings of the language model in a model with several modalities.

@@ -6,9 +6,9 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.conversion.adapted_tensors import Replaced, find_adapted, view_base
 from syncheck.conversion.casts import convert
 from syncheck.conversion.conditions import are_whole, have_floats, have_same_shape, meet
-from syncheck.conversion.merges import Replaced, find_adapted, view_base
 from syncheck.conversion.model_pairs import find_different_dim
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.findings import Relation, RelationKind
@@ -176,9 +176,7 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
 
 def _cut(tensor: Tensor, dim: int, length: int) -> Tensor:
     """Return the first indices of a dimension; the whole tensor if the dimension has no further indices."""
-    if tensor.shape[dim] == length:
-        return tensor
-    return views.narrow(tensor, dim, 0, length)
+    return tensor if tensor.shape[dim] == length else views.narrow(tensor, dim, 0, length)
 
 
 class _Operation(NamedTuple):

@@ -202,7 +202,15 @@ def _find_scale(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
 def _make_weight(name: str, quantized: Quantized, path: str) -> Tensor:
     """Return a tensor of the values of a quantized weight."""
     shape = quantized.shape
-    return Tensor(name, "float32", shape, contiguous_strides(shape), path, 0, data=quantized)
+    return Tensor(
+        name,
+        "float32",
+        shape,
+        contiguous_strides(shape),
+        path,
+        0,
+        data=quantized,
+    )
 
 
 def _open_plain(tensor: Tensor, scale: Tensor, files: Files) -> Quantized | None:
@@ -269,10 +277,12 @@ def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor
 
     from syncheck.tensors.differences import read_float64
 
+    # The scales are read as a whole.
     if not is_readable(scale) or not 0 < scale.numel <= _MOST_SCALES:
         return None
     scales = read_float64(scale, files, 0, scale.numel, 0)
     grid = _find_grid(shape, scale.shape)
+    # With infinite scales, every value is within half a step.
     if grid is None or not np.isfinite(scales).all():
         return None
     number = f"int{bits}" if tensor.dtype in _INTEGERS else tensor.dtype
@@ -353,7 +363,13 @@ def fit_scales(tensor: Tensor, original: Tensor, files: Files) -> Quantized | No
     if tensor.dtype in _INTEGERS:
         number, unit = f"int{DTYPES[tensor.dtype].size * 8}", 2.0**-9
     scheme = f"{number}, with scales fitted to A by row, because the file has no scales"
-    return replace(plain, scales=scales, unit=unit, scheme=scheme, fitted=True)
+    return replace(
+        plain,
+        scales=scales,
+        unit=unit,
+        scheme=scheme,
+        fitted=True,
+    )
 
 
 class Rounding(NamedTuple):
@@ -421,4 +437,12 @@ def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Ro
         # A NaN or an infinity is not within half a step of anything.
         largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
         np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))
-    return Rounding(largest, are_plausible(peaks, quantized.scales, quantized.least_peak, fitted=quantized.fitted))
+    return Rounding(
+        largest,
+        are_plausible(
+            peaks,
+            quantized.scales,
+            quantized.least_peak,
+            fitted=quantized.fitted,
+        ),
+    )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
-from syncheck.conversion.templates import parse_template
 from syncheck.errors import UsageError
 from syncheck.tensors.blocks import Files, has_elements, is_contiguous, ranges
 from syncheck.tensors.dtypes import DTYPES
@@ -48,11 +47,11 @@ class _Joined(NamedTuple):
 
     def list_rows(self) -> Iterator[tuple[str, int]]:
         """Yield each variable of the sizes, and the number of rows of its part in the other model."""
-        for template, share in zip(self.rule.parts, self.rule.shares, strict=True):
+        for template, share in zip(self.rule.part_templates, self.rule.shares, strict=True):
             # A share that is a number shows no variable.
             if not isinstance(share, str):
                 continue
-            name = parse_template(template).fill(self.values)
+            name = template.fill(self.values)
             part = self.partner.get(name)
             if part is not None and part.shape:
                 yield share, part.shape[0]
@@ -65,6 +64,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     """
     matches_without_map = _count_matches(models)
     sizes = [len(model) for model in models]
+    # With equal names, no map is needed.
     if matches_without_map == max(sizes):
         return None
     best: NameMap | None = None
@@ -101,6 +101,7 @@ def complete_variables(
         needed |= joined.rule.variables
     if needed <= variables.keys():
         return dict(variables)
+    # With the size of a head, the shapes show the numbers of heads.
     if "head_dim" in variables:
         return {**variables, **_count_heads(joined_tensors, variables["head_dim"])}
     best, highest = dict(variables), _LEAST
@@ -118,9 +119,17 @@ def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list
     joined_tensors = []
     for model, partner in (models, models[::-1]):
         stored_names = [name for name in model if name not in partner]
-        for name, rule, values in names.match_names(stored_names):
-            if rule.variables:
-                joined_tensors.append(_Joined(rule, values, model[name], partner))
+        for match in names.match_names(stored_names):
+            # The parts of other rules do not depend on variables.
+            if not match.rule.variables:
+                continue
+            joined = _Joined(
+                match.rule,
+                match.values,
+                tensor=model[match.name],
+                partner=partner,
+            )
+            joined_tensors.append(joined)
     return joined_tensors
 
 
@@ -204,6 +213,7 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
     """
     import numpy as np
 
+    # Parts of another shape have other rows.
     if a.shape != b.shape or not are_readable(a, b):
         return None
     products = np.zeros(3)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.casts import convert
 from syncheck.conversion.fused_parts import has_rotary_rows
 from syncheck.conversion.model_pairs import FEW, find_different_dim
-from syncheck.conversion.recognition import are_readable
 from syncheck.conversion.rows import (
     MOST_ROWS,
     describe_copies,
@@ -49,7 +48,7 @@ class _Digests(NamedTuple):
         return 2 * len(set(self.a)) > len(self.a)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Rows:
     """The tensors of one name with their rows."""
 
@@ -67,6 +66,13 @@ class _Rows:
         """Whether equal rows of the tensors, which have one shape then, are no coincidence."""
         return self.a.shape == self.b.shape and self.digests.are_distinct
 
+    @cached_property
+    def order(self) -> list[int]:
+        """The row of A for each row of B; empty for other rows, and if equal rows may be a coincidence."""
+        if self.a.numel < FEW or not self.are_comparable:
+            return []
+        return find_order(self.digests.a, self.digests.b) or []
+
 
 def relate_copies(name: str, models: Models) -> dict[str, Relation]:
     """Find a part of one model that the other model holds several times, so that one dimension is longer."""
@@ -76,6 +82,7 @@ def relate_copies(name: str, models: Models) -> dict[str, Relation]:
         return {}
     side = "B" if b.shape[dim] > a.shape[dim] else "A"
     shorter, longer = sorted((a, b), key=attrgetter("numel"))
+    # A part that is copied several times has a divisor of the length, and a constant has copies by chance.
     if longer.shape[dim] % shorter.shape[dim] or models.is_constant(shorter):
         return {}
     digests = _digest_distinct_rows(
@@ -100,10 +107,11 @@ def _move_first(tensor: Tensor, dim: int) -> Tensor:
 
 def relate_rows(name: str, models: Models) -> dict[str, Relation]:
     """Find a permutation of experts or rows, and rows that B holds several times."""
-    pair = _convert_rows(models.a[name], models.b[name], models)
-    if pair is None:
+    b = models.b[name]
+    a = models.convert(models.a[name], b)
+    # Integers have no rows of floats.
+    if a is None:
         return {}
-    a, b = pair
     for level in _list_levels(a, b):
         digests = _digest_rows(a, b, models, level)
         if digests is None:
@@ -132,20 +140,6 @@ def _list_levels(a: Tensor, b: Tensor) -> list[int]:
     return sorted({1, 2, dimensions - 1})
 
 
-def _convert_rows(a: Tensor, b: Tensor, models: Models) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors whose rows can be compared, in the dtype of B; None without comparable rows."""
-    # A number without dimensions has no rows, and neither has a tensor without elements.
-    if not a.shape or 0 in (a.numel, b.numel):
-        return None
-    if a.shape[1:] != b.shape[1:]:
-        return None
-    if a.dtype == b.dtype:
-        return a, b
-    if not are_readable(a, b):
-        return None
-    return convert(a, (b.dtype,), models.files), b
-
-
 def _find_experts(rows: _Rows) -> Relation | None:
     """Return the experts of A that B has, if the tensors are stacks of experts."""
     # A matrix of a router has a row for each expert, but it is no stack of them.
@@ -162,10 +156,7 @@ def _find_rotary_order(rows: _Rows) -> Relation | None:
     # In other tensors, an order that looks like that of heads has another cause.
     if not has_rotary_rows(rows.name):
         return None
-    order = _find_order(rows)
-    if order is None:
-        return None
-    heads = describe_heads(order)
+    heads = describe_heads(rows.order)
     if heads is None:
         return None
     return Relation(RelationKind.ROTARY, heads)
@@ -177,28 +168,21 @@ def _find_channels(rows: _Rows) -> Relation | None:
     # The channels of a hidden layer are too many to be listed.
     if channels > _MOST_CHANNELS:
         return None
-    order = _find_order(rows)
-    if order is None:
-        return None
-    permutation = describe_order(order)
+    permutation = describe_order(rows.order)
     if (permutation["pattern"], permutation.get("size")) != ("within", channels):
         return None
-    return Relation(RelationKind.FUSED_ORDER, {"pattern": "channels", "channels": tuple(order[:channels])})
+    parameters: dict[str, Any] = {
+        "pattern": "channels",
+        "channels": tuple(rows.order[:channels]),
+    }
+    return Relation(RelationKind.FUSED_ORDER, parameters)
 
 
 def _find_permutation(rows: _Rows) -> Relation | None:
     """Return the order in which B has the rows of A."""
-    order = _find_order(rows)
-    if order is None:
+    if not rows.order:
         return None
-    return Relation(RelationKind.FUSED_ORDER, describe_order(order))
-
-
-def _find_order(rows: _Rows) -> list[int] | None:
-    """Return the row of A for each row of B; None for other rows, and if equal rows are a coincidence."""
-    if rows.a.numel < FEW or not rows.are_comparable:
-        return None
-    return find_order(rows.digests.a, rows.digests.b)
+    return Relation(RelationKind.FUSED_ORDER, describe_order(rows.order))
 
 
 def _find_copies(rows: _Rows) -> Relation | None:
@@ -258,6 +242,7 @@ def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int) -> _Digests |
     # One row has no order, and the digests of very many rows need too much memory.
     if fewest < 2 or most > MOST_ROWS:
         return None
+    # Most tensors differ in all rows, and a search for one of them is much faster.
     if not may_have_rows(a, b, rows_b, models.files):
         return None
     return _Digests(digest_rows(a, models.files, rows_a), digest_rows(b, models.files, rows_b))
@@ -266,6 +251,7 @@ def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int) -> _Digests |
 def _digest_distinct_rows(a: Tensor, b: Tensor, models: Models) -> _Digests | None:
     """Return the digests of the rows of two tensors; None as well if rows of the first one are equal by chance."""
     digests = _digest_rows(a, b, models, 1)
+    # Equal rows show no order, as in a mask.
     if digests is None or not digests.are_distinct:
         return None
     return digests

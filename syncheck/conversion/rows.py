@@ -227,10 +227,11 @@ def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
             return {"head_dim": size, "to": "interleaved"}
         if np.array_equal(rows, np.argsort(interleaved)):
             return {"head_dim": size, "to": "half"}
-    for size, interleaved in interleaved_orders.items():
-        for size_back, interleaved_back in interleaved_orders.items():
-            if np.array_equal(rows, interleaved[np.argsort(interleaved_back)]):
-                return {"head_dim": size, "to": "interleaved", "back": size_back}
+    # Permuted with one number of heads, and back with another.
+    for size, size_back in itertools.permutations(interleaved_orders, 2):
+        back = np.argsort(interleaved_orders[size_back])
+        if np.array_equal(rows, interleaved_orders[size][back]):
+            return {"head_dim": size, "to": "interleaved", "back": size_back}
     return None
 
 

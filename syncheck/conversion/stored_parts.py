@@ -60,7 +60,12 @@ def relate_stored(name: str, models: Models) -> dict[str, Relation]:
                 source.stored,
                 alternative.variables,
             )
-            if _equal_targets(parts or {}, targets, source, models):
+            if _equal_targets(
+                parts or {},
+                targets,
+                source,
+                models,
+            ):
                 return dict.fromkeys(targets, alternative.relation)
     return {}
 
@@ -84,11 +89,8 @@ def _list_other_parts(source: _Source, tensors: Mapping[str, Tensor], models: Mo
     """
     partner = models.b if source.side == "A" else models.a
     sources = models.stored["AB".index(source.side)]
-    targets = {}
-    for name in tensors:
-        if name in partner and sources.get(name) is source.stored:
-            targets[name] = partner[name]
-    return targets
+    names = [name for name in tensors if sources.get(name) is source.stored]
+    return {name: partner[name] for name in names if name in partner}
 
 
 def _equal_targets(parts: Mapping[str, Tensor], targets: Mapping[str, Tensor], source: _Source, models: Models) -> bool:
@@ -127,16 +129,15 @@ def _list_part_orders(source: _Source, variables: Mapping[str, int]) -> Iterator
     for reordered in _list_orders(source.rule):
         if not reordered.variables <= variables.keys():
             continue
+        groups = reordered.groups
         parameters: dict[str, Any] = {
             "pattern": "parts",
             "parts": _name_modules(reordered),
             # Groups of single rows have no number.
-            "groups": variables.get(str(reordered.groups), 0),
+            "groups": groups if isinstance(groups, int) else variables.get(groups, 0),
             "side": source.side,
             "stored": source.stored.name,
         }
-        if isinstance(reordered.groups, int):
-            parameters["groups"] = reordered.groups
         yield Alternative(reordered, variables, Relation(RelationKind.FUSED_ORDER, parameters))
 
 
@@ -156,8 +157,5 @@ def _list_orders(rule: Rule) -> Iterator[Rule]:
 
 def _name_modules(rule: Rule) -> str:
     """Return the names of the modules of the parts: 'q_proj, k_proj' for parts like 'layers.{i}.q_proj.weight'."""
-    names = []
-    for part in rule.parts:
-        module = part.rpartition(".")[0]
-        names.append(module.rpartition(".")[2])
-    return ", ".join(names)
+    modules = [part.rpartition(".")[0] for part in rule.parts]
+    return ", ".join(module.rpartition(".")[2] for module in modules)

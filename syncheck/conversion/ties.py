@@ -22,12 +22,24 @@ if TYPE_CHECKING:
 
 def relate_tied(name: str, models: Models) -> dict[str, Relation]:
     """Find the weight with which B ties a tensor that is a weight of its own in A."""
-    return _relate_tie(name, models, "B", models.b, models.a)
+    return _relate_tie(
+        name,
+        models,
+        "B",
+        models.b,
+        models.a,
+    )
 
 
 def relate_untied(name: str, models: Models) -> dict[str, Relation]:
     """Find the weight with which A ties a tensor that is a weight of its own in B."""
-    return _relate_tie(name, models, "A", models.a, models.b)
+    return _relate_tie(
+        name,
+        models,
+        "A",
+        models.a,
+        models.b,
+    )
 
 
 def _relate_tie(
@@ -42,7 +54,13 @@ def _relate_tie(
     for partner in sorted(models.partners.get(name, ())):
         # With another difference of the second tensor, a changed tie is not all that happened.
         is_unchanged = models.equals(models.a[partner], models.b[partner]) is not None
-        if is_unchanged and _differs_in_one(name, partner, models, tied, separate):
+        if is_unchanged and _differs_in_one(
+            name,
+            partner,
+            models,
+            tied,
+            separate,
+        ):
             return {name: Relation(RelationKind.TIE, {"other": partner, "tied": side})}
     return {}
 
@@ -63,6 +81,7 @@ def list_partners(models: Models) -> dict[str, set[str]]:
         named_tensors = [replace(tensor, name=name) for name, tensor in tensors.items() if has_elements(tensor)]
         for names in find_shared_tensors(named_tensors):
             _add_pairs(partners, names, models)
+    # A file may hold two copies of the bytes of one weight.
     vocabulary = [name for name in models.a if classify_vocabulary(name)]
     for pair in itertools.combinations(vocabulary, 2):
         if is_shared_weight(pair, models.a):
@@ -80,6 +99,7 @@ def _add_pairs(partners: dict[str, set[str]], names: Sequence[str], models: Mode
 
 def _is_usable(tensors: Mapping[str, Tensor], pair: tuple[str, ...]) -> bool:
     """Whether a model has tensors of two names and one shape, with data."""
+    # A model may store the weight once, under one of its names.
     if not tensors.keys() >= set(pair):
         return False
     first, second = (tensors[name] for name in pair)
