@@ -127,24 +127,26 @@ def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | Non
     if isinstance(find_adapted(a), Merged):
         return _explain_merge(
             diff,
-            a,
-            b,
-            dtype,
-            files,
+            merged=a,
+            partner=b,
+            dtype=dtype,
+            files=files,
             to_partner=True,
         )
     if isinstance(find_adapted(b), Merged):
         return _explain_merge(
             diff,
-            b,
-            a,
-            dtype,
-            files,
+            merged=b,
+            partner=a,
+            dtype=dtype,
+            files=files,
             to_partner=False,
         )
-    if dtype is not None and are_comparable(a, b) and is_conversion(a, b, dtype, files):
-        return _mark_close(diff, f"cast {dtype}")
-    return None
+    # Without the option, no conversion is accepted.
+    if dtype is None or not are_comparable(a, b):
+        return None
+    is_explained = is_conversion(a, b, dtype, files)
+    return _mark_close(diff, f"cast {dtype}") if is_explained else None
 
 
 def _explain_merge(
@@ -165,8 +167,8 @@ def _explain_merge(
         result = is_merge(
             merged,
             partner,
-            conversion,
-            files,
+            dtype=conversion,
+            files=files,
             to_partner=to_partner,
         )
         if result:

@@ -187,11 +187,11 @@ def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
     strides = contiguous_strides(data.shape)
     return Tensor(
         name,
-        source.dtype,
-        data.shape,
-        strides,
-        source.path,
-        0,
+        dtype=source.dtype,
+        shape=data.shape,
+        strides=strides,
+        path=source.path,
+        offset=0,
         data=data,
     )
 

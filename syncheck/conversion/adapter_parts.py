@@ -78,7 +78,7 @@ def read_part_name(stored_name: str) -> PartName:
             f"{match['module']}.{leaf}",
             kind,
             role,
-            groups["adapter"],
+            adapter=groups["adapter"],
         )
     if has_adapter_segment(name):
         return PartName(name)

@@ -134,10 +134,10 @@ class Adapter:
         if group.kind == "saved":
             return self._merge_saved(
                 group,
-                base,
-                partner,
-                settings,
-                files,
+                base=base,
+                partner=partner,
+                settings=settings,
+                files=files,
             )
         if base is None:
             return AdapterProblem.NO_MODULE()
@@ -146,10 +146,10 @@ class Adapter:
             return AdapterProblem.TAKEN()
         change = _Change(
             group,
-            parts,
-            base,
-            settings,
-            files,
+            parts=parts,
+            base=base,
+            settings=settings,
+            files=files,
         )
         merge_parts = _MERGES[group.kind]
         return merge_parts(self, change)
@@ -193,9 +193,9 @@ class Adapter:
         obstacle = settings.find_obstacle_of_tokens(module)
         return obstacle or replace_rows(
             change.base,
-            change.parts["delta"],
-            settings.find_tokens(module),
-            change.files,
+            new=change.parts["delta"],
+            rows=settings.find_tokens(module),
+            files=change.files,
         )
 
     def merge_embedding(self, change: _Change) -> Tensor | Message:
@@ -246,13 +246,14 @@ class Adapter:
     def _add_product(self, change: _Change, *, transposed: bool) -> Tensor | Message:
         """Return a weight with the product of two factors."""
         base, up, down = change.base, change.parts["B"], change.parts["A"]
-        if not fits_weight(
+        has_fitting_shapes = fits_weight(
             base,
             up,
             down,
-            _MOST_FACTOR,
+            most=_MOST_FACTOR,
             transposed=transposed,
-        ):
+        )
+        if not has_fitting_shapes:
             return AdapterProblem.SHAPES()
         scale = change.settings.find_scale(change.group.module, down.shape[0])
         if not isinstance(scale, float):
@@ -280,8 +281,8 @@ class Adapter:
             return scale
         product = LowRank(
             addend,
-            None,
-            scale,
+            down=None,
+            scale=scale,
             transposed=False,
             columns=1,
             files=change.files,
@@ -326,17 +327,15 @@ class Adapter:
             # A rule without parts ignores the tensor.
             if not rule.parts:
                 continue
-            parts = (
-                split_tensor(
-                    rule,
-                    values,
-                    tensors[name],
-                    variables,
-                )
-                or {}
+            parts = split_tensor(
+                rule,
+                values,
+                tensor=tensors[name],
+                variables=variables,
             )
+            part_names = set(parts or ())
             # A single part is the tensor itself.
-            if len(parts) > 1 and not targets.isdisjoint(parts):
+            if len(part_names) > 1 and not targets.isdisjoint(part_names):
                 split_names.add(name)
         return split_names
 

@@ -72,13 +72,16 @@ class _Converted:
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
 
-        own, *others = self._dtypes
-        start, stop = (at // others[-1].size for at in (part.start, part.stop))
+        source_dtype, *target_dtypes = self._dtypes
+        size = target_dtypes[-1].size
+        start, stop = part.start // size, part.stop // size
         # A comparison of two tensors uses slots from 0 on in each of its threads.
-        values = np.frombuffer(self._files.read(self._source, start, stop - start, -get_ident()), own.dtype())
-        rounded = round_values(values, others)
+        data = self._files.read(self._source, start, stop - start, -get_ident())
+        values = np.frombuffer(data, source_dtype.dtype())
+        rounded = round_values(values, target_dtypes)
+        # One number beyond the range is enough.
         if not self.overflowed:
-            self.overflowed = _overflows(values, rounded, others)
+            self.overflowed = _overflows(values, rounded, target_dtypes)
         return bytes(rounded.tobytes())
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.conditions import (
+    are_loaded,
     are_matrices,
     are_weights,
     are_whole,
@@ -84,7 +85,7 @@ _FITS = (
     Step(relate_constants, (differ_widely, are_weights, have_same_shape, have_floats)),
     Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_rows, have_floats)),
     Step(relate_untied, (differ_widely, are_weights)),
-    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_unrelated, (differ_widely, are_weights, are_loaded, have_same_shape, have_floats)),
 )
 
 

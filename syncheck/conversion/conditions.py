@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.model_pairs import FEW
 from syncheck.conversion.recognition import are_readable
 from syncheck.tensors.kinds import OPTIMIZER
+from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -69,6 +70,11 @@ def are_whole(name: str, models: Models) -> bool:
 def differ_widely(name: str, models: Models) -> bool:
     """Whether more than a few elements differ. A few wrong elements are no property of the whole tensor."""
     return name not in models.local
+
+
+def are_loaded(name: str, _models: Models) -> bool:
+    """Whether a model loads the tensors from a file. The constants of other code are not loaded from A."""
+    return not is_code_constant(name)
 
 
 def are_weights(name: str, models: Models) -> bool:

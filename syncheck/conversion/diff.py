@@ -107,9 +107,9 @@ def compare_sides(
         comparison = describe_sides(comparison, sides, subset=options.subset)
         comparison = accept_conversions(
             comparison,
-            [_adapt(side) for side in sides],
-            options.cast,
-            files,
+            models=[_adapt(side) for side in sides],
+            dtype=options.cast,
+            files=files,
         )
         comparison = add_relations_of_sides(comparison, sides, options, files)
     if histograms:

@@ -147,7 +147,7 @@ def _make_rule(group: Sequence[Pairing]) -> Rule | None:
     layout = group[0].layout
     return Rule(
         _make_template(stored_names[0], by_position),
-        tuple(parts),
+        parts=tuple(parts),
         sizes=layout.sizes,
         groups=layout.groups,
         transpose=layout.transpose,

@@ -78,7 +78,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     least_names = min(len(models[0]), len(models[1]))
     return Inferred(
         replace(names, tied=tied),
-        _find_head_dim(assignment),
+        variables=_find_head_dim(assignment),
         guessed=_list_guessed(names, guesses),
         ambiguous=(tuple(ambiguous_a), tuple(ambiguous_b)),
         prefix=_find_prefix(models),
@@ -183,8 +183,8 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     tied = (*names.tied, *inferred.map.tied)
     return NameMap(
         title,
-        (*names.rules, *inferred.map.rules),
-        tied,
+        rules=(*names.rules, *inferred.map.rules),
+        tied=tied,
         built_in=names.built_in,
     )
 

@@ -169,7 +169,7 @@ def _unify_layout(pairing: Pairing, head_dim: int, side: int) -> Pairing:
     (part,) = pairing.parts
     return Pairing(
         side,
-        part,
+        stored=part,
         parts=(pairing.stored,),
         layout=layout,
     )
@@ -261,9 +261,9 @@ class _Numberings:
             if len(existing_parts) == len(parts_of_layer):
                 expected[name] = Pairing(
                     rule.side,
-                    name,
-                    tuple(parts_of_layer),
-                    rule.layout,
+                    stored=name,
+                    parts=tuple(parts_of_layer),
+                    layout=rule.layout,
                 )
         return expected
 
@@ -329,7 +329,7 @@ def _move_rule(weight: Pairing, name: str, tensor: Tensor) -> Pairing:
         layout = replace(layout, transpose=False)
     return Pairing(
         weight.side,
-        name,
-        tuple(parts),
-        layout,
+        stored=name,
+        parts=tuple(parts),
+        layout=layout,
     )

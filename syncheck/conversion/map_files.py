@@ -91,7 +91,7 @@ def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
     pairs = [(first, second) for first, second in tied]
     return NameMap(
         title,
-        tuple(rules),
+        rules=tuple(rules),
         tied=tuple(pairs),
         variables=_parse_variables(table, title),
         built_in=built_in,
@@ -105,9 +105,9 @@ def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, i
         problem = "is not a number of heads, or the size of a head"
         _require_value(
             is_setting(value),
-            f"{title}: {name}",
-            value,
-            problem,
+            setting=f"{title}: {name}",
+            value=value,
+            problem=problem,
         )
     return tuple(variables.items())
 
@@ -124,9 +124,9 @@ def _parse_rule(row: Mapping[str, Any], label: str) -> Rule:
         is_valid = _CHECKS[key]
         _require_value(
             is_valid(value),
-            f"{label}: {key}",
-            value,
-            "is not valid; see docs/same-model.md",
+            setting=f"{label}: {key}",
+            value=value,
+            problem="is not valid; see docs/same-model.md",
         )
         # Rules are compared and counted, which lists cannot be.
         settings[key] = tuple(value) if isinstance(value, list) else value
@@ -208,9 +208,9 @@ def _check_rule(rule: Rule, label: str) -> None:
         problem = "is named twice; each part needs a name of its own"
         _require_value(
             occurrences == 1,
-            f"{label}: parts",
-            part,
-            problem,
+            setting=f"{label}: parts",
+            value=part,
+            problem=problem,
         )
     _check_placeholders(rule, label)
     # Only the rows of a vocabulary are padded.
@@ -218,9 +218,9 @@ def _check_rule(rule: Rule, label: str) -> None:
     problem = "is not the name of an embedding or output layer; remove it"
     _require_value(
         may_be_padded,
-        f"{label}: pad",
-        rule.name,
-        problem,
+        setting=f"{label}: pad",
+        value=rule.name,
+        problem=problem,
     )
 
 

@@ -67,14 +67,14 @@ def apply_map(
     model_a, model_b = models
     mapper_a = _Mapper(
         names,
-        model_a,
+        model=model_a,
         partner=_drop(model_b, split_names),
         variables=variables,
         side="A",
     )
     mapper_b = _Mapper(
         names,
-        model_b,
+        model=model_b,
         partner=_drop(model_a, split_names),
         variables=variables,
         side="B",
@@ -212,8 +212,8 @@ class _Mapper:
         parts = split_tensor(
             rule,
             values,
-            self._model[name],
-            self._variables,
+            tensor=self._model[name],
+            variables=self._variables,
         )
         # A tensor without parts keeps its name.
         if parts is None or len(parts) > MOST_PARTS:
@@ -340,10 +340,10 @@ def remove_padding(mapped: Sequence[Mapped], variables: Mapping[str, int], files
         tensor = longer.tensors[name]
         unpadded = _cut_padding(
             tensor,
-            shorter.tensors[name],
-            longer.padded.get(name),
-            variables,
-            files,
+            shorter=shorter.tensors[name],
+            pad=longer.padded.get(name),
+            variables=variables,
+            files=files,
         )
         if unpadded is not None:
             longer.tensors[name] = unpadded

@@ -157,7 +157,7 @@ def _rename_sides(
         names,
         models,
         variables,
-        frozenset(split_names),
+        split_names=frozenset(split_names),
     )
     check_ignored(names, models, mapped, files)
     counts = [len(tensors.keys() - model.tensors.keys()) for tensors, model in zip(models, mapped, strict=True)]

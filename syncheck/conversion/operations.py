@@ -74,7 +74,7 @@ def _list_earlier(name: str, models: Models) -> Iterator[Candidate]:
     if name in models.base:
         yield Candidate(
             RelationKind.BASE,
-            {},
+            parameters={},
             view=models.base[name],
             target=models.b[name],
         )
@@ -87,14 +87,14 @@ def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
         if source.dtype != copy.dtype:
             yield Candidate(
                 RelationKind.CAST,
-                {"side": side},
+                parameters={"side": side},
                 view=source,
                 target=copy,
             )
         for dtype in _list_narrower(source.dtype, copy.dtype):
             yield Candidate(
                 RelationKind.CAST,
-                {"side": side, "dtype": dtype},
+                parameters={"side": side, "dtype": dtype},
                 view=convert(source, (dtype, copy.dtype), models.files),
                 target=copy,
             )
@@ -119,8 +119,8 @@ def _list_transpositions(name: str, models: Models) -> Iterator[Candidate]:
         if view.shape == b.shape:
             yield Candidate(
                 RelationKind.TRANSPOSED,
-                {"dims": (first, second)},
-                view,
+                parameters={"dims": (first, second)},
+                view=view,
                 target=b,
             )
 
@@ -133,7 +133,7 @@ def _list_rotary_orders(name: str, models: Models) -> Iterator[Candidate]:
         for order, sizes in (("interleaved", (2, half)), ("half", (half, 2))):
             yield Candidate(
                 RelationKind.ROTARY,
-                {"head_dim": head_dim, "to": order},
+                parameters={"head_dim": head_dim, "to": order},
                 view=_exchange_rows(a, sizes),
                 target=b,
             )
@@ -168,7 +168,7 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
     length = min(a.shape[dim], b.shape[dim])
     yield Candidate(
         RelationKind.PADDED,
-        {"dim": dim, "added": b.shape[dim] - a.shape[dim]},
+        parameters={"dim": dim, "added": b.shape[dim] - a.shape[dim]},
         view=_cut(a, dim, length),
         target=_cut(b, dim, length),
     )

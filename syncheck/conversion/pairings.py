@@ -171,7 +171,7 @@ def _join_rows(candidates: Candidates, side: int) -> None:
     _join_parts(
         candidates,
         side,
-        candidates.unused_rows(side),
+        joined=candidates.unused_rows(side),
         transpose=False,
     )
 
@@ -191,7 +191,7 @@ def _join_columns(candidates: Candidates, side: int) -> None:
     _join_parts(
         candidates,
         side,
-        columns,
+        joined=columns,
         transpose=True,
     )
 
@@ -248,9 +248,9 @@ def _join_parts(candidates: Candidates, side: int, joined: Mapping[str, Sequence
             continue
         pairing = Pairing(
             side,
-            name,
-            tuple(parts),
-            replace(layout, transpose=transpose),
+            stored=name,
+            parts=tuple(parts),
+            layout=replace(layout, transpose=transpose),
         )
         if _has_fitting_shapes(pairing, candidates):
             candidates.add(pairing)
@@ -362,8 +362,8 @@ def _join_stacks(candidates: Candidates, side: int) -> None:
             candidates.add(
                 Pairing(
                     side,
-                    name,
-                    parts,
-                    Layout(stacked=True),
+                    stored=name,
+                    parts=parts,
+                    layout=Layout(stacked=True),
                 )
             )

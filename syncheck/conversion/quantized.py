@@ -204,11 +204,11 @@ def _make_weight(name: str, quantized: Quantized, path: str) -> Tensor:
     shape = quantized.shape
     return Tensor(
         name,
-        "float32",
-        shape,
-        contiguous_strides(shape),
-        path,
-        0,
+        dtype="float32",
+        shape=shape,
+        strides=contiguous_strides(shape),
+        path=path,
+        offset=0,
         data=quantized,
     )
 
@@ -220,7 +220,7 @@ def _open_plain(tensor: Tensor, scale: Tensor, files: Files) -> Quantized | None
     rows, columns = tensor.shape
     return _add_scales(
         tensor,
-        (rows, columns),
+        shape=(rows, columns),
         bits=8,
         scale=scale,
         files=files,
@@ -243,10 +243,10 @@ def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Fil
         if tensor.shape == (rows, packed_columns):
             return _add_scales(
                 tensor,
-                stored_shape,
-                bits,
-                scale,
-                files,
+                shape=stored_shape,
+                bits=bits,
+                scale=scale,
+                files=files,
             )
     return None
 
@@ -258,7 +258,7 @@ def _read_shape(shape: Tensor | None, files: Files) -> tuple[int, int] | None:
     if shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
         return None
     data = bytes(files.read(shape, 0, 2, 0))
-    # `torch.Size` of a matrix has two numbers.
+    # A matrix has two dimensions.
     rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], data)
     return rows, columns
 
@@ -342,7 +342,7 @@ def fit_scales(tensor: Tensor, original: Tensor, files: Files) -> Quantized | No
     rows, columns = tensor.shape
     plain = Quantized(
         tensor,
-        (rows, columns),
+        shape=(rows, columns),
         bits=8,
         scales=np.ones((1, 1)),
         unit=0.0,
@@ -441,8 +441,8 @@ def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Ro
         largest,
         are_plausible(
             peaks,
-            quantized.scales,
-            quantized.least_peak,
+            scales=quantized.scales,
+            least_peak=quantized.least_peak,
             fitted=quantized.fitted,
         ),
     )

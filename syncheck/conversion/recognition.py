@@ -125,7 +125,7 @@ def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list
                 continue
             joined = _Joined(
                 match.rule,
-                match.values,
+                values=match.values,
                 tensor=model[match.name],
                 partner=partner,
             )
@@ -149,9 +149,9 @@ def _list_cosines(joined: _Joined, variables: Mapping[str, int], files: Files) -
     """Return the cosine between each comparable part of a tensor and the other model."""
     parts = split_tensor(
         joined.rule,
-        joined.values,
-        joined.tensor,
-        variables,
+        values=joined.values,
+        tensor=joined.tensor,
+        variables=variables,
     )
     cosines = []
     for name, part in (parts or {}).items():

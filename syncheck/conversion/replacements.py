@@ -60,11 +60,11 @@ def replace_rows(base: Tensor, new: Tensor, rows: Sequence[int] | None, files: F
     strides = contiguous_strides(base.shape)
     joined = Tensor(
         base.name,
-        base.dtype,
-        base.shape,
-        strides,
-        base.path,
-        0,
+        dtype=base.dtype,
+        shape=base.shape,
+        strides=strides,
+        path=base.path,
+        offset=0,
         shards=tuple(shards),
     )
     data = Replaced(base, joined, files)

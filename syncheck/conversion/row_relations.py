@@ -109,7 +109,7 @@ def relate_rows(name: str, models: Models) -> dict[str, Relation]:
     """Find a permutation of experts or rows, and rows that B holds several times."""
     b = models.b[name]
     a = models.convert(models.a[name], b)
-    # Integers have no rows of floats.
+    # Integers and floats have no rows in common.
     if a is None:
         return {}
     for level in _list_levels(a, b):

@@ -70,8 +70,9 @@ class Side:
         # Several ranks may hold copies of a shard.
         path = paths[0] if paths else tensor.path
         rank = self._find_rank(path)
-        stored = self.stored.get(tensor.name)
-        if stored is None or stored.name == tensor.name:
+        stored = self.stored.get(tensor.name, tensor)
+        # The position in a stored tensor of the same name is the position in the model.
+        if stored.name == tensor.name:
             return Place(path, rank)
         return Place(
             path,
@@ -83,10 +84,8 @@ class Side:
     def _find_rank(self, path: str) -> int | None:
         """Return the first rank with this file; None for a side in one file."""
         ranks = [rank for rank, snapshot in self.group.ranks if snapshot.path == path]
-        # A single file needs no rank.
-        if not ranks or len(self.group.ranks) < 2:
-            return None
-        return ranks[0]
+        is_single_file = len(self.group.ranks) == 1
+        return None if is_single_file else next(iter(ranks), None)
 
 
 def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
@@ -116,9 +115,9 @@ def open_side(label: str, source: Source) -> Side:
         label,
         group,
         model,
-        opened.skipped,
-        tuple(opened.aliases),
-        variables,
+        skipped=opened.skipped,
+        aliases=tuple(opened.aliases),
+        variables=variables,
     )
 
 

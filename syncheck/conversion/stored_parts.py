@@ -56,16 +56,11 @@ def relate_stored(name: str, models: Models) -> dict[str, Relation]:
         for alternative in _list_alternatives(source, models.variables):
             parts = split_tensor(
                 alternative.rule,
-                source.values,
-                source.stored,
-                alternative.variables,
+                values=source.values,
+                tensor=source.stored,
+                variables=alternative.variables,
             )
-            if _equal_targets(
-                parts or {},
-                targets,
-                source,
-                models,
-            ):
+            if _equal_targets(parts or {}, targets, source, models):
                 return dict.fromkeys(targets, alternative.relation)
     return {}
 

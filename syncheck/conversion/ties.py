@@ -25,9 +25,9 @@ def relate_tied(name: str, models: Models) -> dict[str, Relation]:
     return _relate_tie(
         name,
         models,
-        "B",
-        models.b,
-        models.a,
+        side="B",
+        tied=models.b,
+        separate=models.a,
     )
 
 
@@ -36,9 +36,9 @@ def relate_untied(name: str, models: Models) -> dict[str, Relation]:
     return _relate_tie(
         name,
         models,
-        "A",
-        models.a,
-        models.b,
+        side="A",
+        tied=models.a,
+        separate=models.b,
     )
 
 
@@ -53,25 +53,14 @@ def _relate_tie(
     """
     for partner in sorted(models.partners.get(name, ())):
         # With another difference of the second tensor, a changed tie is not all that happened.
-        is_unchanged = models.equals(models.a[partner], models.b[partner]) is not None
-        if is_unchanged and _differs_in_one(
-            name,
-            partner,
-            models,
-            tied,
-            separate,
-        ):
+        if models.equals(models.a[partner], models.b[partner]) is None:
+            continue
+        # Two names of one weight have equal tensors in every model that ties them.
+        if models.equals(tied[name], tied[partner]) is None:
+            continue
+        if models.equals(separate[name], separate[partner]) is None:
             return {name: Relation(RelationKind.TIE, {"other": partner, "tied": side})}
     return {}
-
-
-def _differs_in_one(
-    name: str, partner: str, models: Models, tied: Mapping[str, Tensor], separate: Mapping[str, Tensor]
-) -> bool:
-    """Whether the tensors of two names are equal in one model, and differ in the other model."""
-    if models.equals(tied[name], tied[partner]) is None:
-        return False
-    return models.equals(separate[name], separate[partner]) is None
 
 
 def list_partners(models: Models) -> dict[str, set[str]]:
