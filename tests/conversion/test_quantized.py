@@ -114,6 +114,17 @@ def test_scales_that_are_not_in_the_file(tmp_path: Path, name: str) -> None:
     assert "SYN308" not in compare(tmp_path / "2", {NAME: second})
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_integers_without_elements_have_no_scales(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A matrix without rows or columns is a difference of dtypes, and no scales are fitted to it."""
+    common = {"norm.weight": np.ones(8, np.float32)}
+    a = llama.write(tmp_path / "a", {NAME: np.zeros(shape, np.float32), **common})
+    b = llama.write(tmp_path / "b", {NAME: np.zeros(shape, np.int8), **common})
+    report = syncheck.diff(a, b)
+    assert [diff.name for diff in report.groups[-1].tensors] == [NAME]
+    assert "SYN308" not in {finding.code for finding in report.groups[-1].findings}
+
+
 def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
     """A changed scale of activations, and a scale and weight that changed together."""
     stored_values = quantize("row", weight())
