@@ -51,7 +51,13 @@ def apply(case: Case) -> Match | None:
     facts = []
     for tie in ties:
         separate_ranks = ranks_outside(ranks, tie.ranks)
-        facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate_ranks))
+        facts.append(
+            Text.TIED_ON_SOME(
+                names=tie.names,
+                tied=tie.ranks,
+                separate=separate_ranks,
+            )
+        )
     tied_ranks = set(ties[0].ranks)
     suspects = smaller_set(tied_ranks, set(ranks) - tied_ranks)
     return Match((), suspects, limit_facts(facts, _MOST, Text.MORE_TIES))

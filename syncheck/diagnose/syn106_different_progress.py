@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import BURST, counters_of, deviating_ranks, farthest
+from syncheck.diagnose.counters import BURST, counters_of, deviating_ranks, farthest, names_of_values
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.loss_scales import scaler_explains
 from syncheck.diagnose.optimizer_names import is_setting
@@ -127,84 +127,86 @@ def _may_be_skipped(case: Case, recorded: Sequence[ValueDiff]) -> bool:
 
 def _collect_lags(case: Case, recorded: Sequence[ValueDiff]) -> list[float]:
     """Return the known lags of the recorded progress and of the step counters."""
-    # A counter of the optimizer may be recorded as progress too, and is exact.
-    lag_of_counter = {counter.name: counter.lag for counter in counters_of(case)}
-    lags = list(lag_of_counter.values())
+    lag_of_name: dict[str, float] = {}
     for progress in recorded:
-        lag = _find_lag(progress)
-        if lag is not None and progress.name not in lag_of_counter:
-            lags.append(lag)
-    return lags
+        lag_of_name[progress.name] = _find_lag(progress)
+    # A counter of the optimizer may be recorded as progress too, and is exact.
+    for counter in counters_of(case):
+        lag_of_name[counter.name] = counter.lag
+    return list(filter(None, lag_of_name.values()))
 
 
 def _lagged_less(case: Case, progress: ValueDiff) -> bool:
     """Whether the ranks recorded a smaller lag at an earlier step, so that a rank skips steps again and again."""
     lag_now = _find_lag(progress)
-    if lag_now is None:
-        return False
     for group in case.steps()[:-1]:
         for value in group.values:
-            lag = _find_lag(value) if value.name == progress.name else None
             # Without a lag, the ranks were equal at this step.
-            if lag is not None and 0 < lag < lag_now:
+            if value.name == progress.name and 0 < _find_lag(value) < lag_now:
                 return True
     return False
 
 
-def _find_lag(progress: ValueDiff) -> float | None:
-    """Return the largest difference between the recorded numbers; None if a rank recorded no number."""
+def _find_lag(progress: ValueDiff) -> float:
+    """Return the largest difference between the recorded numbers; 0 if a rank recorded something else."""
     numbers = []
     for value in progress.by_rank.values():
         if value is None:  # a rank without a recorded progress does not lag
             continue
         if not isinstance(value, (int, float)) or math.isnan(value):
-            return None
+            return 0.0
         numbers.append(float(value))
-    if numbers:
-        return max(numbers) - min(numbers)
-    return None
+    return max(numbers, default=0.0) - min(numbers, default=0.0)
 
 
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     counters = counters_of(case)
     step_diffs = case.differing("optimizer_step")
-    number = len(step_diffs) + len([counter for counter in counters if counter.diff is None])
+    number = len(step_diffs) + len(names_of_values(counters))
     if not number or case.agreeing("optimizer_step"):
         return None
     ranks = deviating_ranks(counters) or suspects(step_diffs, case.group)
     largest = farthest(counters)
-    counts = {} if largest is None else dict(largest.by_rank)
     fact = _describe_counters(number, largest)
-    is_recorded = case.group.evidence.stores_progress
     if _missed_whole_steps(case, counters):
-        lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
-        # A rank that skips whole batches, or was set back, lags in the same way.
-        return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
+        return _match_whole_steps(case, ranks, fact, largest)
 
     # If the files record the same step, different counters have another cause.
-    if is_recorded or _has_better_cause(case, counters):
+    if case.group.evidence.stores_progress or _has_better_cause(case, counters):
         return None
-    match = _match(case, ranks, (fact,), counts)
-    if counts:
-        return match.as_consistent("SYN215")
-    return match.as_consistent("SYN214", "SYN215")
+    if largest is None:
+        return _match(case, ranks, (fact,), {}).as_consistent("SYN214", "SYN215")
+    return _match(case, ranks, (fact,), largest.by_rank).as_consistent("SYN215")
+
+
+def _match_whole_steps(case: Case, ranks: Sequence[int], fact: Message, largest: StepCounter | None) -> Match:
+    """Match counters that lag with BatchNorm's counts. largest: the known counter with the largest lag."""
+    counts = {} if largest is None else largest.by_rank
+    lag = Text.FORWARDS_LAG()
+    if case.group.evidence.stores_progress:
+        lag = Text.FORWARDS_LAG_DESPITE_STEP()
+    # A rank that skips whole batches, or was set back, lags in the same way.
+    return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
 
 
 def _missed_whole_steps(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether BatchNorm's counts lag like the counters, and by more than a few steps if the files record one step."""
     if not counters or not forwards_lag(case, counters):
         return False
-    if not case.group.evidence.stores_progress:
-        return True
-    return any(counter.far for counter in counters)
+    is_far = any(counter.far for counter in counters)
+    return is_far or not case.group.evidence.stores_progress
 
 
 def _describe_counters(number: int, largest: StepCounter | None) -> Message:
     """State how many step counters differ. largest: the known counter with the largest lag."""
     if largest is None:
         return Text.UNKNOWN_STEP_COUNTERS(counters=number)
-    return Text.STEP_COUNTERS(counters=number, lag=int(largest.lag), counts=dict(largest.by_rank))
+    return Text.STEP_COUNTERS(
+        counters=number,
+        lag=int(largest.lag),
+        counts=dict(largest.by_rank),
+    )
 
 
 def _has_better_cause(case: Case, counters: Sequence[StepCounter]) -> bool:
@@ -218,7 +220,12 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """Cover everything changed by training, except differences between ranks of the same progress."""
     tensors = tuple(exclude_names(case.tensors, case.frozen))
     values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
-    match = Match(tensors, ranks, facts, values)
+    match = Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
     if not progress:
         return match
     return replace(match, agree=_find_sets_of_progress(case, progress))
@@ -226,10 +233,16 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
 
 def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:
     """Return the sets of ranks of the same progress."""
-    known_progress = {rank: value for rank, value in progress.items() if value is not None}
+    known_progress: dict[int, Any] = {}
+    unknown_ranks: list[int] = []
+    for rank in case.group.ranks:
+        value = progress.get(rank)
+        if value is None:
+            unknown_ranks.append(rank)
+        else:
+            known_progress[rank] = value
     sets = sorted(group_ranks(known_progress).values(), key=len, reverse=True) or [[]]
     # A rank of unknown progress may have the progress of the largest set of ranks.
-    unknown_ranks = [rank for rank in case.group.ranks if progress.get(rank) is None]
     return [[*sets[0], *unknown_ranks], *sets[1:]]
 
 

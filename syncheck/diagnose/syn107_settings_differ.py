@@ -33,6 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import state_if
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.selection import (
     count_kinds,
@@ -40,6 +41,7 @@ from syncheck.diagnose.selection import (
     has_kind,
     last_part,
     list_names,
+    list_value_names,
     select_kinds,
     select_names,
 )
@@ -134,13 +136,9 @@ def apply(case: Case) -> Match | None:
     modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
     # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
-        if modes:
-            return _match_modes(case, modes)
-        return None
-    orders = [setting for setting in settings if setting.name in ORDERS]
-    # Settings of the next step come first. A scheduler's counters and best loss take effect later.
-    acting, delayed = _split_by_effect(settings)
-    unordered = [*acting, *delayed]
+        return _match_modes(case, modes)
+    orders, unordered = _split_by_order(settings)
+    acting = list(filter(_changes_next_step, unordered))
 
     # Another order has moved values to other names, whatever the settings are.
     exchanged = _find_exchanged(case, orders)
@@ -157,23 +155,29 @@ def apply(case: Case) -> Match | None:
         facts += case.agreement_facts(covered)
 
     ordered_first = (*orders, *unordered)
-    names = tuple(setting.name for setting in ordered_first)
     cause, fix = _choose_cause(orders, unordered)
-    match = Match(covered, _find_suspects(case, ordered_first), facts, names, cause, fix)
+    match = Match(
+        covered,
+        _find_suspects(case, ordered_first),
+        facts,
+        list_value_names(ordered_first),
+        cause,
+        fix,
+    )
     return _limit_certainty(case, match, acting)
 
 
-def _split_by_effect(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], list[ValueDiff]]:
-    """Return the settings with an effect on the next step, and those with a later effect, without orders."""
-    acting, delayed = [], []
+def _split_by_order(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], list[ValueDiff]]:
+    """Return the orders of names, and all other settings, those with an effect on the next step first."""
+    orders, unordered = [], []
     for setting in settings:
         if setting.name in ORDERS:
-            continue
-        if _changes_next_step(setting):
-            acting.append(setting)
+            orders.append(setting)
         else:
-            delayed.append(setting)
-    return acting, delayed
+            unordered.append(setting)
+    # A scheduler's counters and best loss take effect later. Equal keys keep their order.
+    unordered.sort(key=_changes_next_step, reverse=True)
+    return orders, unordered
 
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
@@ -183,9 +187,8 @@ def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> M
     # The averages of gradients show that the gradients are equal.
     if has_gradient_averages(case):
         return match
-    if has_equal_settings(case, acting):
-        return match.as_consistent("SYN213")
-    return match.as_consistent("SYN211", "SYN213")
+    other_causes = ("SYN213",) if has_equal_settings(case, acting) else ("SYN211", "SYN213")
+    return match.as_consistent(*other_causes)
 
 
 def _choose_cause(
@@ -201,13 +204,11 @@ def _choose_cause(
     return (None, None)
 
 
-def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:
+def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State how many parameters differ by more than the settings explain."""
     count = count_kinds(unexplained, "parameter")
-    if not count:
-        return []
     sentence = Text.ONLY_ROUNDING if choose_only_rounding(acting) else Text.UNEXPLAINED
-    return [sentence(count=count)]
+    return state_if(count, sentence(count=count))
 
 
 def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
@@ -227,21 +228,29 @@ def _order_facts(case: Case, orders: Sequence[ValueDiff], exchanged: Sequence[Te
         first_suspect = next(rank for rank in order.by_rank if rank in suspects)
         names = order.by_rank[first_suspect]
         facts.append(Text.ORDER_OF_NAMES(ranks=tuple(sorted(suspects)), names=names))
-    if exchanged:
-        facts.append(Text.EXCHANGED(count=len(exchanged)))
-    return facts
+    return [*facts, *state_if(exchanged, Text.EXCHANGED(count=len(exchanged)))]
 
 
-def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match:
+def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match | None:
     """Match modules that are in training mode on some ranks only."""
-    names = tuple(mode.name for mode in modes)
-    match = Match((), _find_suspects(case, modes), _mode_facts(modes), names, only_warns=True)
+    if not modes:
+        return None
+    match = Match(
+        (),
+        _find_suspects(case, modes),
+        _mode_facts(modes),
+        list_value_names(modes),
+        only_warns=True,
+    )
     return match.with_cause(Text.CAUSE_MODES, Text.FIX_MODES)
 
 
 def _mode_facts(modes: Sequence[ValueDiff]) -> list[Message]:
     """State the mode of the first modules on each rank."""
-    return [Text.MODE(name=mode.name, values=dict(mode.by_rank)) for mode in modes[:_MOST]]
+    facts = []
+    for mode in modes[:_MOST]:
+        facts.append(Text.MODE(name=mode.name, values=dict(mode.by_rank)))
+    return facts
 
 
 def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
@@ -264,12 +273,13 @@ def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message
     parameters = select_kinds(covered, "parameter")
     if not parameters:
         return ()
-    total, size = case.compared("parameter"), largest_difference(parameters)
-    facts = [Text.PARAMETERS(count=len(parameters), total=total, size=size)]
-    if not case.with_moment():
-        facts.append(Text.GRADIENTS_UNKNOWN())
+    summary = Text.PARAMETERS(
+        count=len(parameters),
+        total=case.compared("parameter"),
+        size=largest_difference(parameters),
+    )
     _, since = case.trend_facts("parameter")
-    return (*facts, *since)
+    return (summary, *state_if(not case.with_moment(), Text.GRADIENTS_UNKNOWN()), *since)
 
 
 def _changes_next_step(setting: ValueDiff) -> bool:
@@ -282,9 +292,14 @@ def _describe_setting(setting: ValueDiff) -> Message:
     """State the value of each rank, or the members of a parameter group missing on some ranks."""
     if not setting.name.endswith((".params", ".(positions)")):
         return Text.VALUE(name=setting.name, values=dict(setting.by_rank))
-    texts = [str(value) for value in setting.by_rank.values() if value is not None]
-    first, *further = [set(text.split(", ")) for text in texts]
-    partial_members = first.union(*further) - first.intersection(*further)
+    all_members: set[str] = set()
+    sets_of_members = []
+    for text in setting.by_rank.values():
+        if text is not None:
+            members = set(str(text).split(", "))
+            sets_of_members.append(members)
+            all_members |= members
+    partial_members = all_members.difference(all_members.intersection(*sets_of_members))
     if not partial_members:
         return Text.ORDER(name=setting.name)
     return Text.MEMBERS(name=setting.name, names=tuple(sorted(partial_members)))

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose import syn240_rounding_only
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.localized import localized_damage
 from syncheck.diagnose.measures import evidence_of, is_at_least, median_cosine
 from syncheck.diagnose.rank_values import find_minority
@@ -68,11 +70,23 @@ ALIKE = 0.9
 _MOST_SETTINGS = 4
 
 
+def _are_needed(case: Case) -> bool:
+    """Whether something differs that has no cause of its own even between two runs."""
+    has_difference = bool(case.values or _select_undamaged(case))
+    # Two runs that should be equal may still differ in one element or by rounding.
+    is_small = bool(localized_damage(case)) or syn240_rounding_only.apply(case) is not None
+    return has_difference and not is_small
+
+
+def _record_other_runs(case: Case) -> bool:
+    """Whether the files record different settings of the run, and no values of an earlier step of the same run."""
+    return bool(case.group.evidence.runs) and not case.group.evidence.stale
+
+
+@requires(_record_other_runs, _are_needed)
 def apply(case: Case) -> Match | None:
     """Match differences between files of different runs."""
     evidence = case.group.evidence
-    if not evidence.runs or not _needs_other_runs(case):
-        return None
     identities = [name for name in evidence.runs if name in IDENTITIES]
     if not identities and not _is_plausible(case):
         return None
@@ -99,18 +113,6 @@ def _select_undamaged(case: Case) -> tuple[TensorDiff, ...]:
     return tuple(diff for diff in case.tensors if not evidence_of(diff).damaged)
 
 
-def _needs_other_runs(case: Case) -> bool:
-    """Whether something differs that has no cause of its own even between two runs."""
-    if case.group.evidence.stale:  # the values of an earlier step of the same run
-        return False
-    if not case.values and not _select_undamaged(case):
-        return False
-    # Two runs that should be equal may still differ in one element or by rounding.
-    if localized_damage(case):
-        return False
-    return syn240_rounding_only.apply(case) is None
-
-
 def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
     """Return a key of the run of each rank. names: of the settings that distinguish the runs."""
     keys: dict[int, str] = {}
@@ -132,7 +134,7 @@ def _is_plausible(case: Case) -> bool:
     """Whether the tensors look like those of different runs: most parameters differ, and so do the gradients."""
     trained = case.trained_parameters()
     differing = trained & case.differing_parameters().keys()
-    if not differing or len(differing) < MOST * len(trained):
+    if len(differing) < max(1, MOST * len(trained)):
         return False
     # Equal averages of gradients show a common run.
     if case.with_moment() and case.agrees("optimizer"):
@@ -142,11 +144,10 @@ def _is_plausible(case: Case) -> bool:
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:
     """Return the causes within one run that fit as well: other settings on a host, or a seed of each rank."""
-    if any(diff.reason == "shape" for diff in case.tensors):
+    if with_reason(case.tensors, "shape"):
         return ("SYN102",)
-    if all(map(is_seed, case.group.evidence.runs)):
-        return ("SYN210", "SYN211")
-    return ("SYN107", "SYN211")
+    have_seeds = all(map(is_seed, case.group.evidence.runs))
+    return ("SYN210", "SYN211") if have_seeds else ("SYN107", "SYN211")
 
 
 def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty) -> tuple[Message, ...]:
@@ -157,7 +158,9 @@ def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty)
         settings.append(Text.SETTING(name=name, values=dict(values)))
     first, *further = limit_facts(settings, _MOST_SETTINGS, Text.MORE)
     sentence = Text.CONSISTENT if certainty == "consistent" else Text.PROVED
-    facts = [sentence(setting=first), *further]
-    if evidence.repeated_ranks:
-        facts.append(Text.REPEATED(ranks=evidence.repeated_ranks))
-    return (*facts, *case.parameter_facts(tensors))
+    return (
+        sentence(setting=first),
+        *further,
+        *state_if(evidence.repeated_ranks, Text.REPEATED(ranks=evidence.repeated_ranks)),
+        *case.parameter_facts(tensors),
+    )

@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
+from syncheck.diagnose.conditions import requires
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 
@@ -53,13 +54,16 @@ class Text(Sentence, topic=CODE):
     MEANS_AGREE = "all running means agree ({count} compared)"
 
 
+def _means_agree(case: Case) -> bool:
+    """Whether running means were compared and agree. Different data would change them too."""
+    return case.is_in_sync("bn_mean")
+
+
+@requires(_means_agree, others_agree)
 def apply(case: Case) -> Match | None:
     """Match running variances that differ if running means were compared and agree."""
     variances = case.of_kind("bn_var")
-    # Different data would change the means too.
-    if not variances or not case.is_in_sync("bn_mean"):
-        return None
-    if not others_agree(case):
+    if not variances:
         return None
     facts = [
         Text.VARIANCES(

@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
 from syncheck.diagnose.case import Case, Match, is_weight
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import last_agreement, trend_of
 from syncheck.diagnose.measures import TOUCHED, evidence_of, is_at_least, is_share_below, values_by_rank
 from syncheck.diagnose.selection import (
@@ -50,7 +52,6 @@ from syncheck.diagnose.selection import (
     out_of_sync,
     select_kinds,
     select_names,
-    with_status,
 )
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
@@ -136,23 +137,6 @@ class Text(Sentence, topic=CODE):
     ONE_STEP = "consistent with updates from each rank's own data, but one step does not show updates"
 
 
-def apply(case: Case) -> Match | None:
-    """Match untrained tensors with signs of updates, if all trained tensors agree."""
-    changed = changed_on_some_ranks(case)
-    candidates = [*_find_candidates(case), *changed]
-    if not candidates or not _are_others_in_sync(case, candidates):
-        return None
-
-    updates = _observe_updates(case, candidates)
-    of_rank = [diff for diff in updates.tensors if _is_of_rank(diff)]
-    of_model = [diff for diff in updates.tensors if diff not in of_rank]
-    if of_model:
-        return _match_of_model(case, updates, of_model, changed)
-    if of_rank:
-        return _match_of_rank(case, of_rank)
-    return None
-
-
 class _Updates(NamedTuple):
     """The candidates with signs of updates."""
 
@@ -163,177 +147,23 @@ class _Updates(NamedTuple):
     """The statement about the differences over the steps."""
 
 
-def _are_others_in_sync(case: Case, candidates: Sequence[TensorDiff]) -> bool:
-    """Whether no trained parameter and no optimizer state differs."""
-    untrained = case.untrained.union(list_names(candidates))
-    trained = case.of_kind("parameter", "optimizer", "optimizer_step")
-    return not exclude_names(trained, untrained)
-
-
-def _observe_updates(case: Case, candidates: list[TensorDiff]) -> _Updates:
-    """Return the candidates that something updates, by the steps of the run or by signs at one step."""
-    names = list_names(candidates)
-    trend, course = case.trend_facts(names=names)
-    if _changes_over_steps(case, names):
-        return _Updates(candidates, trend, course)
-    updated = _select_updated(case, candidates, is_steady=trend is not None)
-    return _Updates(updated, None, course)
-
-
-def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], changed: Sequence[TensorDiff]) -> Match:
-    """Match tensors of the model. changed: the statistics of BatchNorm that were changed on some ranks."""
-    are_buffers = not has_kind(of_model, "parameter")
-    sentence = Text.BUFFERS if are_buffers else Text.UNTRAINED
-    if len(of_model) == len(changed):
-        sentence = Text.STATISTICS
-    summary = sentence(
-        count=len(of_model),
-        names=list_names(of_model),
-        size=largest_difference(of_model),
-    )
-
-    alternatives, evidence = _list_alternatives(case, of_model, updates.trend)
-    of_rank = [diff for diff in updates.tensors if diff not in of_model]
-    facts = [
-        summary,
-        *_trained_facts(case, are_buffers),
-        *updates.course,
-        *evidence,
-        *_rank_facts(of_rank),
-    ]
-    covered = [*updates.tensors]
-    if changed:
-        # A copy of the model has its statistics too.
-        covered += statistics_of_copies(case)
-    match = case.make_match(of_model, facts, covered)
-    cause, fix = _select_words(of_model, are_buffers)
-    return replace(match, cause=cause, fix=fix, alternatives=alternatives)
-
-
-def _list_alternatives(
-    case: Case, differing: Sequence[TensorDiff], trend: Trend | None
-) -> tuple[tuple[str, ...], tuple[Message, ...]]:
-    """Return the other causes, and the evidence.
-
-    trend: of differences that change over the steps; None if no step shows a change.
-    """
-    if trend == "shrinking":  # averages of equal values do so too
-        return ("SYN219",), ()
-    if trend is not None:
-        return (), ()
-
-    agreed = last_agreement(list_names(differing), case.steps())
-    if agreed is None:
-        return (_find_alternative(case, differing),), (Text.ONE_STEP(),)
-    evidence = (Text.AGREED(step=agreed),)
-    # After a step in sync, a change on some ranks alone has no other cause.
-    if _is_update_of_some_ranks(differing):
-        return (), evidence
-    return (_find_alternative(case, differing),), evidence
-
-
-def _find_alternative(case: Case, differing: Sequence[TensorDiff]) -> str:
-    """Return the code of the most likely other cause at a single step."""
-    statistics = select_kinds(differing, *BN_STATISTICS)
-    if any(is_batchnorm(case, diff.name) for diff in statistics):
-        are_unsynchronized = case.group.evidence.metadata.buffers_synced is False
-        return "SYN202" if are_unsynchronized else "SYN201"
-    if _are_damaged(differing):
-        are_single = all(diff.extent == "one" for diff in differing)
-        return "SYN220" if are_single else "SYN221"
-    # Without the optimizer's parameters, a parameter may be a trained one.
-    if case.optimized is None and has_kind(differing, "parameter"):
-        return "SYN210"
-    return "SYN218"
-
-
-def _are_damaged(differing: Sequence[TensorDiff]) -> bool:
-    """Whether few elements of larger tensors differ, as after damage."""
-    if any(diff.numel <= 1 for diff in differing):
-        return False
-    return is_share_below(differing, TOUCHED)
-
-
-def _is_of_rank(diff: TensorDiff) -> bool:
-    """Whether a tensor names a rank, a seed or a position in the data."""
-    # A value on most ranks is no state of a rank.
-    if diff.minority or not diff.dtype.startswith(("int", "uint")):
-        return False
-    name = last_part(diff.name)
-    if not _OF_RANK.fullmatch(name):
-        return _equals_rank(diff)
-    # The states of generators have many elements.
-    is_generator = "rng" in name or "generator" in name
-    return is_generator or diff.numel == 1
-
-
-def _equals_rank(diff: TensorDiff) -> bool:
-    """Whether the tensor is the number of its rank on enough ranks."""
-    values = evidence_of(diff).values
-    if len(values) < _RANKS:
-        return False
-    return all(value == rank for rank, value in values.items())
-
-
-def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
-    """Match the state of ranks alone."""
-    facts = [*_rank_facts(tensors), *_trained_facts(case, are_buffers=True)]
-    match = case.make_match(tensors, facts).with_cause(Text.CAUSE_OF_RANK, Text.FIX_OF_RANK)
-    if all(map(_equals_rank, tensors)):
-        return replace(match, certainty="proved")
-    return replace(match, alternatives=("SYN218",))
-
-
-def _rank_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
-    """State which tensors hold the state of a rank, and the values of the first of them."""
-    if not tensors:
-        return []
-    facts: list[Message] = [Text.OF_RANK(count=len(tensors), names=list_names(tensors))]
-    values = values_by_rank(tensors[0])
-    if values:
-        facts.append(Text.VALUES(name=tensors[0].name, values=values))
-    return facts
-
-
-def _select_words(differing: Sequence[TensorDiff], are_buffers: bool) -> tuple[Sentence, Sentence]:
-    """Return the cause and the fix: updates on some ranks, queues, or other updates from each rank's own data."""
-    if _is_update_of_some_ranks(differing):
-        return Text.CAUSE_SOME, Text.FIX_SOME
-    if not are_buffers:
-        return Text.CAUSE, Text.FIX_UNTRAINED
-    if all(_QUEUE.fullmatch(last_part(diff.name)) for diff in differing):
-        return Text.CAUSE_QUEUE, Text.FIX_QUEUE
-    return Text.CAUSE, Text.FIX
-
-
-def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
-    """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
-    minorities = {diff.minority for diff in differing}
-    have_majority = all(len(diff.clusters[0]) > 1 for diff in differing)
-    # One set of ranks deviates in all tensors.
-    is_one_set = len(minorities) == 1 and () not in minorities
-    if have_majority and is_one_set:
-        return True
-    return any(map(_is_zero_on_some_ranks, differing))
-
-
-def _is_zero_on_some_ranks(diff: TensorDiff) -> bool:
-    """Whether a tensor is a count that is zero on some ranks."""
-    is_count = diff.numel == 1 and diff.dtype.startswith("int")
-    return is_count and 0 in evidence_of(diff).values.values()
+def _of_batchnorm(case: Case, diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the running statistics of BatchNorm, which have rules of their own."""
+    return [diff for diff in select_kinds(diffs, *BN_STATISTICS) if is_batchnorm(case, diff.name)]
 
 
 def _find_candidates(case: Case) -> list[TensorDiff]:
-    """Return the differing buffers, and differing tensors that may be buffers."""
-    possible_buffers = _find_possible_buffers(case)
-    candidates = []
-    for diff in with_status(case.tensors, "different"):
-        # Running statistics of BatchNorm have rules of their own.
-        is_statistic = diff.kind in BN_STATISTICS and not is_batchnorm(case, diff.name)
-        is_untrained = diff.kind == "parameter" and diff.name in possible_buffers
-        if is_statistic or is_untrained or diff.kind == "buffer":
-            candidates.append(diff)
-    return candidates + _find_frozen_codebooks(case, candidates)
+    """Return the differing tensors that are or may be buffers, and statistics of BatchNorm changed on some ranks."""
+    untrained = select_names(case.differing("parameter"), _find_possible_buffers(case))
+    buffers = case.differing("buffer", *BN_STATISTICS)
+    names = {*list_names(untrained), *list_names(buffers)}
+    names.difference_update(list_names(_of_batchnorm(case, buffers)))
+    candidates = select_names(case.tensors, names)
+    return [
+        *candidates,
+        *_find_frozen_codebooks(case, candidates),
+        *changed_on_some_ranks(case),
+    ]
 
 
 def _find_possible_buffers(case: Case) -> frozenset[str]:
@@ -358,11 +188,187 @@ def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[Tensor
     return codebooks
 
 
+def _are_others_in_sync(case: Case) -> bool:
+    """Whether no trained parameter and no optimizer state differs beside the candidates."""
+    candidates = _find_candidates(case)
+    untrained = case.untrained.union(list_names(candidates))
+    trained = case.of_kind("parameter", "optimizer", "optimizer_step")
+    return not exclude_names(trained, untrained)
+
+
+@requires(_find_candidates, _are_others_in_sync)
+def apply(case: Case) -> Match | None:
+    """Match untrained tensors with signs of updates, if all trained tensors agree."""
+    updates = _observe_updates(case)
+    of_model = [diff for diff in updates.tensors if not _is_of_rank(diff)]
+    if of_model:
+        return _match_of_model(case, updates, of_model)
+    if updates.tensors:
+        return _match_of_rank(case, updates.tensors)
+    return None
+
+
+def _observe_updates(case: Case) -> _Updates:
+    """Return the candidates that something updates, by the steps of the run or by signs at one step."""
+    candidates = _find_candidates(case)
+    names = list_names(candidates)
+    trend, course = case.trend_facts(names=names)
+    if _changes_over_steps(case, names):
+        return _Updates(candidates, trend, course)
+    updated = _select_updated(case, candidates, is_steady=trend is not None)
+    return _Updates(updated, None, course)
+
+
+def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff]) -> Match:
+    """Match tensors of the model."""
+    # The statistics of BatchNorm that were changed on some ranks.
+    changed = changed_on_some_ranks(case)
+    are_buffers = not has_kind(of_model, "parameter")
+    sentence = Text.BUFFERS if are_buffers else Text.UNTRAINED
+    if len(of_model) == len(changed):
+        sentence = Text.STATISTICS
+    summary = sentence(
+        count=len(of_model),
+        names=list_names(of_model),
+        size=largest_difference(of_model),
+    )
+
+    agreed = last_agreement(list_names(of_model), case.steps())
+    facts = [
+        summary,
+        *_trained_facts(case, are_buffers),
+        *updates.course,
+        *_agreement_facts(updates, agreed),
+        *_rank_facts(exclude_names(updates.tensors, list_names(of_model))),
+    ]
+    covered = [*updates.tensors]
+    if changed:
+        # A copy of the model has its statistics too.
+        covered += statistics_of_copies(case)
+    match = case.make_match(of_model, facts, covered)
+    cause, fix = _select_words(of_model, are_buffers)
+    alternatives = _list_alternatives(case, updates, of_model, agreed)
+    return replace(
+        match,
+        cause=cause,
+        fix=fix,
+        alternatives=alternatives,
+    )
+
+
+def _agreement_facts(updates: _Updates, agreed: int | None) -> tuple[Message, ...]:
+    """State the last step in sync if the differences do not change. agreed: this step, if there is one."""
+    if updates.trend is not None:
+        return ()
+    if agreed is None:
+        return (Text.ONE_STEP(),)
+    return (Text.AGREED(step=agreed),)
+
+
+def _list_alternatives(
+    case: Case, updates: _Updates, of_model: Sequence[TensorDiff], agreed: int | None
+) -> tuple[str, ...]:
+    """Return the codes of other causes. agreed: the last step in sync, if there is one."""
+    if updates.trend == "shrinking":  # averages of equal values do so too
+        return ("SYN219",)
+    if updates.trend is not None:
+        return ()
+    # After a step in sync, a change on some ranks alone has no other cause.
+    if agreed is not None and _is_update_of_some_ranks(of_model):
+        return ()
+    return (_find_alternative(case, of_model),)
+
+
+def _find_alternative(case: Case, differing: Sequence[TensorDiff]) -> str:
+    """Return the code of the most likely other cause at a single step."""
+    if _of_batchnorm(case, differing):
+        are_unsynchronized = case.group.evidence.metadata.buffers_synced is False
+        return "SYN202" if are_unsynchronized else "SYN201"
+    if _are_damaged(differing):
+        return "SYN220" if extents_of(differing) == {"one"} else "SYN221"
+    # Without the optimizer's parameters, a parameter may be a trained one.
+    may_be_trained = case.optimized is None and has_kind(differing, "parameter")
+    return "SYN210" if may_be_trained else "SYN218"
+
+
+def _are_damaged(differing: Sequence[TensorDiff]) -> bool:
+    """Whether few elements of larger tensors differ, as after damage."""
+    return not select_numbers(differing) and is_share_below(differing, TOUCHED)
+
+
+def _is_of_rank(diff: TensorDiff) -> bool:
+    """Whether a tensor names a rank, a seed or a position in the data."""
+    # A value on most ranks is no state of a rank.
+    if diff.minority or not diff.dtype.startswith(("int", "uint")):
+        return False
+    name = last_part(diff.name)
+    if not _OF_RANK.fullmatch(name):
+        return _equals_rank(diff)
+    # The states of generators have many elements.
+    is_generator = "rng" in name or "generator" in name
+    return is_generator or diff.numel == 1
+
+
+def _equals_rank(diff: TensorDiff) -> bool:
+    """Whether the tensor is the number of its rank on enough ranks."""
+    values = evidence_of(diff).values
+    is_rank = values == {rank: rank for rank in values}
+    return is_rank and len(values) >= _RANKS
+
+
+def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
+    """Match the state of ranks alone."""
+    facts = [*_rank_facts(tensors), *_trained_facts(case, are_buffers=True)]
+    match = case.make_match(tensors, facts).with_cause(Text.CAUSE_OF_RANK, Text.FIX_OF_RANK)
+    if all(map(_equals_rank, tensors)):
+        return replace(match, certainty="proved")
+    return replace(match, alternatives=("SYN218",))
+
+
+def _rank_facts(tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
+    """State which tensors hold the state of a rank, and the values of the first of them."""
+    if not tensors:
+        return ()
+    first = tensors[0]
+    values = values_by_rank(first)
+    return (
+        Text.OF_RANK(count=len(tensors), names=list_names(tensors)),
+        *state_if(values, Text.VALUES(name=first.name, values=values)),
+    )
+
+
+def _select_words(differing: Sequence[TensorDiff], are_buffers: bool) -> tuple[Sentence, Sentence]:
+    """Return the cause and the fix: updates on some ranks, queues, or other updates from each rank's own data."""
+    if _is_update_of_some_ranks(differing):
+        return Text.CAUSE_SOME, Text.FIX_SOME
+    if not are_buffers:
+        return Text.CAUSE, Text.FIX_UNTRAINED
+    if all(_QUEUE.fullmatch(last_part(diff.name)) for diff in differing):
+        return Text.CAUSE_QUEUE, Text.FIX_QUEUE
+    return Text.CAUSE, Text.FIX
+
+
+def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
+    """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
+    minorities = {diff.minority for diff in differing}
+    have_majority = len(with_agreeing_ranks(differing)) == len(differing)
+    # One set of ranks deviates in all tensors.
+    is_one_set = len(minorities) == 1 and () not in minorities
+    if have_majority and is_one_set:
+        return True
+    return any(map(_is_zero_on_some_ranks, differing))
+
+
+def _is_zero_on_some_ranks(diff: TensorDiff) -> bool:
+    """Whether a tensor is a count that is zero on some ranks."""
+    is_count = diff.numel == 1 and diff.dtype.startswith("int")
+    return is_count and 0 in evidence_of(diff).values.values()
+
+
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
     """Whether the differences of these tensors change between any two neighbouring steps."""
     steps = [select_names(out_of_sync(group), names) for group in case.steps()]
-    trends = [trend_of(pair) for pair in pairwise(steps)]
-    return any(trend not in (None, "constant") for trend in trends)
+    return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
 
 
 def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool) -> list[TensorDiff]:

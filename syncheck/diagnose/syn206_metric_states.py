@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import select_codes, state_if
+from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.selection import ends_with_number, last_part, module_of
+from syncheck.diagnose.selection import ends_with_number, last_part, list_names, module_of
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -79,6 +81,12 @@ class _States:
     lists: set[str] = field(default_factory=set)
     """The names of states that are lists of batches."""
 
+    def add(self, state: _State) -> None:
+        """Add a state of the module."""
+        self.names.add(state.name)
+        if state.is_item:
+            self.lists.add(state.name)
+
     @property
     def is_certain(self) -> bool:
         """Whether hardly anything but a metric has one of the names."""
@@ -94,21 +102,32 @@ class _States:
         return has_several or self.is_certain
 
 
+class _State(NamedTuple):
+    """The name of a tensor as that of a state of a metric."""
+
+    module: str
+    name: str
+    is_item: bool
+    """Whether the tensor is an item of a list of batches."""
+
+
 def apply(case: Case) -> Match | None:
     """Match the differing states of metrics."""
     metrics = _find_differing_metrics(case)
     tensors = tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
     if not tensors:
         return None
-    modules = tuple(dict.fromkeys(_module_of(diff.name) for diff in tensors))
-    facts = [Text.STATES(count=len(tensors), modules=modules)]
-    alternatives: tuple[str, ...] = ("SYN205",)
-
-    missing = [diff for diff in tensors if diff.reason == "missing"]
-    if missing:
-        facts.append(Text.LENGTHS(count=len(missing)))
-        alternatives = ("SYN205", "SYN101")
-    return Match(tensors, suspects(tensors, case.group), facts, alternatives=alternatives)
+    modules = map(_module_of, list_names(tensors))
+    missing = with_reason(tensors, "missing")
+    return Match(
+        tensors,
+        ranks=suspects(tensors, case.group),
+        facts=[
+            Text.STATES(count=len(tensors), modules=tuple(dict.fromkeys(modules))),
+            *state_if(missing, Text.LENGTHS(count=len(missing))),
+        ],
+        alternatives=select_codes({"SYN205": True, "SYN101": missing}),
+    )
 
 
 def _find_differing_metrics(case: Case) -> frozenset[str]:
@@ -129,22 +148,24 @@ def _find_metrics(case: Case) -> dict[str, _States]:
     states_of: dict[str, _States] = defaultdict(_States)
     other_modules = set()
     for name, kind in case.group.evidence.names.items():
-        module, state, is_item = _split(name)
+        state = _split(name)
         is_untrained = kind in ("parameter", "buffer") and name not in trained
-        is_state = is_untrained and state in _STATES
-        # The tensors of the model itself are no states of a metric.
-        if not is_state or not module:
+        if is_untrained and _is_of_metric(state):
+            states_of[state.module].add(state)
+        else:
             other_modules.add(module_of(name))
-            continue
-        states_of[module].names.add(state)
-        if is_item:
-            states_of[module].lists.add(state)
 
     metrics = {}
-    for module, states in states_of.items():
-        if states.is_metric and module not in other_modules:
+    for module in states_of.keys() - other_modules:
+        states = states_of[module]
+        if states.is_metric:
             metrics[module] = states
     return metrics
+
+
+def _is_of_metric(state: _State) -> bool:
+    """Whether a metric has states of this name. The tensors of the model itself are no states of a metric."""
+    return bool(state.module) and state.name in _STATES
 
 
 def _is_number(diff: TensorDiff) -> bool:
@@ -152,12 +173,13 @@ def _is_number(diff: TensorDiff) -> bool:
     return diff.numel == 1 or diff.dtype.startswith(("int", "uint"))
 
 
-def _split(name: str) -> tuple[str, str, bool]:
+def _split(name: str) -> _State:
     """Return the module and the state of a tensor, and whether the tensor is an item of a list."""
     is_item = ends_with_number(name)
     state = module_of(name) if is_item else name
-    return module_of(state), last_part(state), is_item
+    return _State(module_of(state), last_part(state), is_item)
 
 
 def _module_of(name: str) -> str:
-    return _split(name)[0]
+    """Return the module of a state."""
+    return _split(name).module

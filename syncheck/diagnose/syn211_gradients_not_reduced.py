@@ -40,6 +40,8 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import TOUCHED, cosines, is_below, is_share_below
 from syncheck.diagnose.moments import (
@@ -56,7 +58,6 @@ from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
     from syncheck.records import TensorDiff
 
@@ -137,14 +138,13 @@ class _Differing(NamedTuple):
     """The first moments."""
 
 
+@requires(Case.in_step, Case.differing_parameters)
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
     differing = _Differing(
         parameters=list(case.differing_parameters().values()),
         moments=list(case.differing_moments().values()),
     )
-    if not differing.parameters or not case.in_step():
-        return None
     if not _is_whole_model(case, differing):
         return None
     # Few differing elements are damage, or a mask.
@@ -168,7 +168,8 @@ def apply(case: Case) -> Match | None:
     cosine = mean_cosine(differing.parameters)
     if is_below(cosine, COMMON_START):
         # Ranks without a common start may be separate runs, whose files do not say so.
-        return match.as_consistent(*dict.fromkeys((*reason.alternatives, "SYN108")))
+        alternatives = dict.fromkeys((*reason.alternatives, "SYN108"))
+        return match.as_consistent(*alternatives)
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
 
 
@@ -220,11 +221,21 @@ def _judge_squares(case: Case, differing: _Differing) -> _Reason | None:
         # that are nearly equal now were averaged, and changed afterwards.
         if is_turned and case.number_of_ranks == 2:
             return _Reason(summary, number)
-        return _Reason(summary, number, "consistent", ("SYN213",))
+        return _Reason(
+            summary=summary,
+            details=number,
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
 
     if cosine is None or cosine > ALIKE_COUNTED:
         return None
-    return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+    return _Reason(
+        summary=Text.CONSISTENT(cosine=cosine),
+        details=number,
+        certainty="consistent",
+        alternatives=("SYN213",),
+    )
 
 
 def _are_on_both_sides(case: Case) -> bool:
@@ -243,9 +254,7 @@ def _are_on_both_sides(case: Case) -> bool:
 def _count_moments(case: Case, differing: _Differing) -> tuple[Message, ...]:
     """State how many first moments differ; empty if the optimizer has none."""
     total = len(case.with_moment())
-    if total:
-        return (Text.MOMENTS(count=len(differing.moments), total=total),)
-    return ()
+    return state_if(total, Text.MOMENTS(count=len(differing.moments), total=total))
 
 
 def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
@@ -264,7 +273,12 @@ def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
     if _no_two_agree(case, differing.parameters):
         return _Reason(_summarize(case, differing, cosine), number)
     details = (*number, Text.UNCOUNTED())
-    return _Reason(Text.CONSISTENT(cosine=cosine), details, "consistent", _UNCOUNTED)
+    return _Reason(
+        summary=Text.CONSISTENT(cosine=cosine),
+        details=details,
+        certainty="consistent",
+        alternatives=_UNCOUNTED,
+    )
 
 
 def _judge_digests(case: Case, differing: _Differing) -> _Reason | None:
@@ -283,7 +297,12 @@ def _judge_counted_moments(case: Case, differing: _Differing, cosine: float) -> 
     number = _count_moments(case, differing)
     # A single rank of two may have changed its own gradients.
     if cosine >= COMMON_START and not _no_two_agree(case, differing.parameters):
-        return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+        return _Reason(
+            summary=Text.CONSISTENT(cosine=cosine),
+            details=number,
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
     return _Reason(_summarize(case, differing, cosine), number)
 
 
@@ -305,17 +324,32 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
     have_common_start = bool(measured) and median(measured) >= ELSEWHERE
     if have_common_start and _no_two_agree(case, parameters):
-        return _Reason(summary, (Text.ALL_RANKS_DIFFER(),), "consistent", ("SYN213",))
+        return _Reason(
+            summary=summary,
+            details=(Text.ALL_RANKS_DIFFER(),),
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
 
     # A difference that grows from the start is no single event.
     grows_from_start = trend == "growing" and not case.agreed_before()
     if grows_from_start and case.number_of_ranks == 2:
-        return _Reason(summary, (), "consistent", _STATELESS)
+        return _Reason(
+            summary=summary,
+            details=(),
+            certainty="consistent",
+            alternatives=_STATELESS,
+        )
 
     # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
     if have_common_start and min(measured) < ELSEWHERE:
         fact = Text.COSINES(least=min(measured), most=max(measured))
-        return _Reason(summary, (fact,), "consistent", _STATELESS)
+        return _Reason(
+            summary=summary,
+            details=(fact,),
+            certainty="consistent",
+            alternatives=_STATELESS,
+        )
     return None
 
 

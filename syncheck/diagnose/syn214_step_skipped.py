@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import select_codes, state_if
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
@@ -126,18 +127,25 @@ def _match_stale(case: Case, first: Comparison) -> Match | None:
     if not counters and not has_kind(tensors, "parameter", "optimizer"):
         return None
     ranks, largest = tuple(first.evidence.stale), farthest(counters)
-    evidence = [
+    summary, repetition = Text.SKIPPED_AFTER_FORWARD(ranks=ranks), []
+    if largest is not None:
+        summary, *_ = _Progress(case, largest).facts()
+        repetition = _repetition_facts(case, largest)
+    facts = [
+        summary,
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *stale_facts(first),
         Text.BATCHES_COUNTED(),
+        *repetition,
     ]
-    if largest is None:
-        facts = [Text.SKIPPED_AFTER_FORWARD(ranks=ranks), *evidence]
-    else:
-        summary = _Progress(case, largest).facts()[0]
-        facts = [summary, *evidence, *_repetition_facts(case, largest)]
-    return Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
+    values = (*names_of_values(counters), *find_scaler_values(case, ranks))
+    return Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
 
 
 def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCounter) -> Match:
@@ -152,7 +160,13 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCount
         *_repetition_facts(case, largest),
         *_doubts(case, largest),
     ]
-    match = Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
+    values = (*names_of_values(counters), *find_scaler_values(case, ranks))
+    match = Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
     if not case.group.is_pair:  # two runs have a cause of their own
         match = match.with_cause(progress.choose_cause(), progress.choose_fix())
     alternatives = _find_alternatives(case, largest)
@@ -193,7 +207,11 @@ class _Progress:
         """State by how many steps some ranks deviate. equally: if all of them deviate by as many steps."""
         lags = {abs(self.by_rank[rank] - self.healthy_count) for rank in ranks}
         sentence = equally if len(lags) == 1 else up_to
-        return sentence(ranks=ranks, lag=int(max(lags)), others=self.healthy)
+        return sentence(
+            ranks=ranks,
+            lag=int(max(lags)),
+            others=self.healthy,
+        )
 
     @property
     def is_only_ahead(self) -> bool:
@@ -231,16 +249,17 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence; empty if steps were skipped again and again."""
+    is_partial = are_partial(case)
     # Counters of a part of the parameters may lag because these were not updated.
-    if lag_grew(counter, case.series) and not are_partial(case):
+    if lag_grew(counter, case.series) and not is_partial:
         return ()
-    # The state of earlier steps, loaded together with the model or alone, has the same counters.
-    codes = ["SYN215"]
-    if are_partial(case):
-        codes.append("SYN225")
-    if may_be_old(case):
-        codes.append("SYN217")
-    return tuple(codes)
+    fits = {
+        # The state of earlier steps, loaded together with the model or alone, has the same counters.
+        "SYN215": True,
+        "SYN225": is_partial,
+        "SYN217": may_be_old(case),
+    }
+    return select_codes(fits)
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
@@ -251,7 +270,4 @@ def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     # A lag of more than a few steps, or in a short run, is as large as that of state lost at the start.
     is_loss = lag > FEW or counter.highest <= SHORT
     sentence = Text.LOST_STATE if is_loss else Text.LOADED_STATE
-    doubts = [sentence(lag=lag)]
-    if may_be_old(case):
-        doubts.append(Text.STEP_UNKNOWN())
-    return doubts
+    return [sentence(lag=lag), *state_if(may_be_old(case), Text.STEP_UNKNOWN())]

@@ -22,8 +22,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.conditions import state_if
 from syncheck.diagnose.measures import count_mismatched, evidence_of
-from syncheck.diagnose.selection import differing_elements, last_part, list_names
+from syncheck.diagnose.selection import differing_elements, exclude_names, last_part, list_names, select_kinds
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
@@ -71,14 +72,9 @@ _ALL = 1 - 1e-9
 
 def apply(case: Case) -> Match | None:
     """Match parameters that differ only in zeros on one side, and masks."""
-    masks: list[TensorDiff] = []
-    weights: list[TensorDiff] = []
-    for diff in case.differing("parameter", "buffer"):
-        if _is_mask(diff.name):
-            masks.append(diff)
-        elif diff.kind == "parameter":
-            weights.append(diff)
-
+    differing = case.differing("parameter", "buffer")
+    masks = [diff for diff in differing if _is_mask(diff.name)]
+    weights = select_kinds(exclude_names(differing, list_names(masks)), "parameter")
     states = case.of_kind("optimizer")
     if not _explain(case, weights, masks, states):
         return None
@@ -93,9 +89,7 @@ def apply(case: Case) -> Match | None:
     match = case.make_match([*weights, *masks], facts, covered)
     # Other modules call a buffer mask, too, and may update it from each rank's own data.
     are_of_pruning = all(_is_pruning(case, diff.name) for diff in masks)
-    if weights or are_of_pruning:
-        return match
-    return match.as_consistent("SYN205")
+    return match if weights or are_of_pruning else match.as_consistent("SYN205")
 
 
 def _explain(
@@ -111,6 +105,7 @@ def _explain(
 
 
 def _is_mask(name: str) -> bool:
+    """Whether a tensor is called mask."""
     return _MASK.fullmatch(last_part(name)) is not None
 
 
@@ -136,26 +131,27 @@ def _is_zero_on_one_side(clusters: Sequence[Sequence[int]], zeroed: Mapping[int,
 
     zeroed: by rank, the share of the differing elements that are zero.
     """
-    shares = [zeroed.get(ranks[0], 0.0) for ranks in clusters]
+    first, *further = [zeroed.get(ranks[0], 0.0) for ranks in clusters]
     # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
-    return all(shares[0] + share >= _ALL for share in shares[1:])
+    return first + min(further) >= _ALL
 
 
 def _is_scattered(weights: Sequence[TensorDiff]) -> bool:
     """Whether the zeros are a part of tensors with other elements, and no damaged run of elements."""
-    if differing_elements(weights) < _FEWEST:
-        return False
-    for diff in weights:
-        is_partial = count_mismatched(diff) < diff.numel
-        if is_partial and diff.extent not in ("one", "contiguous", "all"):
-            return True
-    return False
+    has_many = differing_elements(weights) >= _FEWEST
+    return has_many and any(map(_is_partial, weights))
 
 
-def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
+def _is_partial(diff: TensorDiff) -> bool:
+    """Whether a scattered part of the elements differs."""
+    is_scattered = diff.extent not in ("one", "contiguous", "all")
+    return is_scattered and count_mismatched(diff) < diff.numel
+
+
+def _describe_weights(weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which parameters differ in zeros, and on which ranks."""
     if not weights:
-        return []
+        return ()
     ranks_with_zeros: set[int] = set()
     largest_share = 0.0
     for diff in weights:
@@ -164,27 +160,22 @@ def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
         largest_share = max(largest_share, *zeroed.values())
 
     ranks = tuple(sorted(ranks_with_zeros))
-    facts: list[Message] = [
-        Text.ZEROS(
-            count=len(weights),
-            ranks=ranks,
-            names=list_names(weights),
-            elements=differing_elements(weights),
-            total=sum(diff.numel for diff in weights),
-            size=largest_difference(weights),
-        )
-    ]
+    zeros = Text.ZEROS(
+        count=len(weights),
+        ranks=ranks,
+        names=list_names(weights),
+        elements=differing_elements(weights),
+        total=sum(diff.numel for diff in weights),
+        size=largest_difference(weights),
+    )
     # No rank holds all of the zeros.
-    if largest_share < _ALL and len(ranks) > 1:
-        facts.append(Text.OWN_MASKS(ranks=ranks))
-    return facts
+    are_own_masks = largest_share < _ALL and len(ranks) > 1
+    return (zeros, *state_if(are_own_masks, Text.OWN_MASKS(ranks=ranks)))
 
 
-def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> list[Message]:
+def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which masks differ, and that the parameters agree if none differs."""
     if not masks:
-        return []
-    facts: list[Message] = [Text.MASKS(count=len(masks), names=list_names(masks))]
-    if not weights:
-        facts.append(Text.WEIGHTS_AGREE())
-    return facts
+        return ()
+    differing = Text.MASKS(count=len(masks), names=list_names(masks))
+    return (differing, *state_if(not weights, Text.WEIGHTS_AGREE()))

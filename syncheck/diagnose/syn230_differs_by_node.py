@@ -27,8 +27,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import agreeing_within
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within, is_at_least
+from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.moments import mean_cosine
 from syncheck.diagnose.selection import count_kinds, exclude_kinds, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference, limit_facts
@@ -85,8 +87,6 @@ def apply(case: Case) -> Match | None:
     # Without the names of the hosts, blocks of neighbouring ranks may be the nodes.
     if None in hosts.values():
         return _match_blocks(case)
-    if len(set(hosts.values())) < 2:
-        return None
 
     differing = with_status(case.tensors, "different")
     statistics = select_kinds(differing, *BN_STATISTICS)
@@ -100,9 +100,11 @@ def apply(case: Case) -> Match | None:
     if is_at_least(mean_cosine(case.differing_moments().values()), ALIKE):
         return None
 
-    facts = [_describe_nodes(hosts), _describe_tensors(explained)]
-    if statistics:
-        facts.append(Text.STATISTICS_TOO(count=len(statistics)))
+    facts = [
+        _describe_nodes(hosts),
+        _describe_tensors(explained),
+        *state_if(statistics, Text.STATISTICS_TOO(count=len(statistics))),
+    ]
     match = Match((*explained, *statistics), suspects(explained, case.group), facts)
     # All ranks of a node may have skipped a step, loaded other weights or changed their gradients alike.
     return match.as_consistent("SYN213", "SYN211", "SYN214")
@@ -110,9 +112,8 @@ def apply(case: Case) -> Match | None:
 
 def _explain(hosts: Mapping[int, str | None], explained: Sequence[TensorDiff]) -> bool:
     """Whether the ranks of each host agree in all tensors, and at least two whole hosts differ."""
-    if not explained or not all(agrees_within(diff, hosts) for diff in explained):
-        return False
-    return any(_two_nodes_differ(diff, hosts) for diff in explained)
+    agree_on_hosts = len(agreeing_within(explained, hosts)) == len(explained)
+    return agree_on_hosts and any(_two_nodes_differ(diff, hosts) for diff in explained)
 
 
 def _match_blocks(case: Case) -> Match | None:
@@ -141,8 +142,8 @@ def _are_blocks(clusters: Sequence[Sequence[int]]) -> bool:
     if size < 2 or len(clusters) < 2:
         return False
     for ranks in clusters:
-        are_neighbours = ranks[-1] - ranks[0] == size - 1
-        if len(ranks) != size or not are_neighbours:
+        first = ranks[0]
+        if list(ranks) != list(range(first, first + size)):
             return False
     return True
 
@@ -164,8 +165,9 @@ def _includes_node(ranks: Sequence[int], hosts: Mapping[int, str | None]) -> boo
 
 def _describe_nodes(hosts: Mapping[int, str | None]) -> Message:
     """State that the hosts differ, and the ranks of the first hosts."""
-    ranks_of_hosts = group_ranks(dict(sorted(hosts.items())))
-    nodes = [Text.NODE(host=host, ranks=tuple(ranks)) for host, ranks in ranks_of_hosts.items()]
+    nodes = []
+    for host, ranks in group_ranks(dict(sorted(hosts.items()))).items():
+        nodes.append(Text.NODE(host=host, ranks=tuple(ranks)))
     return Text.NODES_DIFFER(nodes=tuple(limit_facts(nodes, _MOST, Text.MORE_NODES)))
 
 

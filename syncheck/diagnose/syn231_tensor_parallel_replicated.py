@@ -25,8 +25,8 @@ pytorch/torchtitan#2532, NVIDIA-NeMo/Automodel#3822, pytorch/pytorch#160169.
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.features import agreeing_within
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import largest_difference
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
@@ -67,7 +67,7 @@ def apply(case: Case) -> Match | None:
     coordinates = case.coordinates(TENSOR_PARALLEL)
     if len(set(coordinates.values())) < 2:
         return None
-    tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
+    tensors = tuple(agreeing_within(case.differing(*_KINDS), coordinates))
     if not tensors:
         return None
     facts = [

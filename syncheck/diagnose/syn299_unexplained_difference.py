@@ -19,10 +19,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, is_adapter
+from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import agreeing_within, kinds_of
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within, median_cosine
+from syncheck.diagnose.measures import median_cosine
 from syncheck.diagnose.moments import only_decay
-from syncheck.diagnose.selection import ranks_outside
+from syncheck.diagnose.selection import list_names, ranks_outside
 from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
@@ -137,6 +139,32 @@ class _Remainder(NamedTuple):
     """The codes of causes that are not excluded."""
 
 
+class _Gradients(NamedTuple):
+    """The cause of different gradients, and the codes of causes that are not excluded."""
+
+    cause: Sentence
+    fix: Sentence
+    of_model: tuple[str, ...]
+    """If the whole model differs."""
+    of_part: tuple[str, ...]
+    """If a part of the model differs."""
+
+
+_COUNTED = _Gradients(
+    Text.CAUSE_COUNTED,
+    Text.FIX_COUNTED,
+    of_model=("SYN211",),
+    of_part=("SYN212", "SYN224"),
+)
+# An optimizer without step counters.
+_UNCOUNTED = _Gradients(
+    Text.CAUSE_UNCOUNTED,
+    Text.FIX_UNCOUNTED,
+    of_model=("SYN214", "SYN215", "SYN213"),
+    of_part=("SYN225", "SYN212", "SYN224"),
+)
+
+
 def apply(case: Case) -> Match | None:
     """Match all remaining differences."""
     if not case.tensors and not case.values:
@@ -160,11 +188,12 @@ def apply(case: Case) -> Match | None:
 
 def _describe_tensors(case: Case) -> Message:
     """State how many tensors of each kind differ, and by how much."""
-    counts = Counter(diff.kind for diff in case.tensors)
-    kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in counts.items())
+    kinds = []
+    for kind, count in Counter(diff.kind for diff in case.tensors).items():
+        kinds.append(Text.KIND(count=count, kind=kind))
     return Text.TENSORS(
         count=len(case.tensors),
-        kinds=kinds,
+        kinds=tuple(kinds),
         size=largest_difference(case.tensors),
     )
 
@@ -173,10 +202,10 @@ def _diagnose_remainder(case: Case) -> _Remainder:
     """Return what the kinds of the differing tensors show."""
     if not case.tensors:
         return _Remainder()
-    if all(is_code_constant(diff.name) for diff in case.tensors):
+    if all(map(is_code_constant, list_names(case.tensors))):
         return _Remainder(OtherCode.CAUSE, OtherCode.FIX)
 
-    kinds = {diff.kind for diff in case.tensors}
+    kinds = kinds_of(case.tensors)
     # Other tensors follow the parameters.
     followed = kinds & {"parameter"} or kinds
     _, since = case.trend_facts(*followed)
@@ -186,15 +215,9 @@ def _diagnose_remainder(case: Case) -> _Remainder:
         remainder = _diagnose_single_kind(case, since)
         if remainder is not None:
             return remainder
-
-    if not case.differing_parameters():
-        return _Remainder(facts=since)
-    if _are_copies_in_stages(case):
-        return _Remainder(Text.CAUSE_STAGES, Text.FIX_STAGES, since, ("SYN210", "SYN212"))
-    # With equal gradients, something else changed the parameters.
-    if case.is_in_sync("optimizer") or only_decay(case):
-        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
-    return _diagnose_parameters(case, since)
+    if case.differing_parameters():
+        return _diagnose_parameters(case, since)
+    return _Remainder(facts=since)
 
 
 def _is_digest(diff: TensorDiff) -> bool:
@@ -220,35 +243,53 @@ def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder 
 def _are_copies_in_stages(case: Case) -> bool:
     """Whether parameters differ only between pipeline stages, which have no other parameter in common."""
     stages = case.coordinates(PIPELINE)
-    if len(set(stages.values())) < 2:
-        return False
-    return all(agrees_within(diff, stages) for diff in case.differing_parameters().values())
+    differing = case.differing_parameters().values()
+    has_stages = len(set(stages.values())) > 1
+    return has_stages and len(agreeing_within(differing, stages)) == len(differing)
 
 
 def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Remainder:
-    """Return the causes of differing parameters that are not excluded, by the optimizer state that was compared."""
-    is_whole = _is_whole_model(case)
+    """Return the causes of differing parameters that are not excluded."""
+    if _are_copies_in_stages(case):
+        return _Remainder(
+            cause=Text.CAUSE_STAGES,
+            fix=Text.FIX_STAGES,
+            facts=since,
+            alternatives=("SYN210", "SYN212"),
+        )
+    # With equal gradients, something else changed the parameters.
+    if case.is_in_sync("optimizer") or only_decay(case):
+        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     if not case.compared("optimizer"):
-        alternatives = _list_stateless_alternatives(case, is_whole=is_whole)
-        return _Remainder(Text.CAUSE_STATELESS, Text.FIX_STATELESS, since, alternatives)
+        alternatives = _list_stateless_alternatives(case)
+        return _Remainder(
+            cause=Text.CAUSE_STATELESS,
+            fix=Text.FIX_STATELESS,
+            facts=since,
+            alternatives=alternatives,
+        )
     if not case.in_step():
         return _Remainder(facts=since)
+    return _diagnose_gradients(case, since)
 
-    facts = since
+
+def _diagnose_gradients(case: Case, since: tuple[Message, ...]) -> _Remainder:
+    """Return the causes of different gradients that are not excluded."""
     cosine = median_cosine(case.differing_moments().values())
-    if cosine is not None:
-        facts = (Text.MOMENTS(cosine=cosine), *since)
+    causes = _COUNTED if case.counts_steps() else _UNCOUNTED
     # A whole model that differs has other causes than a part of it.
-    if case.counts_steps():
-        alternatives = ("SYN211",) if is_whole else ("SYN212", "SYN224")
-        return _Remainder(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, alternatives)
-    alternatives = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
-    return _Remainder(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, alternatives)
+    alternatives = causes.of_model if _is_whole_model(case) else causes.of_part
+    return _Remainder(
+        causes.cause,
+        causes.fix,
+        facts=(*state_if(cosine is not None, Text.MOMENTS(cosine=cosine)), *since),
+        alternatives=alternatives,
+    )
 
 
-def _list_stateless_alternatives(case: Case, *, is_whole: bool) -> tuple[str, ...]:
-    """Return the causes that parameters alone do not exclude. is_whole: whether the whole model differs."""
-    if not is_whole:
+def _list_stateless_alternatives(case: Case) -> tuple[str, ...]:
+    """Return the causes that parameters alone do not exclude."""
+    if not _is_whole_model(case):
         return ("SYN212", "SYN225", "SYN210")
     # A skipped step leaves all other ranks equal.
     if case.number_of_ranks > 2 and case.ranks_differ(case.differing_parameters().values()):
