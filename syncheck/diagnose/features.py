@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.measures import agrees_within
+from syncheck.diagnose.measures import TOUCHED, agrees_within, is_share_below
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -72,3 +72,13 @@ def are_numbered(names: Collection[str]) -> bool:
 def hits_of(damages: Iterable[list[TensorDiff]]) -> list[TensorDiff]:
     """Return the damaged tensors, without the tensors that follow each of them; see `localized_damage`."""
     return [hit for hit, *_ in damages]
+
+
+def groups_of(diff: TensorDiff, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the replica groups of a tensor; all of its ranks if it has a single group. ranks: of the tensor."""
+    return diff.replica_groups or (tuple(sorted(ranks)),)
+
+
+def change_whole_parameters(case: Case) -> bool:
+    """Whether the differing parameters differ in more than a few elements, unlike after damage or with a mask."""
+    return not is_share_below(case.differing_parameters().values(), TOUCHED)

@@ -21,7 +21,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.features import lost_values, with_reason
+from syncheck.diagnose.conditions import requires
+from syncheck.diagnose.features import groups_of, lost_values, with_reason
 from syncheck.diagnose.history import smaller_set
 from syncheck.diagnose.lost_state import ranks_without_state
 from syncheck.diagnose.rank_values import are_unequal
@@ -78,20 +79,25 @@ class Text(Sentence, topic=CODE):
     TENSORS_AND_VALUES = "{tensors:count tensor} and {values:count value}"
 
 
+def _lacks_any(case: Case) -> bool:
+    """Whether some replica lacks tensors or values."""
+    return any(_find_missing(case))
+
+
+@requires(_lacks_any)
 def apply(case: Case) -> Match | None:
     """Match every tensor and value that some replica lacks."""
     tensors, values = _find_missing(case)
-    if not tensors and not values:
-        return None
     all_ranks = case.group.ranks
     expected: set[int] = set()
-    lacking = [frozenset(value.lost) for value in values]
+    lacking = []
     for diff in tensors:
         expected.update(_expected_ranks(diff, all_ranks))
         lacking.append(_lacking_ranks(diff, all_ranks))
     # Every rank should have the same Python values, whatever its mesh.
-    if values:
+    for value in values:
         expected.update(all_ranks)
+        lacking.append(frozenset(value.lost))
     without = join_ranks(lacking)
     # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have a
     # tensor, no other rank has it, and this rank is the suspect.
@@ -113,7 +119,8 @@ def apply(case: Case) -> Match | None:
         values=covered_values,
     )
 
-    if tensors and not exclude_kinds(tensors, *OPTIMIZER):
+    is_state_alone = bool(tensors) and not exclude_kinds(tensors, *OPTIMIZER)
+    if is_state_alone:
         # The optimizer of a rank has no state of a parameter that it never updated.
         return match.as_consistent("SYN225", "SYN215")
     if case.group.is_pair and _may_be_renamed(tensors, all_ranks):
@@ -163,7 +170,7 @@ def _count_missing(tensors: int, values: int) -> Message:
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks that should have a tensor: all ranks of its pipeline stage and mesh."""
-    return diff.replica_groups[0] if diff.replica_groups else ranks
+    return groups_of(diff, ranks)[0]
 
 
 def _lacking_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> frozenset[int]:

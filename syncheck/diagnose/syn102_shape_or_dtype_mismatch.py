@@ -87,6 +87,14 @@ class Text(Sentence, topic=CODE):
     MORE = "{count:count more tensor}"
 
 
+# By whether any shapes and any dtypes differ.
+_SUMMARIES = {
+    (True, True): Text.SHAPES_AND_DTYPES,
+    (True, False): Text.SHAPES,
+    (False, True): Text.DTYPES,
+}
+
+
 def apply(case: Case) -> Match | None:
     """Match every tensor whose shape, dtype or form differs, with the parts of tensors in another form."""
     mismatched = with_reason(case.tensors, "shape", "dtype")
@@ -132,9 +140,7 @@ def _choose_summary(mismatch: _Mismatch) -> Sentence:
     """Return the sentence for what differs: forms, shapes, dtypes, or both."""
     if len(mismatch.forms) == len(mismatch.tensors):
         return Text.FORMS
-    if mismatch.have_shapes and mismatch.have_dtypes:
-        return Text.SHAPES_AND_DTYPES
-    return Text.SHAPES if mismatch.have_shapes else Text.DTYPES
+    return _SUMMARIES[mismatch.have_shapes, mismatch.have_dtypes]
 
 
 def _choose_cause(case: Case, mismatch: _Mismatch) -> tuple[Sentence | None, Sentence | None]:
@@ -149,7 +155,8 @@ def _choose_cause(case: Case, mismatch: _Mismatch) -> tuple[Sentence | None, Sen
     if not mismatch.have_dtypes:
         return None, Text.DIFF_FIX_SHAPES
     # An option that the user has passed is no fix.
-    if case.group.evidence.cast and not mismatch.have_shapes:
+    is_cast_alone = bool(case.group.evidence.cast) and not mismatch.have_shapes
+    if is_cast_alone:
         return None, Text.DIFF_FIX_CAST
     return None, None
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
@@ -103,8 +102,18 @@ def apply(case: Case) -> Match | None:
     facts = (Text.PROGRESS(name=recorded[0].name, values=by_rank),)
     ranks = find_minority(by_rank) or case.group.ranks
     if case.group.is_pair or not _may_be_skipped(case, recorded):
-        return _match(case, ranks, facts, by_rank)
-    match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
+        return _match(
+            case,
+            ranks=ranks,
+            facts=facts,
+            progress=by_rank,
+        )
+    match = _match(
+        case,
+        ranks=ranks,
+        facts=(*facts, Text.MAY_BE_SKIPPED()),
+        progress=by_rank,
+    )
     return match.with_cause(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED).as_consistent("SYN214")
 
 
@@ -142,7 +151,8 @@ def _lagged_less(case: Case, progress: ValueDiff) -> bool:
     for group in case.steps()[:-1]:
         for value in group.values:
             # Without a lag, the ranks were equal at this step.
-            if value.name == progress.name and 0 < _find_lag(value) < lag_now:
+            has_smaller_lag = 0 < _find_lag(value) < lag_now
+            if value.name == progress.name and has_smaller_lag:
                 return True
     return False
 
@@ -164,30 +174,50 @@ def _match_step_counters(case: Case) -> Match | None:
     counters = counters_of(case)
     step_diffs = case.differing("optimizer_step")
     number = len(step_diffs) + len(names_of_values(counters))
-    if not number or case.agreeing("optimizer_step"):
+    agreeing = case.agreeing("optimizer_step")
+    if not number or agreeing:
         return None
     ranks = deviating_ranks(counters) or suspects(step_diffs, case.group)
     largest = farthest(counters)
     fact = _describe_counters(number, largest)
     if _missed_whole_steps(case, counters):
-        return _match_whole_steps(case, ranks, fact, largest)
+        return _match_whole_steps(
+            case,
+            ranks=ranks,
+            fact=fact,
+            largest=largest,
+        )
 
     # If the files record the same step, different counters have another cause.
     if case.group.evidence.stores_progress or _has_better_cause(case, counters):
         return None
     if largest is None:
-        return _match(case, ranks, (fact,), {}).as_consistent("SYN214", "SYN215")
-    return _match(case, ranks, (fact,), largest.by_rank).as_consistent("SYN215")
+        return _match(
+            case,
+            ranks=ranks,
+            facts=(fact,),
+            progress={},
+        ).as_consistent("SYN214", "SYN215")
+    return _match(
+        case,
+        ranks=ranks,
+        facts=(fact,),
+        progress=largest.by_rank,
+    ).as_consistent("SYN215")
 
 
 def _match_whole_steps(case: Case, ranks: Sequence[int], fact: Message, largest: StepCounter | None) -> Match:
     """Match counters that lag with BatchNorm's counts. largest: the known counter with the largest lag."""
+    is_recorded = case.group.evidence.stores_progress
+    lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
     counts = {} if largest is None else largest.by_rank
-    lag = Text.FORWARDS_LAG()
-    if case.group.evidence.stores_progress:
-        lag = Text.FORWARDS_LAG_DESPITE_STEP()
     # A rank that skips whole batches, or was set back, lags in the same way.
-    return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
+    return _match(
+        case,
+        ranks=ranks,
+        facts=(fact, lag),
+        progress=counts,
+    ).as_consistent("SYN214", "SYN217")
 
 
 def _missed_whole_steps(case: Case, counters: Sequence[StepCounter]) -> bool:
@@ -211,7 +241,8 @@ def _describe_counters(number: int, largest: StepCounter | None) -> Message:
 
 def _has_better_cause(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether skipped steps, lost optimizer state or overflows explain the counters."""
-    if counters_of_lost_state(case) or counters_of_skipped_steps(case):
+    is_single_event = counters_of_lost_state(case) or counters_of_skipped_steps(case)
+    if is_single_event:
         return True
     return bool(counters) and scaler_explains(case, counters)
 
@@ -220,15 +251,13 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """Cover everything changed by training, except differences between ranks of the same progress."""
     tensors = tuple(exclude_names(case.tensors, case.frozen))
     values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
-    match = Match(
+    return Match(
         tensors=tensors,
         ranks=ranks,
         facts=facts,
         values=values,
+        agree=_find_sets_of_progress(case, progress) if progress else None,
     )
-    if not progress:
-        return match
-    return replace(match, agree=_find_sets_of_progress(case, progress))
 
 
 def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:

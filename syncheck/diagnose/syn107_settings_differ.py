@@ -30,7 +30,7 @@ huggingface/transformers#48162 (buffers registered in the order of a set).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import state_if
@@ -44,6 +44,7 @@ from syncheck.diagnose.selection import (
     list_value_names,
     select_kinds,
     select_names,
+    union_of,
 )
 from syncheck.diagnose.settings_effect import (
     choose_only_rounding,
@@ -130,6 +131,17 @@ class Text(Sentence, topic=CODE):
     GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
 
 
+class _Settings(NamedTuple):
+    """The differing settings by their effect."""
+
+    orders: list[ValueDiff]
+    """The orders of names."""
+    acting: list[ValueDiff]
+    """Those with an effect on the next step."""
+    delayed: list[ValueDiff]
+    """A scheduler's counters and best loss, which take effect later."""
+
+
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = case.of_values("setting")
@@ -137,8 +149,9 @@ def apply(case: Case) -> Match | None:
     # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
         return _match_modes(case, modes)
-    orders, unordered = _split_by_order(settings)
-    acting = list(filter(_changes_next_step, unordered))
+    orders, acting, delayed = _split_by_effect(settings)
+    # Settings of the next step come first.
+    unordered = [*acting, *delayed]
 
     # Another order has moved values to other names, whatever the settings are.
     exchanged = _find_exchanged(case, orders)
@@ -146,13 +159,14 @@ def apply(case: Case) -> Match | None:
     covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
     facts = _order_facts(case, orders, exchanged)
     if unordered:
-        facts += _settings_facts(unordered)
-        facts += _parameter_facts(case, explained)
-        facts += follower_facts(explained)
-        facts += _unexplained_facts(acting, unexplained)
+        facts += [
+            *_settings_facts(unordered),
+            *_parameter_facts(case, explained),
+            *follower_facts(explained),
+            *_unexplained_facts(acting, unexplained),
+        ]
     facts += _mode_facts(modes)
-    if covered:
-        facts += case.agreement_facts(covered)
+    facts += state_if(covered, *case.agreement_facts(covered))
 
     ordered_first = (*orders, *unordered)
     cause, fix = _choose_cause(orders, unordered)
@@ -167,22 +181,23 @@ def apply(case: Case) -> Match | None:
     return _limit_certainty(case, match, acting)
 
 
-def _split_by_order(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], list[ValueDiff]]:
-    """Return the orders of names, and all other settings, those with an effect on the next step first."""
-    orders, unordered = [], []
+def _split_by_effect(settings: Sequence[ValueDiff]) -> _Settings:
+    """Return the orders, the settings with an effect on the next step, and those with a later effect."""
+    split = _Settings([], [], [])
     for setting in settings:
         if setting.name in ORDERS:
-            orders.append(setting)
+            split.orders.append(setting)
+        elif _changes_next_step(setting):
+            split.acting.append(setting)
         else:
-            unordered.append(setting)
-    # A scheduler's counters and best loss take effect later. Equal keys keep their order.
-    unordered.sort(key=_changes_next_step, reverse=True)
-    return orders, unordered
+            split.delayed.append(setting)
+    return split
 
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
     """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
-    if not acting or not has_kind(match.tensors, "parameter"):
+    has_parameters = has_kind(match.tensors, "parameter")
+    if not acting or not has_parameters:
         return match
     # The averages of gradients show that the gradients are equal.
     if has_gradient_averages(case):
@@ -215,8 +230,8 @@ def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff
     """Return the differing parameters and buffers that are not at the same positions on all ranks."""
     moved: set[str] = set()
     for order in orders:
-        for names in order.by_rank.values():
-            moved.update(names or ())
+        # A rank without the module has no order of names.
+        moved |= union_of(filter(None, order.by_rank.values()))
     return tuple(select_names(case.differing("parameter", "buffer", *BN_STATISTICS), moved))
 
 
@@ -264,28 +279,31 @@ def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
 
 def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
     """State the first settings and their values by rank."""
-    first, *further = limit_facts([_describe_setting(setting) for setting in settings], _MOST, Text.MORE)
+    described = list(map(_describe_setting, settings))
+    # The first setting belongs to the first statement of the finding.
+    first, *further = limit_facts(described, _MOST, Text.MORE)
     return (Text.SETTINGS(setting=first), *further)
 
 
 def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State how many parameters differ because of the settings, and how this developed."""
     parameters = select_kinds(covered, "parameter")
-    if not parameters:
-        return ()
     summary = Text.PARAMETERS(
         count=len(parameters),
         total=case.compared("parameter"),
         size=largest_difference(parameters),
     )
+    unknown = state_if(not case.with_moment(), Text.GRADIENTS_UNKNOWN())
     _, since = case.trend_facts("parameter")
-    return (summary, *state_if(not case.with_moment(), Text.GRADIENTS_UNKNOWN()), *since)
+    return state_if(parameters, summary, *unknown, *since)
 
 
 def _changes_next_step(setting: ValueDiff) -> bool:
     """Whether a setting changes the next step: a value in a parameter group, a learning rate or the like."""
     parts = setting.name.split(".")
-    return not {"param_groups", "_last_lr"}.isdisjoint(parts) or parts[-1] in (*SETTINGS, REQUIRES_GRAD)
+    is_in_group = not {"param_groups", "_last_lr"}.isdisjoint(parts)
+    is_known_setting = parts[-1] in (*SETTINGS, REQUIRES_GRAD)
+    return is_in_group or is_known_setting
 
 
 def _describe_setting(setting: ValueDiff) -> Message:

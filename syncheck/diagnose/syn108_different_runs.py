@@ -70,20 +70,22 @@ ALIKE = 0.9
 _MOST_SETTINGS = 4
 
 
-def _are_needed(case: Case) -> bool:
-    """Whether something differs that has no cause of its own even between two runs."""
-    has_difference = bool(case.values or _select_undamaged(case))
-    # Two runs that should be equal may still differ in one element or by rounding.
-    is_small = bool(localized_damage(case)) or syn240_rounding_only.apply(case) is not None
-    return has_difference and not is_small
-
-
 def _record_other_runs(case: Case) -> bool:
     """Whether the files record different settings of the run, and no values of an earlier step of the same run."""
     return bool(case.group.evidence.runs) and not case.group.evidence.stale
 
 
-@requires(_record_other_runs, _are_needed)
+def _have_differences(case: Case) -> bool:
+    """Whether values or undamaged tensors differ."""
+    return bool(case.values or _select_undamaged(case))
+
+
+def _differ_at_large(case: Case) -> bool:
+    """Whether more than one element or rounding differs. Two runs that should be equal may still differ in these."""
+    return not localized_damage(case) and syn240_rounding_only.apply(case) is None
+
+
+@requires(_record_other_runs, _have_differences, _differ_at_large)
 def apply(case: Case) -> Match | None:
     """Match differences between files of different runs."""
     evidence = case.group.evidence
@@ -118,6 +120,7 @@ def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
     keys: dict[int, str] = {}
     for rank in case.group.ranks:
         values = [case.group.evidence.runs[name].get(rank) for name in names]
+        # As text, because values like lists have no hash.
         keys[rank] = str(values)
     return keys
 
@@ -137,7 +140,8 @@ def _is_plausible(case: Case) -> bool:
     if len(differing) < max(1, MOST * len(trained)):
         return False
     # Equal averages of gradients show a common run.
-    if case.with_moment() and case.agrees("optimizer"):
+    have_equal_gradients = bool(case.with_moment()) and case.agrees("optimizer")
+    if have_equal_gradients:
         return False
     return not is_at_least(median_cosine(case.differing_moments().values()), ALIKE)
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import explained_by_settings, match_statistics, may_be_changed, statistics_alone
-from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -105,12 +105,16 @@ _IN_MEMORY = _Words(Text.SYNCHRONIZED, remedy=Text.USE_WRAPPER)
 _IN_FILES = _Words(Text.SYNCHRONIZED_BY_METADATA, remedy=Text.SAVE_EARLY_STEPS)
 
 
+@requires(statistics_alone)
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
-    if not statistics:
-        return None
-    match = match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
+    match = match_statistics(
+        case,
+        statistics=statistics,
+        first=Text.STATISTICS,
+        synchronization=_synchronization_facts(case),
+    )
     if explained_by_settings(case):
         return match.with_cause(Text.CAUSE_OF_SETTINGS, Text.FIX_OF_SETTINGS)
     if may_be_changed(case):

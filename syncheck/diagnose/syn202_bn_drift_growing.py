@@ -97,9 +97,15 @@ def apply(case: Case) -> Match | None:
     if not signs:
         return None
 
-    match = match_statistics(case, statistics_alone(case), Text.STATISTICS, signs)
+    match = match_statistics(
+        case,
+        statistics=statistics_alone(case),
+        first=Text.STATISTICS,
+        synchronization=signs,
+    )
     # Synchronized runs whose data differ more in each step reached cosines of 0.96 in measurements: no limit decides.
-    if signs[0].code in (Text.GREW_IN_ONE_DIRECTION, Text.MEAN_GREW):
+    is_growth = signs[0].code in (Text.GREW_IN_ONE_DIRECTION, Text.MEAN_GREW)
+    if is_growth:
         return match.as_consistent("SYN201")
     if may_be_changed(case):
         return match.as_consistent("SYN205")
@@ -159,7 +165,9 @@ def _fits_free_running(course: FreeRunning) -> bool:
 
 def _describe_growth(case: Case) -> list[Message]:
     """State the growth of the mean difference if only sizes are known; empty if it did not grow enough."""
-    if len(case.series) < 2 or case.group.evidence.free_running is not None:
+    # Directions that do not show missing synchronization outweigh the growth.
+    has_directions = case.group.evidence.free_running is not None
+    if len(case.series) < 2 or has_directions:
         return []
     first, last = case.series[0], case.series[-1]
     has_grown = 0 < drift(first) * GROWTH <= drift(last)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import may_be_old
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.statements import largest_difference
@@ -71,11 +71,15 @@ class Text(Sentence, topic=CODE):
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, {size}"
 
 
+def _counts_differ(case: Case) -> bool:
+    """Whether the ranks counted different numbers of batches."""
+    return bool(case.of_kind("bn_count"))
+
+
+@requires(_counts_differ)
 def apply(case: Case) -> Match | None:
     """Match different counts, and cover the running statistics that follow from them."""
     counts = case.of_kind("bn_count")
-    if not counts:
-        return None
     deviating_ranks = suspects(counts, case.group)
     statistics = case.of_kind(*BN_STATISTICS)
     facts = [

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
 from syncheck.diagnose.case import Case, Match, is_weight
-from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.conditions import requires, select_codes, state_if
 from syncheck.diagnose.features import extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import last_agreement, trend_of
 from syncheck.diagnose.measures import TOUCHED, evidence_of, is_at_least, is_share_below, values_by_rank
@@ -73,6 +73,7 @@ _OF_RANK = re.compile(
     r"_*(?:\w+_)?(?:rank|rank_id|worker|worker_id|shard_id|seeds?|rng|rng_state|generator|generator_state|cursor"
     r"|offset|position|sample_index)"
 )
+_GENERATOR = re.compile("rng|generator")
 # Number of ranks from which integers equal to the ranks are no coincidence.
 _RANKS = 3
 # Cosine above which floating-point values have a common origin.
@@ -179,13 +180,15 @@ def _find_possible_buffers(case: Case) -> frozenset[str]:
 
 def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
     """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
-    modules = modules_of(running_statistics(case, buffers))
     frozen = select_names(case.differing("parameter"), case.frozen)
-    codebooks = []
-    for diff in exclude_names(frozen, list_names(buffers)):
-        if module_of(diff.name) in modules and not is_weight(diff.name):
-            codebooks.append(diff)
-    return codebooks
+    statistics = running_statistics(case, buffers)
+    return _select_beside(exclude_names(frozen, list_names(buffers)), statistics)
+
+
+def _select_beside(diffs: Sequence[TensorDiff], statistics: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors in the modules of running statistics, without weights."""
+    modules = modules_of(statistics)
+    return [diff for diff in diffs if module_of(diff.name) in modules and not is_weight(diff.name)]
 
 
 def _are_others_in_sync(case: Case) -> bool:
@@ -247,7 +250,12 @@ def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff]) -
         covered += statistics_of_copies(case)
     match = case.make_match(of_model, facts, covered)
     cause, fix = _select_words(of_model, are_buffers)
-    alternatives = _list_alternatives(case, updates, of_model, agreed)
+    alternatives = _list_alternatives(
+        case,
+        updates=updates,
+        of_model=of_model,
+        agreed=agreed,
+    )
     return replace(
         match,
         cause=cause,
@@ -269,10 +277,9 @@ def _list_alternatives(
     case: Case, updates: _Updates, of_model: Sequence[TensorDiff], agreed: int | None
 ) -> tuple[str, ...]:
     """Return the codes of other causes. agreed: the last step in sync, if there is one."""
-    if updates.trend == "shrinking":  # averages of equal values do so too
-        return ("SYN219",)
     if updates.trend is not None:
-        return ()
+        # Averages of equal values shrink too.
+        return select_codes({"SYN219": updates.trend == "shrinking"})
     # After a step in sync, a change on some ranks alone has no other cause.
     if agreed is not None and _is_update_of_some_ranks(of_model):
         return ()
@@ -298,22 +305,22 @@ def _are_damaged(differing: Sequence[TensorDiff]) -> bool:
 
 def _is_of_rank(diff: TensorDiff) -> bool:
     """Whether a tensor names a rank, a seed or a position in the data."""
+    is_integer = diff.dtype.startswith(("int", "uint"))
     # A value on most ranks is no state of a rank.
-    if diff.minority or not diff.dtype.startswith(("int", "uint")):
+    if diff.minority or not is_integer:
         return False
     name = last_part(diff.name)
     if not _OF_RANK.fullmatch(name):
         return _equals_rank(diff)
     # The states of generators have many elements.
-    is_generator = "rng" in name or "generator" in name
-    return is_generator or diff.numel == 1
+    return diff.numel == 1 or _GENERATOR.search(name) is not None
 
 
 def _equals_rank(diff: TensorDiff) -> bool:
     """Whether the tensor is the number of its rank on enough ranks."""
     values = evidence_of(diff).values
-    is_rank = values == {rank: rank for rank in values}
-    return is_rank and len(values) >= _RANKS
+    are_ranks = list(values.values()) == list(values)
+    return are_ranks and len(values) >= _RANKS
 
 
 def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
@@ -356,19 +363,23 @@ def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
     is_one_set = len(minorities) == 1 and () not in minorities
     if have_majority and is_one_set:
         return True
-    return any(map(_is_zero_on_some_ranks, differing))
+    return any(map(_is_zero_on_some_ranks, select_numbers(differing)))
 
 
 def _is_zero_on_some_ranks(diff: TensorDiff) -> bool:
-    """Whether a tensor is a count that is zero on some ranks."""
-    is_count = diff.numel == 1 and diff.dtype.startswith("int")
+    """Whether a number is a count that is zero on some ranks."""
+    is_count = diff.dtype.startswith("int")
     return is_count and 0 in evidence_of(diff).values.values()
 
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
     """Whether the differences of these tensors change between any two neighbouring steps."""
-    steps = [select_names(out_of_sync(group), names) for group in case.steps()]
-    return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
+    for earlier, later in pairwise(case.steps()):
+        before = select_names(out_of_sync(earlier), names)
+        after = select_names(out_of_sync(later), names)
+        if trend_of((before, after)) not in (None, "constant"):
+            return True
+    return False
 
 
 def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool) -> list[TensorDiff]:
@@ -377,36 +388,30 @@ def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool)
     is_steady: whether their difference stayed the same over the steps.
     """
     statistics = running_statistics(case, differing)
-    modules = modules_of(statistics)
-    updated = set(list_names(statistics))
-    for diff in differing:
-        if is_weight(diff.name):
-            continue
-        # Values that only started unequal keep their difference.
-        is_moved = not is_steady and _has_one_origin(diff)
-        if is_moved or module_of(diff.name) in modules:
-            updated.add(diff.name)
-    return select_names(differing, updated)
+    updated = [*statistics, *_select_beside(differing, statistics)]
+    # Values that only started unequal keep their difference.
+    if not is_steady:
+        updated += filter(_has_moved, differing)
+    return select_names(differing, list_names(updated))
 
 
-def _has_one_origin(diff: TensorDiff) -> bool:
-    """Whether the values have a common origin on all ranks."""
+def _has_moved(diff: TensorDiff) -> bool:
+    """Whether something moved the values of a buffer from a common origin on all ranks."""
+    if is_weight(diff.name):
+        return False
     # Single numbers are hardly ever initialized randomly.
     if diff.numel == 1:
         return True
-    if not is_at_least(evidence_of(diff).cosine, ONE_ORIGIN):
-        return False
     # A few differing elements are damage, unless their names are those of running statistics.
-    return not is_share_below([diff], TOUCHED)
+    have_one_origin = is_at_least(evidence_of(diff).cosine, ONE_ORIGIN)
+    return have_one_origin and not is_share_below([diff], TOUCHED)
 
 
 def _trained_facts(case: Case, are_buffers: bool) -> tuple[Message, ...]:
     """State which tensors agree, and how the trained parameters are known."""
     optimized, states = case.optimized, case.compared("optimizer")
     if optimized is None:
-        if are_buffers:
-            return (Text.OTHERS_AGREE(),)
-        return (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())
+        return (*state_if(not are_buffers, Text.JUDGED_BY_NAME()), Text.OTHERS_AGREE())
     if states:
         return (Text.TRAINED_AND_STATE_AGREE(parameters=len(optimized), states=states),)
     return (Text.TRAINED_AGREE(parameters=len(optimized)),)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.conditions import select_codes, state_if
+from syncheck.diagnose.conditions import requires, select_codes, state_if
 from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.selection import ends_with_number, last_part, list_names, module_of
@@ -111,12 +111,16 @@ class _State(NamedTuple):
     """Whether the tensor is an item of a list of batches."""
 
 
+def _find_states(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing states of metrics."""
+    metrics = _find_differing_metrics(case)
+    return tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
+
+
+@requires(_find_states)
 def apply(case: Case) -> Match | None:
     """Match the differing states of metrics."""
-    metrics = _find_differing_metrics(case)
-    tensors = tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
-    if not tensors:
-        return None
+    tensors = _find_states(case)
     modules = map(_module_of, list_names(tensors))
     missing = with_reason(tensors, "missing")
     return Match(
@@ -136,7 +140,8 @@ def _find_differing_metrics(case: Case) -> frozenset[str]:
     large_modules = {_module_of(diff.name) for diff in case.tensors if not _is_number(diff)}
     metrics = set()
     for module, states in _find_metrics(case).items():
-        if states.is_certain or module not in large_modules:
+        has_numbers_alone = module not in large_modules
+        if states.is_certain or has_numbers_alone:
             metrics.add(module)
     return frozenset(metrics)
 
@@ -144,28 +149,25 @@ def _find_differing_metrics(case: Case) -> frozenset[str]:
 def _find_metrics(case: Case) -> dict[str, _States]:
     """Return the modules that hold states of metrics only, with their states."""
     # An optimizer trains no state of a metric, whatever its name is.
-    trained = case.optimized or frozenset()
+    untrained = case.names_of("parameter", "buffer") - (case.optimized or frozenset())
     states_of: dict[str, _States] = defaultdict(_States)
     other_modules = set()
-    for name, kind in case.group.evidence.names.items():
+    for name in case.group.evidence.names:
         state = _split(name)
-        is_untrained = kind in ("parameter", "buffer") and name not in trained
-        if is_untrained and _is_of_metric(state):
+        if name in untrained and _is_of_metric(state):
             states_of[state.module].add(state)
         else:
             other_modules.add(module_of(name))
 
-    metrics = {}
-    for module in states_of.keys() - other_modules:
-        states = states_of[module]
-        if states.is_metric:
-            metrics[module] = states
-    return metrics
+    # A module with other tensors is no metric.
+    candidates = states_of.keys() - other_modules
+    return {module: states_of[module] for module in candidates if states_of[module].is_metric}
 
 
 def _is_of_metric(state: _State) -> bool:
     """Whether a metric has states of this name. The tensors of the model itself are no states of a metric."""
-    return bool(state.module) and state.name in _STATES
+    has_module = bool(state.module)
+    return has_module and state.name in _STATES
 
 
 def _is_number(diff: TensorDiff) -> bool:

@@ -37,13 +37,13 @@ pytorch/pytorch#104336 (moved after the wrap), modelscope/FunASR#3472 (`no_sync`
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import change_whole_parameters, groups_of
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import TOUCHED, cosines, is_below, is_share_below
+from syncheck.diagnose.measures import cosines, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
     COMMON_START,
@@ -138,7 +138,7 @@ class _Differing(NamedTuple):
     """The first moments."""
 
 
-@requires(Case.in_step, Case.differing_parameters)
+@requires(Case.in_step, Case.differing_parameters, change_whole_parameters)
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
     differing = _Differing(
@@ -146,9 +146,6 @@ def apply(case: Case) -> Match | None:
         moments=list(case.differing_moments().values()),
     )
     if not _is_whole_model(case, differing):
-        return None
-    # Few differing elements are damage, or a mask.
-    if is_share_below(differing.parameters, TOUCHED):
         return None
 
     trend, since = case.trend_facts("parameter")
@@ -177,7 +174,8 @@ def _is_whole_model(case: Case, differing: _Differing) -> bool:
     """Whether nearly all trained parameters and their first moments differ."""
     trained, with_moment = case.trained_parameters(), case.with_moment()
     total = len(trained)
-    if with_moment and trained.isdisjoint(with_moment):
+    has_ids = bool(with_moment) and trained.isdisjoint(with_moment)
+    if has_ids:
         # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
         total = min(total, len(with_moment))
     if len(trained.intersection(list_names(differing.parameters))) < MOST * total:
@@ -243,7 +241,8 @@ def _are_on_both_sides(case: Case) -> bool:
     squares = case.differing_squares()
     least, most = BOTH_SIDES
     shares = share_smaller(squares).values()
-    if min(shares) < least or max(shares) > most:
+    is_one_sided = min(shares) < least or max(shares) > most
+    if is_one_sided:
         return False
     # Within a tensor, too: in a scaled model, some tensors are smaller and others larger.
     if median_sidedness(squares) > SIDED:
@@ -266,8 +265,9 @@ def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
         return _judge_digests(case, differing)
     if case.counts_steps():
         return _judge_counted_moments(case, differing, cosine)
+    have_one_direction = cosine >= ALIKE
     # At the first differing step, a skipped step or a lost momentum is as likely.
-    if cosine >= ALIKE or case.just_began():
+    if have_one_direction or case.just_began():
         return None
     number = _count_moments(case, differing)
     if _no_two_agree(case, differing.parameters):
@@ -322,10 +322,10 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
         return None
     measured = cosines(parameters)
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
-    have_common_start = bool(measured) and median(measured) >= ELSEWHERE
+    have_common_start = is_at_least(median_cosine(parameters), ELSEWHERE)
     if have_common_start and _no_two_agree(case, parameters):
         return _Reason(
-            summary=summary,
+            summary,
             details=(Text.ALL_RANKS_DIFFER(),),
             certainty="consistent",
             alternatives=("SYN213",),
@@ -335,18 +335,16 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
     grows_from_start = trend == "growing" and not case.agreed_before()
     if grows_from_start and case.number_of_ranks == 2:
         return _Reason(
-            summary=summary,
-            details=(),
+            summary,
             certainty="consistent",
             alternatives=_STATELESS,
         )
 
     # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
     if have_common_start and min(measured) < ELSEWHERE:
-        fact = Text.COSINES(least=min(measured), most=max(measured))
         return _Reason(
-            summary=summary,
-            details=(fact,),
+            summary,
+            details=(Text.COSINES(least=min(measured), most=max(measured)),),
             certainty="consistent",
             alternatives=_STATELESS,
         )
@@ -355,6 +353,5 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
 
 def _no_two_agree(case: Case, parameters: list[TensorDiff]) -> bool:
     """Whether each replica group has three or more ranks, and no two of them agree on a differing tensor."""
-    ranks = case.group.ranks
-    smallest_groups = [min(map(len, diff.replica_groups or (ranks,))) for diff in parameters]
+    smallest_groups = [min(map(len, groups_of(diff, case.group.ranks))) for diff in parameters]
     return case.ranks_differ(parameters) and min(smallest_groups, default=3) > 2

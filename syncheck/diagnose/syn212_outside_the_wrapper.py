@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.conditions import requires, state_if
-from syncheck.diagnose.features import states_of_parameters
-from syncheck.diagnose.measures import TOUCHED, is_at_least, is_below, is_share_below, median_cosine
+from syncheck.diagnose.features import change_whole_parameters, states_of_parameters
+from syncheck.diagnose.measures import is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
 from syncheck.diagnose.selection import list_names, select_names, union_of
 from syncheck.diagnose.statements import follower_facts, largest_difference
@@ -97,14 +97,11 @@ class _Part:
     """The modules or name components with all of the names, and no other name."""
 
 
-@requires(Case.in_step, Case.differing_parameters)
+@requires(Case.in_step, Case.differing_parameters, change_whole_parameters)
 def apply(case: Case) -> Match | None:
     """Match a part of the model whose parameters and moments differ, while the rest agrees."""
     part = _find_part(case)
     if part is None or not _is_only_difference(case, part):
-        return None
-    # Few differing elements are damage, or a mask.
-    if is_share_below(part.parameters, TOUCHED):
         return None
     trend, since = case.trend_facts("parameter")
     if not _was_trained_alone(case, part, trend):
@@ -132,7 +129,8 @@ def _find_part(case: Case) -> _Part | None:
         names |= moments.keys()
     modules = _find_modules(case, names)
     # Names outside the trained parameters are not those of a part of the model.
-    if not modules or not names <= case.trained_parameters():
+    are_trained = names <= case.trained_parameters()
+    if not modules or not are_trained:
         return None
     return _Part(
         parameters=list(parameters.values()),
@@ -165,6 +163,7 @@ def _is_whole_model(case: Case, part: _Part) -> bool:
 def _select_covered(case: Case, part: _Part) -> tuple[TensorDiff, ...]:
     """Return the differing tensors of the part, and those that follow from it."""
     states: Sequence[str] = list_names(case.of_kind("optimizer"))
+    # Without names, any state may be that of a parameter of the part.
     if part.are_named:
         states = states_of_parameters(case, states, part.names)
     followers = case.of_kind(*BN_STATISTICS, "ema", "buffer")
@@ -217,7 +216,8 @@ def _moves_apart(case: Case, part: _Part, trend: str | None) -> bool:
 
 def _has_common_start(case: Case, part: _Part) -> bool:
     """Whether all of three or more ranks differ, but not as much as different initial values."""
-    if case.number_of_ranks < 3 or not case.ranks_differ(part.parameters):
+    are_two_ranks = case.number_of_ranks < 3
+    if are_two_ranks or not case.ranks_differ(part.parameters):
         return False
     cosine = mean_cosine(part.parameters)
     return is_at_least(cosine, COMMON_START)
@@ -250,8 +250,7 @@ def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]
 
 def _prefixes(name: str) -> list[str]:
     """Return the enclosing modules of a parameter, and its name: layer1, layer1.0, layer1.0.weight."""
-    parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def _components(name: str) -> set[str]:
@@ -280,7 +279,8 @@ def _common_components(differing: Collection[str], agreeing: Collection[str]) ->
 
 def _has_own_gradients(case: Case, part: _Part) -> bool:
     """Whether the first moments show unreduced gradients."""
-    if len(part.moments) < len(part.parameters) or only_decay(case):
+    some_moments_agree = len(part.moments) < len(part.parameters)
+    if some_moments_agree or only_decay(case):
         return False
     if case.counts_steps():
         return True

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import groups_of
 from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
@@ -50,6 +51,7 @@ from syncheck.diagnose.moments import (
     share_smaller,
 )
 from syncheck.diagnose.optimizer_names import is_momentum
+from syncheck.diagnose.rank_values import below_highest
 from syncheck.diagnose.selection import minorities_of, ranks_outside
 from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
@@ -151,7 +153,9 @@ class Bound(NamedTuple):
     def fits(self, logs: Sequence[float], cosine: float) -> bool:
         """Whether the factors are about the same, and not 1. logs: the logarithms of the factors of all tensors."""
         middle = median(logs)
-        if cosine < self.cosine or abs(middle) < math.log(self.factor):
+        is_turned = cosine < self.cosine
+        has_same_length = abs(middle) < math.log(self.factor)
+        if is_turned or has_same_length:
             return False
         # A few tensors may have another factor.
         close = [log for log in logs if abs(log - middle) <= math.log(self.width)]
@@ -208,7 +212,7 @@ class _Lengths:
         factors = []
         for diff in self.moments:
             norms = evidence_of(diff).norms
-            if rank in norms and reference in norms:
+            if norms.keys() >= {rank, reference}:
                 factors.append(norms[rank] / norms[reference])
         return factors
 
@@ -233,8 +237,7 @@ def apply(case: Case) -> Match | None:
     if shares:
         return _match_squares(case, moments, shares)
     # Equal second moments belong to gradients of equal size.
-    has_equal_squares = count_squares(case) > 0 and not case.differing_squares()
-    if has_equal_squares or not moments:
+    if count_squares(case) > 0 and not case.differing_squares():
         return None
     return _match_first_moments(case, moments)
 
@@ -249,9 +252,19 @@ def _match_squares(case: Case, moments: list[TensorDiff], shares: dict[int, floa
         return None
 
     if min(shares.values()) >= ONE_SIDED:
-        return _match_scaled_squares(case, moments, shares, is_smaller=True)
+        return _match_scaled_squares(
+            case,
+            moments=moments,
+            shares=shares,
+            is_smaller=True,
+        )
     if max(shares.values()) <= 1 - ONE_SIDED:
-        return _match_scaled_squares(case, moments, shares, is_smaller=False)
+        return _match_scaled_squares(
+            case,
+            moments=moments,
+            shares=shares,
+            is_smaller=False,
+        )
     # The ranks may all have scales of their own, as if each clipped by its local norm.
     if _is_each_scaled(case, moments) and median_sidedness(squares) >= EACH_SIDED:
         return _make_unequal_match(case, moments)
@@ -264,7 +277,8 @@ def _match_scaled_squares(
     """Match second moments that are on one side. is_smaller: on the deviating ranks; larger otherwise."""
     cosine = mean_cosine(moments)
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
-    if not is_smaller and is_below(cosine, ALIKE):
+    has_own_gradients = not is_smaller and is_below(cosine, ALIKE)
+    if has_own_gradients:
         return None
 
     lengths = _compare_lengths(list(filter(_has_lengths, moments)))
@@ -272,7 +286,12 @@ def _match_scaled_squares(
         ranks, summary = lengths.ranks, _summarize(case, lengths)
     else:
         ranks, summary = _summarize_sides(case, shares, is_smaller=is_smaller)
-    match = _make_match(case, ranks, [summary, *_describe_cosine(moments)], moments)
+    match = _make_match(
+        case,
+        ranks=ranks,
+        facts=[summary, *_describe_cosine(moments)],
+        moments=moments,
+    )
 
     if case.agrees("parameter"):
         # Adam divides by the size of the gradients, so that equal parameters are possible; a changed state is, too.
@@ -290,15 +309,18 @@ def _has_lengths(diff: TensorDiff) -> bool:
 
 def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], Message]:
     """Return the ranks with scaled gradients, and the statement about their second moments."""
-    ranks, reference_ranks = _name_sides(case, shares, is_smaller=is_smaller)
-    side = Text.LARGER
-    if is_smaller or case.number_of_ranks == 2:
-        side = Text.SMALLER
-    return ranks, Text.SCALED(
+    ranks = tuple(sorted(shares))
+    reference_ranks = ranks_outside(case.group.ranks, shares)
+    # Of two ranks, the rank with smaller moments is suspect.
+    if case.number_of_ranks == 2 and not is_smaller:
+        ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
+    side = Text.SMALLER() if is_smaller else Text.LARGER()
+    summary = Text.SCALED(
         ranks=ranks,
         others=reference_ranks,
-        side=side(),
+        side=side,
     )
+    return ranks, summary
 
 
 def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
@@ -309,7 +331,12 @@ def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
 def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
     """Return the match for ranks that each have a scale of their own."""
     facts = [Text.EACH_SCALED(), *_describe_cosine(moments)]
-    return _make_match(case, case.group.ranks, facts, moments).as_consistent("SYN211")
+    return _make_match(
+        case,
+        ranks=case.group.ranks,
+        facts=facts,
+        moments=moments,
+    ).as_consistent("SYN211")
 
 
 def _describe_cosine(moments: Sequence[TensorDiff]) -> tuple[Message, ...]:
@@ -317,16 +344,6 @@ def _describe_cosine(moments: Sequence[TensorDiff]) -> tuple[Message, ...]:
     measured = cosines(moments)
     cosine = median_cosine(moments)
     return state_if(measured, Text.COSINE(count=len(measured), cosine=cosine))
-
-
-def _name_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks with scaled gradients, and all other ranks."""
-    deviating_ranks = tuple(sorted(shares))
-    reference_ranks = ranks_outside(case.group.ranks, shares)
-    # Of two ranks, the rank with smaller moments is suspect.
-    if case.number_of_ranks == 2 and not is_smaller:
-        return reference_ranks, deviating_ranks
-    return deviating_ranks, reference_ranks
 
 
 def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
@@ -363,7 +380,12 @@ def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> 
         *state_if(not is_counted, Text.UNCOUNTED()),
     ]
     # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
-    match = _make_match(case, lengths.ranks, facts, moments).as_consistent("SYN214", "SYN215")
+    match = _make_match(
+        case,
+        ranks=lengths.ranks,
+        facts=facts,
+        moments=moments,
+    ).as_consistent("SYN214", "SYN215")
     return match if is_counted else match.with_cause(Text.CAUSE_UNCOUNTED, None)
 
 
@@ -418,7 +440,9 @@ def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> 
         parameter = parameters.get(case.owner_of(diff.name))
         if parameter is not None and is_momentum(diff.name):
             decay_of_rank = evidence_of(parameter).norms
-        if all(norm > times * share * decay_of_rank.get(rank, 0.0) for rank, norm in norms.items()):
+        # A rank without the norm of the parameter has no known decay.
+        is_above = all(norm > times * share * decay_of_rank.get(rank, 0.0) for rank, norm in norms.items())
+        if is_above:
             selected.append(diff)
     return selected
 
@@ -427,11 +451,11 @@ def _compare_lengths(moments: list[TensorDiff]) -> _Lengths:
     """Return the moments with the deviating ranks of each replica group, and a rank to compare each with."""
     groups: set[tuple[int, ...]] = set()
     for diff in moments:
-        groups.update(diff.replica_groups or (tuple(sorted(evidence_of(diff).norms)),))
+        groups.update(groups_of(diff, evidence_of(diff).norms))
     reference_of: dict[int, int] = {}
     for group in sorted(groups):
         measured = [diff for diff in moments if evidence_of(diff).norms.keys() >= set(group)]
-        if measured and len(group) > 1:
+        if measured:
             reference_of.update(_find_references(measured, group))
     return _Lengths(moments, reference_of)
 
@@ -449,7 +473,7 @@ def _find_references(moments: list[TensorDiff], group: tuple[int, ...]) -> dict[
     for rank in group:
         lengths[rank] = median(math.log(evidence_of(diff).norms[rank]) for diff in moments)
     longest = max(group, key=lengths.__getitem__)
-    return {rank: longest for rank in group if lengths[rank] < lengths[longest]}
+    return dict.fromkeys(below_highest(lengths), longest)
 
 
 def _is_scale(factors: list[float], cosine: float, bounds: Sequence[Bound]) -> bool:

@@ -110,7 +110,8 @@ def apply(case: Case) -> Match | None:
     """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     first = stale_at_first(case)
     # A lower loss scale shows an overflow, which is SYN216.
-    if first is not None and only_skipped(first) and not scales_of(case.group):
+    have_equal_scales = not scales_of(case.group)
+    if first is not None and only_skipped(first) and have_equal_scales:
         return _match_stale(case, first)
     counters = counters_of_skipped_steps(case)
     largest = farthest(counters)
@@ -124,7 +125,8 @@ def _match_stale(case: Case, first: Comparison) -> Match | None:
     """Return the match for ranks with the values of the step before. first: the group that shows them."""
     counters = counters_of(case)
     tensors = followers(case, counters)
-    if not counters and not has_kind(tensors, "parameter", "optimizer"):
+    has_old_values = has_kind(tensors, "parameter", "optimizer")
+    if not counters and not has_old_values:
         return None
     ranks, largest = tuple(first.evidence.stale), farthest(counters)
     summary, repetition = Text.SKIPPED_AFTER_FORWARD(ranks=ranks), []
@@ -238,20 +240,22 @@ def _repetition_facts(case: Case, counter: StepCounter) -> list[Message]:
     return [Text.REPEATED(step=step, lag=lag)]
 
 
-def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Message]:
+def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> tuple[Message, ...]:
     """State whether the ranks ran the forward pass, as far as BatchNorm's counts show it."""
-    if forwards_lag(case, counters):
-        return [Text.FORWARD_MISSING()]
-    if case.is_in_sync("bn_count"):
-        return [Text.FORWARD_RAN()]
-    return []
+    is_missing = forwards_lag(case, counters)
+    has_run = not is_missing and case.is_in_sync("bn_count")
+    return (
+        *state_if(is_missing, Text.FORWARD_MISSING()),
+        *state_if(has_run, Text.FORWARD_RAN()),
+    )
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence; empty if steps were skipped again and again."""
     is_partial = are_partial(case)
     # Counters of a part of the parameters may lag because these were not updated.
-    if lag_grew(counter, case.series) and not is_partial:
+    are_skipped_again = lag_grew(counter, case.series) and not is_partial
+    if are_skipped_again:
         return ()
     fits = {
         # The state of earlier steps, loaded together with the model or alone, has the same counters.

@@ -37,6 +37,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.diagnose.loss_scales import find_scaler_values
 from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.measures import is_below
 from syncheck.diagnose.selection import count_kinds, ranks_outside, select_missing
 from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, followers
 from syncheck.messages import Message, Sentence
@@ -130,9 +131,8 @@ def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCo
     if took_no_step:
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
-    if not parameters:
-        return match.as_consistent("SYN214")
-    return match.as_consistent(*_find_alternatives(case, largest) or ("SYN214",))
+    alternatives = _find_alternatives(case, largest) if parameters else ()
+    return match.as_consistent(*alternatives or ("SYN214",))
 
 
 def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
@@ -168,14 +168,14 @@ def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
 def _may_be_skipped(case: Case, counter: StepCounter) -> bool:
     """Whether skipped or additional steps explain the lag too."""
     # A lag of the same size at two steps has a single cause, but a rank may skip a few steps in a row.
-    if counter.lag > BURST and lag_stayed(counter, case.series):
+    has_single_cause = counter.lag > BURST and lag_stayed(counter, case.series)
+    if has_single_cause:
         return False
     # A rank that skips steps takes at least half of them.
     if 2 * counter.lag < counter.highest:
         return True
     # A rank ahead may have taken extra steps.
-    healthy = healthy_count(case, counter)
-    return healthy is not None and counter.highest > healthy
+    return is_below(healthy_count(case, counter), counter.highest)
 
 
 def _match_empty_state(case: Case, empty_ranks: tuple[int, ...], lost_tensors: tuple[TensorDiff, ...]) -> Match:

@@ -22,6 +22,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import counters_of, farthest, names_of_values, steps_by_rank
 from syncheck.diagnose.features import select_numbers
 from syncheck.diagnose.history import suspects
@@ -79,26 +80,6 @@ class _ScalerState(NamedTuple):
     tensors: tuple[TensorDiff, ...]
 
 
-def apply(case: Case) -> Match | None:
-    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
-    state = _find_state(case)
-    if not state.values and not state.tensors:
-        return None
-    # A count of steps without overflow changes no gradient, unlike the scale.
-    affected = _trained_tensors(case) if state.scales else ()
-    counters = counters_of(case) if affected else ()
-    facts = [_summarize(state.scales), *_value_facts(state)]
-    largest = farthest(counters)
-    if largest is not None:
-        facts.append(Text.OVERFLOW(steps=steps_by_rank(largest)))
-    return Match(
-        tensors=(*state.tensors, *affected),
-        ranks=_find_suspects(case, state),
-        facts=[*facts, *case.parameter_facts(affected)],
-        values=(*state.values, *names_of_values(counters)),
-    )
-
-
 def _find_state(case: Case) -> _ScalerState:
     """Return the differing state of the loss scaler."""
     names = find_scaler_values(case)
@@ -107,6 +88,35 @@ def _find_state(case: Case) -> _ScalerState:
         values={value.name: value.by_rank for value in case.group.values if value.name in names},
         # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
         tensors=tuple(select_numbers(case.of_kind("scaler"))),
+    )
+
+
+def _has_other_state(case: Case) -> bool:
+    """Whether the state of the loss scaler differs."""
+    state = _find_state(case)
+    return bool(state.values or state.tensors)
+
+
+@requires(_has_other_state)
+def apply(case: Case) -> Match | None:
+    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
+    state = _find_state(case)
+    # A count of steps without overflow changes no gradient, unlike the scale.
+    affected = _trained_tensors(case) if state.scales else ()
+    counters = counters_of(case) if affected else ()
+    largest = farthest(counters)
+    steps = {} if largest is None else steps_by_rank(largest)
+    facts = [
+        _summarize(state.scales),
+        *_value_facts(state),
+        *state_if(steps, Text.OVERFLOW(steps=steps)),
+        *case.parameter_facts(affected),
+    ]
+    return Match(
+        tensors=(*state.tensors, *affected),
+        ranks=_find_suspects(case, state),
+        facts=facts,
+        values=(*state.values, *names_of_values(counters)),
     )
 
 
@@ -168,8 +178,10 @@ def _ranks_after_overflow(state: _ScalerState) -> set[int]:
     """Return the ranks with fewer steps since the last overflow than another rank."""
     ranks: set[int] = set()
     for name, by_rank in state.values.items():
-        if name.endswith("_growth_tracker") and None not in by_rank.values():
-            ranks.update(below_highest({rank: _as_number(value) for rank, value in by_rank.items()}))
+        is_complete = None not in by_rank.values()
+        if name.endswith("_growth_tracker") and is_complete:
+            counts = {rank: _as_number(value) for rank, value in by_rank.items()}
+            ranks.update(below_highest(counts))
     return ranks
 
 

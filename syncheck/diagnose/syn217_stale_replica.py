@@ -24,6 +24,7 @@ from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import FEW, is_optimizer_behind
 from syncheck.diagnose.loss_scales import scales_of
+from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.rank_values import are_unequal
 from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_value_names, select_kinds
 from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
@@ -80,8 +81,9 @@ def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     if not case.group.evidence.stale:
         return _match_set_back(case)
+    has_skipped = _skipped_step(case.group)
     # The other optimizers of a stale rank would be old too.
-    if _skipped_step(case.group) or is_optimizer_behind(case):
+    if has_skipped or is_optimizer_behind(case):
         return None
     return _match_stale(case)
 
@@ -93,6 +95,7 @@ def _match_set_back(case: Case) -> Match | None:
         return None
     stale = first.evidence.stale
     explained = _select_explained(case, stale)
+    # A healthy rank that deviates too has another cause.
     covered = tuple(diff for diff in explained if stale.keys() >= set(diff.minority))
     if not has_kind(covered, "parameter"):
         return None
@@ -108,10 +111,11 @@ def _match_set_back(case: Case) -> Match | None:
 
 def _has_skipped_step(case: Case, first: Comparison) -> bool:
     """Whether the ranks skipped a step instead of being set back. first: the group in which they were stale."""
-    if _skipped_step(first) or ran_forward(first) is True:
-        return True
-    # Without BatchNorm, the optimizer's counters show a skipped step.
-    return ran_forward(first) is None and bool(counters_of_skipped_steps(case))
+    has_run = ran_forward(first)
+    if has_run is not None:
+        return has_run
+    # Without BatchNorm, the loss scales or the optimizer's counters show a skipped step.
+    return bool(scales_of(first) or counters_of_skipped_steps(case))
 
 
 def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
@@ -127,8 +131,7 @@ def _have_progress(values: Sequence[ValueDiff]) -> bool:
 
 def _is_far_behind(group: Comparison) -> bool:
     """Whether a rank lacks more steps than a rank skips in a row."""
-    step = group.step
-    return step is not None and step - max(group.evidence.stale.values()) > FEW
+    return is_at_least(group.step, max(group.evidence.stale.values()) + FEW + 1)
 
 
 def _skipped_step(group: Comparison) -> bool:
@@ -147,7 +150,12 @@ def _match_stale(case: Case) -> Match | None:
     values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     facts: list[Message] = []
     for rank, earlier in sorted(stale.items())[:_MOST]:
-        facts += _rank_facts(case, covered, rank, earlier)
+        facts += _rank_facts(
+            case,
+            covered=covered,
+            rank=rank,
+            earlier=earlier,
+        )
     further_ranks = len(stale) - _MOST
     facts += state_if(further_ranks > 0, Text.MORE_RANKS(count=further_ranks))
     facts += _follower_facts(covered, values, tuple(sorted(stale)))

@@ -160,7 +160,8 @@ def _find_untrained(case: Case) -> _Untrained | None:
     parameters = case.differing("parameter")
     tensors = parameters or case.differing("buffer")
     # A damaged element or run is no unsynchronized tensor.
-    if not tensors or is_share_below(tensors, WHOLE):
+    is_damage = is_share_below(tensors, WHOLE)
+    if not tensors or is_damage:
         return None
     trend, _ = case.trend_facts("parameter" if parameters else "buffer")
     if trend not in (None, "constant"):
@@ -254,6 +255,7 @@ def _reason_by_number(case: Case, count: int) -> Message | None:
     if not states or not are_numbered(states):
         return None
     # Other parameters are enough for all states.
-    if len(states) + count > total:
+    are_enough = len(states) + count <= total
+    if not are_enough:
         return None
     return Text.IDS_ONLY(states=len(states), total=total)

@@ -30,9 +30,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.conditions import state_if
-from syncheck.diagnose.features import exclude_numbers, select_numbers, with_agreeing_ranks
+from syncheck.diagnose.features import exclude_numbers, extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import difference_ratios
-from syncheck.diagnose.measures import TOUCHED, is_confined, is_share_below, values_by_rank
+from syncheck.diagnose.measures import TOUCHED, is_share_below, values_by_rank
 from syncheck.diagnose.selection import (
     ends_with_number,
     last_part,
@@ -46,7 +46,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
@@ -133,13 +133,15 @@ class _Origin(NamedTuple):
 def apply(case: Case) -> Match | None:
     """Match an averaged copy that differs although the model agrees."""
     copies = case.differing("ema")
-    if copies and all(map(_is_of_batches, copies)):
+    weights = _exclude_statistics(copies)
+    if copies and not weights:
         return _match_statistics(case, copies)
-    weights = _select_copies(case, copies)
+    # Other modules may be named ema too.
+    weights = _select_copies(case, weights)
     if not weights or not _model_agrees(case):
         return None
     # A few differing elements are damage; a missed update changes all elements.
-    if all(map(_is_damage, weights)):
+    if _are_damage(weights):
         return None
 
     origin = _find_origin(case, weights)
@@ -159,14 +161,15 @@ def apply(case: Case) -> Match | None:
     )
 
 
-def _select_copies(case: Case, copies: Sequence[TensorDiff]) -> list[TensorDiff]:
-    """Return the copies of parameters and the counts of updates, without running statistics."""
+def _exclude_statistics(copies: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors of a copy without BatchNorm's statistics and counts, which depend on each rank's batches."""
+    return [diff for diff in copies if not diff.name.endswith(_OF_BATCHES)]
+
+
+def _select_copies(case: Case, weights: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the copies of parameters and the counts of updates."""
     model = _without_dots(case.names_of("parameter"))
-    weights = []
-    for diff in copies:
-        if _is_copy(diff, model) and not _is_of_batches(diff):
-            weights.append(diff)
-    return weights
+    return [diff for diff in weights if _is_copy(diff, model)]
 
 
 def _model_agrees(case: Case) -> bool:
@@ -174,9 +177,9 @@ def _model_agrees(case: Case) -> bool:
     return case.is_in_sync("parameter") and case.agrees("optimizer", "optimizer_step")
 
 
-def _is_damage(diff: TensorDiff) -> bool:
-    """Whether a few elements of a larger tensor differ."""
-    return is_confined(diff) and diff.numel > 1
+def _are_damage(weights: Sequence[TensorDiff]) -> bool:
+    """Whether a few adjacent elements of larger tensors differ."""
+    return not select_numbers(weights) and extents_of(weights) <= {"one", "contiguous"}
 
 
 def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
@@ -191,17 +194,13 @@ def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
 
 def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
     """Match running statistics that differ in the copy alone."""
-    if not case.is_in_sync("parameter") or not case.agrees(*BN_STATISTICS):
+    has_equal_statistics = case.agrees(*BN_STATISTICS)
+    if not has_equal_statistics or not case.is_in_sync("parameter"):
         return None
     match = case.make_match(copies, _describe_copies(case, copies), copies)
     # Equal statistics of the model were synchronized after the copy took its own.
     match = match.with_cause(Text.CAUSE_STATISTICS, Text.FIX_STATISTICS)
     return match.as_consistent("SYN201", "SYN205")
-
-
-def _is_of_batches(diff: TensorDiff) -> bool:
-    """Whether a tensor is a running statistic or a count of BatchNorm, which depends on each rank's batches."""
-    return diff.name.endswith(_OF_BATCHES)
 
 
 def _without_dots(names: Iterable[str]) -> frozenset[str]:
@@ -214,7 +213,8 @@ def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
 
     model: the names of the parameters without dots.
     """
-    if diff.numel == 1 or ends_with_number(diff.name):
+    is_count_or_item = diff.numel == 1 or ends_with_number(diff.name)
+    if is_count_or_item:
         return True
     parts = diff.name.split(".")
     if _ends_with(parts, model):
@@ -227,7 +227,7 @@ def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
 def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
     """Return why the copies differ, from their counts of updates and from the course of the difference."""
     updates = _update_facts(case, weights)
-    if case.of_values("average") or any(map(_counts_updates, list_names(weights))):
+    if case.of_values("average") or _select_counts(list_names(weights)):
         return _Origin(updates, Text.CAUSE_UPDATES, Text.FIX)
     part = _describe_part(case, weights)
     if part:
@@ -261,7 +261,8 @@ def _find_start(case: Case, weights: Sequence[TensorDiff], updates: tuple[Messag
             fix=Text.FIX_START,
             has_course=True,
         )
-    if not counts_agree and not all_differ:
+    is_unclear = not counts_agree and not all_differ
+    if is_unclear:
         return _Origin(facts)
     # Updates between two averages of local SGD, or before a repair of the model, have the same result.
     alternatives = ("SYN241",) if case.group.evidence.metadata.averaging else ()
@@ -276,12 +277,13 @@ def _find_start(case: Case, weights: Sequence[TensorDiff], updates: tuple[Messag
 
 def _update_facts(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State the numbers of updates that differ, and other single numbers of the copy."""
-    values_of: dict[str, Mapping[int, object]] = {}
+    facts: list[Message] = []
+    # A number beside the counts, such as a decay, shows unequal updates too.
     for diff in select_numbers(weights):
-        values_of[diff.name] = values_by_rank(diff)
+        values = values_by_rank(diff)
+        facts += state_if(values, Text.UPDATES(name=diff.name, values=values))
     for value in case.of_values("average"):
-        values_of[value.name] = dict(value.by_rank)
-    facts = [Text.UPDATES(name=name, values=values) for name, values in values_of.items() if values]
+        facts.append(Text.UPDATES(name=value.name, values=dict(value.by_rank)))
     return tuple(facts)
 
 
@@ -293,9 +295,8 @@ def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, 
     trained = _without_dots(case.trained_parameters())
     copies = {name for name in case.names_of("ema") if _ends_with(name.split(".")[1:], trained)}
     differing = select_names(weights, copies)
-    if not differing or 2 * len(differing) >= len(copies):
-        return ()
-    return (Text.PART(count=len(differing), total=len(copies)),)
+    is_minority = 0 < 2 * len(differing) < len(copies)
+    return state_if(is_minority, Text.PART(count=len(differing), total=len(copies)))
 
 
 def _ends_with(parts: Sequence[str], parameters: Collection[str]) -> bool:
@@ -303,13 +304,14 @@ def _ends_with(parts: Sequence[str], parameters: Collection[str]) -> bool:
     return any("".join(parts[begin:]) in parameters for begin in range(len(parts)))
 
 
-def _counts_updates(name: str) -> bool:
-    return last_part(name) in _COUNTS
+def _select_counts(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of tensors that count updates."""
+    return frozenset(name for name in names if last_part(name) in _COUNTS)
 
 
 def _has_equal_counts(case: Case) -> bool:
     """Whether counts of updates were compared and agree."""
-    counts = frozenset(filter(_counts_updates, case.names_of("ema")))
+    counts = _select_counts(case.names_of("ema"))
     if not counts and not case.group.evidence.counts_updates:
         return False
     return counts.isdisjoint(list_names(out_of_sync(case.group)))
@@ -318,9 +320,8 @@ def _has_equal_counts(case: Case) -> bool:
 def _differing_copies(group: Comparison) -> dict[str, TensorDiff]:
     """Return the differing tensors of a copy at a step, without counts and running statistics."""
     copies = {}
-    for diff in exclude_numbers(out_of_sync(group, "ema")):
-        if not _is_of_batches(diff):
-            copies[diff.name] = diff
+    for diff in _exclude_statistics(exclude_numbers(out_of_sync(group, "ema"))):
+        copies[diff.name] = diff
     return copies
 
 
@@ -361,7 +362,8 @@ def _is_linear(earlier: dict[str, TensorDiff], later: dict[str, TensorDiff]) -> 
     if factor > 1 - _SAME:
         return False
     # Other faults change each tensor by another factor.
-    if any(abs(ratio - factor) > _SAME * factor for ratio in ratios):
+    have_other_factors = any(abs(ratio - factor) > _SAME * factor for ratio in ratios)
+    if have_other_factors:
         return False
     return all(earlier[diff.name].index == diff.index for diff in measured)
 

@@ -155,7 +155,8 @@ def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, 
     if kinds.isdisjoint({"parameter", "optimizer"}):
         return ("SYN219",) if kinds == {"ema"} else ("SYN205", "SYN218")
     # A gradient of zero in some steps changes the optimizer state. Without state, nothing excludes it.
-    if "optimizer" in kinds or not case.compared("optimizer"):
+    may_have_changed_gradients = "optimizer" in kinds or not case.compared("optimizer")
+    if may_have_changed_gradients:
         return ("SYN225", "SYN213", "SYN210")
     return ("SYN210",)
 
@@ -202,7 +203,8 @@ def _rows_of(hit: TensorDiff) -> _Rows | None:
     if first is None or not hit.shape:
         return None
     elements_of_row = hit.numel // hit.shape[0]
-    # The run begins or ends within a row.
-    if first % elements_of_row or length % elements_of_row:
+    begins_within = first % elements_of_row > 0
+    ends_within = length % elements_of_row > 0
+    if begins_within or ends_within:
         return None
     return _Rows(first // elements_of_row, (first + length) // elements_of_row - 1)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import groups_of
 from syncheck.diagnose.selection import select_kinds
 from syncheck.messages import Message, Sentence
 
@@ -106,7 +107,7 @@ def _describe_elements(diff: TensorDiff) -> Message:
 def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
     """Return the ranks with more NaN or infinite elements than another rank of the replica group."""
     ranks: set[int] = set()
-    for group in diff.replica_groups or (tuple(diff.nonfinite),):
+    for group in groups_of(diff, diff.nonfinite):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}
         # NaNs on all ranks are in sync, so only additional ones count.
         fewest = min(counts.values(), default=0)

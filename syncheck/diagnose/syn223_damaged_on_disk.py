@@ -79,11 +79,10 @@ def apply(case: Case) -> Match | None:
 def _find_paths(case: Case, damaged: Sequence[TensorDiff], ranks: Collection[int]) -> tuple[str, ...]:
     """Return the paths of the damaged files. ranks: that wrote them."""
     paths: list[str] = []
-    # A model may have many files, of which the tensors have some.
-    if case.group.is_pair:
-        for diff in damaged:
-            places = diff.places
-            paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
+    # A model may have many files, of which the tensors have some. Only tensors of two models have places.
+    for diff in damaged:
+        places = diff.places
+        paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
     # A replica has one file, and its record has the path.
     if not paths:
         paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]

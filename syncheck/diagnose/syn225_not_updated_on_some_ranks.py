@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import doubt, state_if
 from syncheck.diagnose.counters import counters_of, deviating_ranks, farthest, is_whole_optimizer, steps_by_rank
-from syncheck.diagnose.features import are_numbered, owners_of_states, states_of_parameters
+from syncheck.diagnose.features import are_numbered, groups_of, owners_of_states, states_of_parameters
 from syncheck.diagnose.lost_state import ranks_without_state
 from syncheck.diagnose.selection import holders_of, join_ranks, list_names, ranks_outside, select_missing, select_names
 from syncheck.diagnose.statements import largest_difference
@@ -119,6 +119,7 @@ def apply(case: Case) -> Match | None:
 def _select_covered(case: Case, parameters: Collection[str]) -> tuple[TensorDiff, ...]:
     """Return the parameters, and the tensors that differ because of them."""
     states = states_of_parameters(case, list_names(case.of_kind(*OPTIMIZER)), parameters)
+    # Other weights change their averages, and the statistics of later layers.
     followers = case.of_kind("ema", *BN_STATISTICS)
     names = frozenset(parameters).union(states, list_names(followers))
     return tuple(select_names(case.tensors, names))
@@ -128,7 +129,8 @@ def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
     """Return the differing parameters with these names."""
     differing = list(case.differing_parameters().values())
     # Without metadata, the optimizer has numbers instead of names. Then as many parameters must differ.
-    if len(names) == len(differing) and are_numbered(names):
+    are_as_many = len(names) == len(differing)
+    if are_as_many and are_numbered(names):
         return differing
     return select_names(differing, names)
 
@@ -144,10 +146,11 @@ def _find_without_state(case: Case) -> _Part | None:
     ranks = ranks_outside(case.group.ranks, holders_of(missing))
     if not missing or not ranks:
         return None
-    # If all state is missing, the optimizer itself is.
     missing_names = frozenset(list_names(missing))
     states = case.names_of(*OPTIMIZER)
-    if missing_names >= states or ranks_without_state(case):
+    # If all state is missing, the optimizer itself is.
+    is_whole_state = missing_names >= states
+    if is_whole_state or ranks_without_state(case):
         return None
 
     parameters = case.owners_of(missing)
@@ -171,7 +174,8 @@ def _find_behind(case: Case) -> _Part | None:
         return None
     names = case.owners_of(case.of_kind("optimizer_step"))
     # An optimizer as a whole, or all of them, took other steps.
-    if _counted(case) <= names or is_whole_optimizer(case, names):
+    are_all_counters = _counted(case) <= names
+    if are_all_counters or is_whole_optimizer(case, names):
         return None
     ranks = deviating_ranks(counters)
     fact = Text.LESS_OFTEN(
@@ -197,7 +201,8 @@ def _find_unchanged(case: Case) -> _Part | None:
     if not stale or not names:
         return None
     # A rank whose parameters are all old is a stale rank.
-    if case.trained_parameters() <= names or _is_divided(case):
+    is_whole_model = case.trained_parameters() <= names
+    if is_whole_model or _is_divided(case):
         return None
     if is_whole_optimizer(case, names):
         return None
@@ -222,7 +227,5 @@ def _find_unchanged(case: Case) -> _Part | None:
 def _is_divided(case: Case) -> bool:
     """Whether ranks hold different parameters, as with pipeline stages. A rank may then be stale as a whole."""
     all_ranks = set(case.group.ranks)
-    for diff in case.differing_parameters().values():
-        if diff.replica_groups and join_ranks(diff.replica_groups) < all_ranks:
-            return True
-    return False
+    differing = case.differing_parameters().values()
+    return any(join_ranks(groups_of(diff, all_ranks)) < all_ranks for diff in differing)

@@ -76,7 +76,12 @@ def apply(case: Case) -> Match | None:
     masks = [diff for diff in differing if _is_mask(diff.name)]
     weights = select_kinds(exclude_names(differing, list_names(masks)), "parameter")
     states = case.of_kind("optimizer")
-    if not _explain(case, weights, masks, states):
+    if not _explain(
+        case,
+        weights=weights,
+        masks=masks,
+        states=states,
+    ):
         return None
 
     # The outputs of masked layers change the running statistics of later layers.
@@ -96,11 +101,11 @@ def _explain(
     case: Case, weights: Sequence[TensorDiff], masks: Sequence[TensorDiff], states: Sequence[TensorDiff]
 ) -> bool:
     """Whether masks explain the differences of the parameters and of the optimizer state."""
-    if not weights:
-        return bool(masks) and not states
     # The state of other parameters would have another cause.
     if not case.owners_of(states).issubset(list_names(weights)):
         return False
+    if not weights:
+        return bool(masks)
     return _are_zeroed(weights) and _is_scattered(weights)
 
 
@@ -118,8 +123,6 @@ def _are_zeroed(weights: Iterable[TensorDiff]) -> bool:
     """Whether every differing element is zero on one of two replicas."""
     for diff in weights:
         zeroed = evidence_of(diff).zeroed
-        if not zeroed:
-            return False
         for clusters in sets_within(diff):
             if not _is_zero_on_one_side(clusters, zeroed):
                 return False
@@ -150,14 +153,14 @@ def _is_partial(diff: TensorDiff) -> bool:
 
 def _describe_weights(weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which parameters differ in zeros, and on which ranks."""
-    if not weights:
-        return ()
     ranks_with_zeros: set[int] = set()
+    elements = 0
     largest_share = 0.0
     for diff in weights:
         zeroed = evidence_of(diff).zeroed
         ranks_with_zeros.update(zeroed)
-        largest_share = max(largest_share, *zeroed.values())
+        elements += diff.numel
+        largest_share = max([largest_share, *zeroed.values()])
 
     ranks = tuple(sorted(ranks_with_zeros))
     zeros = Text.ZEROS(
@@ -165,17 +168,15 @@ def _describe_weights(weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
         ranks=ranks,
         names=list_names(weights),
         elements=differing_elements(weights),
-        total=sum(diff.numel for diff in weights),
+        total=elements,
         size=largest_difference(weights),
     )
     # No rank holds all of the zeros.
     are_own_masks = largest_share < _ALL and len(ranks) > 1
-    return (zeros, *state_if(are_own_masks, Text.OWN_MASKS(ranks=ranks)))
+    return state_if(weights, zeros, *state_if(are_own_masks, Text.OWN_MASKS(ranks=ranks)))
 
 
 def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which masks differ, and that the parameters agree if none differs."""
-    if not masks:
-        return ()
     differing = Text.MASKS(count=len(masks), names=list_names(masks))
-    return (differing, *state_if(not weights, Text.WEIGHTS_AGREE()))
+    return state_if(masks, differing, *state_if(not weights, Text.WEIGHTS_AGREE()))

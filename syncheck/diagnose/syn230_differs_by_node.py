@@ -83,7 +83,9 @@ _MOST = 4  # listed hosts
 
 def apply(case: Case) -> Match | None:
     """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
-    hosts = {replica.rank: replica.host for replica in case.group.replicas}
+    hosts: dict[int, str | None] = {}
+    for replica in case.group.replicas:
+        hosts[replica.rank] = replica.host
     # Without the names of the hosts, blocks of neighbouring ranks may be the nodes.
     if None in hosts.values():
         return _match_blocks(case)
@@ -97,7 +99,8 @@ def apply(case: Case) -> Match | None:
     if not _explain(hosts, explained):
         return None
     # Gradients with one direction were averaged over all nodes, and another rule names what changed them.
-    if is_at_least(mean_cosine(case.differing_moments().values()), ALIKE):
+    cosine = mean_cosine(case.differing_moments().values())
+    if is_at_least(cosine, ALIKE):
         return None
 
     facts = [
@@ -120,7 +123,8 @@ def _match_blocks(case: Case) -> Match | None:
     """Match blocks of neighbouring ranks of one size that agree in every trained tensor, if the hosts are unknown."""
     explained = case.differing("parameter", "optimizer", "optimizer_step", "ema")
     clusters_of_tensors = {diff.clusters for diff in explained}
-    if len(clusters_of_tensors) != 1 or not case.differing("parameter"):
+    is_one_division = len(clusters_of_tensors) == 1
+    if not is_one_division or not case.differing("parameter"):
         return None
     (clusters,) = clusters_of_tensors
     if not _are_blocks(clusters):
@@ -138,14 +142,10 @@ def _match_blocks(case: Case) -> Match | None:
 
 def _are_blocks(clusters: Sequence[Sequence[int]]) -> bool:
     """Whether the ranks agree in several equally large blocks of neighbouring ranks."""
+    # The ranks of a cluster are in order.
     size = len(clusters[0])
-    if size < 2 or len(clusters) < 2:
-        return False
-    for ranks in clusters:
-        first = ranks[0]
-        if list(ranks) != list(range(first, first + size)):
-            return False
-    return True
+    blocks = [tuple(range(ranks[0], ranks[0] + size)) for ranks in clusters]
+    return min(size, len(clusters)) > 1 and blocks == list(clusters)
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:

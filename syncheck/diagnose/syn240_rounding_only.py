@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.averaging import find_averaging
 from syncheck.diagnose.conditions import requires, state_if
-from syncheck.diagnose.measures import count_mismatched, is_partly_nonfinite, largest_norm
+from syncheck.diagnose.measures import count_mismatched, is_below, is_partly_nonfinite, largest_norm
 from syncheck.diagnose.moments import only_decay
 from syncheck.diagnose.selection import differing_elements, exclude_kinds
 from syncheck.diagnose.statements import largest_difference
@@ -129,8 +129,10 @@ _EPSILONS = 32
 def apply(case: Case) -> Match | None:
     """Match differences of the size of rounding if there is no larger difference."""
     tensors = _select_rounded(case)
+    is_single = differing_elements(tensors) < 2
+    are_copies = not exclude_kinds(tensors, "ema")
     # A single element has a rule of its own, and so have copies.
-    if differing_elements(tensors) < 2 or not exclude_kinds(tensors, "ema"):
+    if is_single or are_copies:
         return None
 
     has_short_floats = any(diff.dtype in _SHORT for diff in tensors)
@@ -144,7 +146,8 @@ def apply(case: Case) -> Match | None:
 
     # Gradients that differ by rounding support it. Small differences are never more than consistent with it.
     have_rounded_gradients = bool(case.differing_moments()) and not only_decay(case)
-    if have_rounded_gradients or not case.differing("parameter"):
+    have_equal_parameters = not case.differing("parameter")
+    if have_rounded_gradients or have_equal_parameters:
         return match.as_consistent("SYN213")
     return match.with_cause(Text.CAUSE_UNSURE, Text.FIX_UNSURE).as_consistent(*_list_alternatives(case))
 
@@ -199,12 +202,13 @@ def is_rounding(diff: TensorDiff) -> bool:
 def _is_measured(diff: TensorDiff) -> bool:
     """Whether the values were compared and differ, and the size of the difference is known, unlike that of digests."""
     has_values = diff.status == "different" and diff.reason is None
-    return has_values and count_mismatched(diff) > 0 and diff.max_abs is not None
+    has_size = count_mismatched(diff) > 0 and diff.max_abs is not None
+    return has_values and has_size
 
 
 def _is_few_steps(diff: TensorDiff) -> bool:
     """Whether the largest difference has few rounding steps."""
-    return diff.max_ulp is not None and diff.max_ulp <= _LIMITS[diff.dtype].steps
+    return is_below(diff.max_ulp, _LIMITS[diff.dtype].steps + 1)
 
 
 def _epsilons(diff: TensorDiff) -> float:

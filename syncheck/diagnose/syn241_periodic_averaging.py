@@ -78,7 +78,8 @@ def apply(case: Case) -> Match | None:
     if averaging is None:
         return None
     # A difference that remains after the average may have caused all others.
-    if averaging.just_averaged and not case.agrees("parameter"):
+    remains_unequal = averaging.just_averaged and not case.agrees("parameter")
+    if remains_unequal:
         return None
     parameters = _find_trained(case)
     state = case.of_kind("optimizer")

@@ -19,7 +19,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, is_adapter
-from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.features import agreeing_within, kinds_of
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import median_cosine
@@ -139,6 +139,13 @@ class _Remainder(NamedTuple):
     """The codes of causes that are not excluded."""
 
 
+_KINDS_ALONE = {
+    "buffer": _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS),
+    "optimizer": _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, (Text.PARAMETERS_AGREE(),)),
+    "rng": _Remainder(Text.CAUSE_RNG, Text.FIX_RNG),
+}
+
+
 class _Gradients(NamedTuple):
     """The cause of different gradients, and the codes of causes that are not excluded."""
 
@@ -165,20 +172,24 @@ _UNCOUNTED = _Gradients(
 )
 
 
+def _is_unexplained(case: Case) -> bool:
+    """Whether any difference is left without an explanation."""
+    return bool(case.tensors or case.values)
+
+
+@requires(_is_unexplained)
 def apply(case: Case) -> Match | None:
     """Match all remaining differences."""
-    if not case.tensors and not case.values:
-        return None
-    facts: list[Message] = []
-    if case.tensors:
-        facts += [_describe_tensors(case), *case.agreement_facts(case.tensors)]
-    if case.values:
-        facts.append(_describe_values(case.of_values()))
     remainder = _diagnose_remainder(case)
+    facts = [
+        *state_if(case.tensors, _describe_tensors(case), *case.agreement_facts(case.tensors)),
+        *state_if(case.values, _describe_values(case.of_values())),
+        *remainder.facts,
+    ]
     return Match(
         case.tensors,
         _find_suspects(case),
-        (*facts, *remainder.facts),
+        facts,
         case.values,
         remainder.cause,
         remainder.fix,
@@ -226,18 +237,22 @@ def _is_digest(diff: TensorDiff) -> bool:
 
 
 def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder | None:
-    """Return what is known if only optimizer state, RNG states or buffers differ; None for any other kind."""
+    """Return what is known if only optimizer state, RNG states or buffers differ; None if other tensors may."""
     kind = case.tensors[0].kind
-    if kind == "buffer":
-        return _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
-    if kind == "optimizer" and case.is_in_sync("parameter"):
-        facts = since or (Text.PARAMETERS_AGREE(),)
-        return _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, facts)
+    if kind not in _KINDS_ALONE or not _is_kind_alone(case, kind):
+        return None
+    remainder = _KINDS_ALONE[kind]
+    # The course of the difference says more than that the rest agrees.
+    return remainder._replace(facts=since or remainder.facts)
+
+
+def _is_kind_alone(case: Case, kind: str) -> bool:
+    """Whether the tensors of the kind are what their kind says, and differ alone."""
+    if kind == "optimizer":
+        return case.is_in_sync("parameter")
     # The error feedback of PowerSGD is listed with the RNG states, but is none.
     has_error_feedback = any(".error_dict." in f".{diff.name}" for diff in case.tensors)
-    if kind == "rng" and not has_error_feedback:
-        return _Remainder(Text.CAUSE_RNG, Text.FIX_RNG, since)
-    return None
+    return kind != "rng" or not has_error_feedback
 
 
 def _are_copies_in_stages(case: Case) -> bool:
@@ -291,10 +306,10 @@ def _list_stateless_alternatives(case: Case) -> tuple[str, ...]:
     """Return the causes that parameters alone do not exclude."""
     if not _is_whole_model(case):
         return ("SYN212", "SYN225", "SYN210")
+    differing = case.differing_parameters().values()
     # A skipped step leaves all other ranks equal.
-    if case.number_of_ranks > 2 and case.ranks_differ(case.differing_parameters().values()):
-        return ("SYN211", "SYN213")
-    return ("SYN213", "SYN214", "SYN211")
+    all_differ = case.number_of_ranks > 2 and case.ranks_differ(differing)
+    return ("SYN211", "SYN213") if all_differ else ("SYN213", "SYN214", "SYN211")
 
 
 def _is_whole_model(case: Case) -> bool:
@@ -311,8 +326,13 @@ def _is_whole_model(case: Case) -> bool:
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:
     """State the first differing values by rank."""
-    values = limit_facts(list(map(_describe_value, differing)), _MOST, Text.MORE_VALUES)
-    return Text.VALUES(count=len(differing), values=tuple(values))
+    values = []
+    for diff in differing:
+        values.append(_describe_value(diff))
+    return Text.VALUES(
+        count=len(differing),
+        values=tuple(limit_facts(values, _MOST, Text.MORE_VALUES)),
+    )
 
 
 def _describe_value(diff: ValueDiff) -> Message:
@@ -329,7 +349,8 @@ def _find_suspects(case: Case) -> tuple[int, ...]:
     deviating_ranks: set[int] = set()
     for value in case.of_values():
         largest_set = max(_ranks_by_value(value).values(), key=len)
-        if 2 * len(largest_set) > len(value.by_rank):
+        has_majority = 2 * len(largest_set) > len(value.by_rank)
+        if has_majority:
             deviating_ranks.update(ranks_outside(value.by_rank, largest_set))
         else:
             # Without a majority, all ranks are suspects.
