@@ -87,6 +87,18 @@ class Text(Sentence, topic=CODE):
     MORE = "{count:count more tensor}"
 
 
+class _Mismatch(NamedTuple):
+    """The tensors of different shapes or dtypes."""
+
+    tensors: list[TensorDiff]
+    forms: list[TensorDiff]
+    """Those in another form on some ranks."""
+    have_shapes: bool
+    """Whether any shapes differ."""
+    have_dtypes: bool
+    """Whether any dtypes differ."""
+
+
 # By whether any shapes and any dtypes differ.
 _SUMMARIES = {
     (True, True): Text.SHAPES_AND_DTYPES,
@@ -122,18 +134,6 @@ def apply(case: Case) -> Match | None:
         cause=cause,
         fix=fix,
     )
-
-
-class _Mismatch(NamedTuple):
-    """The tensors of different shapes or dtypes."""
-
-    tensors: list[TensorDiff]
-    forms: list[TensorDiff]
-    """Those in another form on some ranks."""
-    have_shapes: bool
-    """Whether any shapes differ."""
-    have_dtypes: bool
-    """Whether any dtypes differ."""
 
 
 def _choose_summary(mismatch: _Mismatch) -> Sentence:

@@ -64,13 +64,13 @@ class Text(Sentence, topic=CODE):
     COORDINATES_AGREE = "ranks with the same tensor-parallel coordinate agree ({groups:sets 3})"
 
 
+# Running statistics depend on each rank's data, and counters have rules of their own.
+_KINDS = ("parameter", "optimizer", "buffer", "ema")
+
+
 def _has_several_coordinates(case: Case) -> bool:
     """Whether the ranks are known to have different tensor-parallel coordinates."""
     return len(set(case.coordinates(TENSOR_PARALLEL).values())) > 1
-
-
-# Running statistics depend on each rank's data, and counters have rules of their own.
-_KINDS = ("parameter", "optimizer", "buffer", "ema")
 
 
 def _find_replicated(case: Case) -> tuple[TensorDiff, ...]:

@@ -108,6 +108,9 @@ _LIMITS = {
     "float16": _Limit(1, 0.0),
     "bfloat16": _Limit(1, 0.0),
 }
+_SHORT = ("float16", "bfloat16")
+# Machine epsilons of the root mean square: one step of elements up to 32 times as large.
+_EPSILONS = 32
 
 
 def _have_equal_values(case: Case) -> bool:
@@ -118,11 +121,6 @@ def _have_equal_values(case: Case) -> bool:
 def _is_without_averages(case: Case) -> bool:
     """Whether the run does not average parameters. With local SGD (SYN241), the first differences are small too."""
     return find_averaging(case.group) is None
-
-
-_SHORT = ("float16", "bfloat16")
-# Machine epsilons of the root mean square: one step of elements up to 32 times as large.
-_EPSILONS = 32
 
 
 @requires(_have_equal_values, _is_without_averages)
