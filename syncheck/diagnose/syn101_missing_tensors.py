@@ -21,10 +21,20 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires
+from syncheck.diagnose.features import groups_of, lost_values, with_reason
 from syncheck.diagnose.history import smaller_set
 from syncheck.diagnose.lost_state import ranks_without_state
 from syncheck.diagnose.rank_values import are_unequal
-from syncheck.diagnose.selection import exclude_kinds, exclude_names, has_kind, holders_of, join_ranks, list_names
+from syncheck.diagnose.selection import (
+    exclude_kinds,
+    exclude_names,
+    has_kind,
+    holders_of,
+    join_ranks,
+    list_names,
+    list_value_names,
+)
 from syncheck.diagnose.stored_forms import list_parts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
@@ -69,36 +79,48 @@ class Text(Sentence, topic=CODE):
     TENSORS_AND_VALUES = "{tensors:count tensor} and {values:count value}"
 
 
+def _lacks_any(case: Case) -> bool:
+    """Whether some replica lacks tensors or values."""
+    return any(_find_missing(case))
+
+
+@requires(_lacks_any)
 def apply(case: Case) -> Match | None:
     """Match every tensor and value that some replica lacks."""
     tensors, values = _find_missing(case)
-    if not tensors and not values:
-        return None
     all_ranks = case.group.ranks
-    expected = join_ranks(_expected_ranks(diff, all_ranks) for diff in tensors)
+    expected: set[int] = set()
+    lacking = []
+    for diff in tensors:
+        expected.update(_expected_ranks(diff, all_ranks))
+        lacking.append(_lacking_ranks(diff, all_ranks))
     # Every rank should have the same Python values, whatever its mesh.
-    if values:
+    for value in values:
         expected.update(all_ranks)
-    lacking = [_lacking_ranks(diff, all_ranks) for diff in tensors]
-    lacking += [frozenset(value.lost) for value in values]
+        lacking.append(frozenset(value.lost))
     without = join_ranks(lacking)
     # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have a
     # tensor, no other rank has it, and this rank is the suspect.
     suspects = smaller_set(without, expected - without) or expected
 
-    value_names = tuple(value.name for value in values)
+    value_names = list_value_names(values)
     sentence = Text.PARTLY_MISSING if are_unequal(lacking) else Text.MISSING
     fact = sentence(
         ranks=tuple(sorted(without)),
         missing=_count_missing(len(tensors), len(values)),
         names=(*list_names(tensors), *value_names),
     )
-    covered_values = list(value_names)
-    if has_kind(tensors, "parameter"):
-        covered_values += _find_members(case)
-    match = Match(tensors, suspects, [fact], tuple(dict.fromkeys(covered_values)))
+    members = _find_members(case, tensors)
+    covered_values = tuple(dict.fromkeys((*value_names, *members)))
+    match = Match(
+        tensors=tensors,
+        ranks=suspects,
+        facts=[fact],
+        values=covered_values,
+    )
 
-    if tensors and not exclude_kinds(tensors, *OPTIMIZER):
+    is_state_alone = bool(tensors) and not exclude_kinds(tensors, *OPTIMIZER)
+    if is_state_alone:
         # The optimizer of a rank has no state of a parameter that it never updated.
         return match.as_consistent("SYN225", "SYN215")
     if case.group.is_pair and _may_be_renamed(tensors, all_ranks):
@@ -110,18 +132,19 @@ def _find_missing(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[ValueDiff, 
     """Return the tensors and values that some replica lacks, without those of other findings."""
     # The parts of a quantized or sparse tensor belong to SYN102.
     parts, part_values = list_parts(case)
-    of_mismatch = frozenset((*list_names(parts), *part_values))
-    missing = exclude_names(case.tensors, of_mismatch)
-    missing = [diff for diff in missing if diff.reason == "missing"]
+    missing = exclude_names(with_reason(case.tensors, "missing"), list_names(parts))
     if ranks_without_state(case):  # SYN215
         missing = exclude_kinds(missing, *OPTIMIZER)
-    values = [value for value in case.of_values() if value.lost]
-    return tuple(missing), tuple(value for value in values if value.name not in of_mismatch)
+    values = lost_values(case.of_values())
+    return tuple(missing), tuple(value for value in values if value.name not in part_values)
 
 
-def _find_members(case: Case) -> list[str]:
-    """Return the members of parameter groups, which differ if a parameter is missing."""
-    return [value.name for value in case.of_values() if value.name.endswith((".params", ".(positions)"))]
+def _find_members(case: Case, tensors: Sequence[TensorDiff]) -> list[str]:
+    """Return the members of parameter groups, which differ if one of the missing tensors is a parameter."""
+    if not has_kind(tensors, "parameter"):
+        return []
+    names = list_value_names(case.of_values())
+    return [name for name in names if name.endswith((".params", ".(positions)"))]
 
 
 def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bool:
@@ -147,7 +170,7 @@ def _count_missing(tensors: int, values: int) -> Message:
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks that should have a tensor: all ranks of its pipeline stage and mesh."""
-    return diff.replica_groups[0] if diff.replica_groups else ranks
+    return groups_of(diff, ranks)[0]
 
 
 def _lacking_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> frozenset[int]:

@@ -15,9 +15,10 @@ Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#75
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import relation_of
 from syncheck.diagnose.statements import limit_facts
@@ -26,9 +27,7 @@ from syncheck.findings import RelationKind
 from syncheck.messages import Refusal, Sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from syncheck.records import Reason, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN102"
 SLUG = "shape-or-dtype-mismatch"
@@ -88,47 +87,76 @@ class Text(Sentence, topic=CODE):
     MORE = "{count:count more tensor}"
 
 
+class _Mismatch(NamedTuple):
+    """The tensors of different shapes or dtypes."""
+
+    tensors: list[TensorDiff]
+    forms: list[TensorDiff]
+    """Those in another form on some ranks."""
+    have_shapes: bool
+    """Whether any shapes differ."""
+    have_dtypes: bool
+    """Whether any dtypes differ."""
+
+
+# By whether any shapes and any dtypes differ.
+_SUMMARIES = {
+    (True, True): Text.SHAPES_AND_DTYPES,
+    (True, False): Text.SHAPES,
+    (False, True): Text.DTYPES,
+}
+
+
 def apply(case: Case) -> Match | None:
     """Match every tensor whose shape, dtype or form differs, with the parts of tensors in another form."""
-    mismatched = [diff for diff in case.tensors if diff.reason in ("shape", "dtype")]
+    mismatched = with_reason(case.tensors, "shape", "dtype")
     # A single element that the conversion does not explain has its own rule.
     tensors = [diff for diff in mismatched if relation_of(diff) is not RelationKind.LOCAL]
     if not tensors:
         return None
-    reasons = {diff.reason for diff in tensors}
-    details = [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors]
-    summary = _choose_summary(tensors, reasons)
-    facts = [summary(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)]
-    cause, fix = _choose_cause(case, tensors, reasons)
+    mismatch = _Mismatch(
+        tensors,
+        forms=list(filter(is_in_other_form, tensors)),
+        have_shapes=bool(with_reason(tensors, "shape")),
+        have_dtypes=bool(with_reason(tensors, "dtype")),
+    )
+    summary = _choose_summary(mismatch)
+    details = []
+    for diff in tensors:
+        details.append(Text.TENSOR(name=diff.name, detail=diff.detail))
+    cause, fix = _choose_cause(case, mismatch)
     parts, values = list_parts(case)
-    return Match((*tensors, *parts), suspects(tensors, case.group), facts, values, cause=cause, fix=fix)
+    return Match(
+        tensors=(*tensors, *parts),
+        ranks=suspects(tensors, case.group),
+        facts=[summary(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)],
+        values=values,
+        cause=cause,
+        fix=fix,
+    )
 
 
-def _choose_summary(tensors: Sequence[TensorDiff], reasons: set[Reason | None]) -> Sentence:
+def _choose_summary(mismatch: _Mismatch) -> Sentence:
     """Return the sentence for what differs: forms, shapes, dtypes, or both."""
-    if all(map(is_in_other_form, tensors)):
+    if len(mismatch.forms) == len(mismatch.tensors):
         return Text.FORMS
-    if len(reasons) > 1:
-        return Text.SHAPES_AND_DTYPES
-    return Text.SHAPES if "shape" in reasons else Text.DTYPES
+    return _SUMMARIES[mismatch.have_shapes, mismatch.have_dtypes]
 
 
-def _choose_cause(
-    case: Case, tensors: Sequence[TensorDiff], reasons: set[Reason | None]
-) -> tuple[Sentence | None, Sentence | None]:
+def _choose_cause(case: Case, mismatch: _Mismatch) -> tuple[Sentence | None, Sentence | None]:
     """Return the cause and the fix; None for different dtypes and shapes."""
-    forms = list(filter(is_in_other_form, tensors))
-    if forms:
+    if mismatch.forms:
         # Meta tensors have a shape and a dtype, and nothing to compare.
-        if all(map(_has_no_values, forms)):
+        if all(map(_has_no_values, mismatch.forms)):
             return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
         return Text.CAUSE_STORED, Text.FIX_STORED
     if not case.group.is_pair:
         return None, None
-    if "dtype" not in reasons:
+    if not mismatch.have_dtypes:
         return None, Text.DIFF_FIX_SHAPES
     # An option that the user has passed is no fix.
-    if case.group.evidence.cast and reasons == {"dtype"}:
+    is_cast_alone = bool(case.group.evidence.cast) and not mismatch.have_shapes
+    if is_cast_alone:
         return None, Text.DIFF_FIX_CAST
     return None, None
 

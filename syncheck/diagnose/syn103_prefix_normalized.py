@@ -15,6 +15,7 @@ Incidents: only everyday loading errors are known.
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires
 from syncheck.messages import Sentence
 
 CODE = "SYN103"
@@ -37,10 +38,14 @@ class Text(Sentence, topic=CODE):
     )
 
 
+def _has_prefixes(case: Case) -> bool:
+    """Whether names carry the prefix of a wrapper."""
+    return bool(case.group.evidence.normalized)
+
+
+@requires(_has_prefixes)
 def apply(case: Case) -> Match | None:
     """Report the ranks whose names were normalized; cover no tensor."""
     normalized = case.group.evidence.normalized
-    if not normalized:
-        return None
     ranks = tuple(sorted(normalized))
     return Match((), ranks, [Text.PREFIX(ranks=ranks, names=max(normalized.values()))])

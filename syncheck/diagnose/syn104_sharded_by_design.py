@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -50,16 +51,24 @@ class Text(Sentence, topic=CODE):
     PLAIN_TENSORS = "{count:count plain tensor}"
 
 
+def _has_shards(case: Case) -> bool:
+    """Whether the training method shards tensors."""
+    return bool(case.group.shards)
+
+
+@requires(_has_shards)
 def apply(case: Case) -> Match | None:
     """Report by layout how many tensors were and were not compared; cover no tensor."""
     shards = case.group.shards
-    if not shards:
-        return None
-    facts = [_describe_layout(layout) for layout in shards[:_MOST]]
     further = shards[_MOST:]
-    if further:
-        tensors = sum(layout.tensors for layout in further)
-        facts.append(Text.OTHER_LAYOUTS(tensors=tensors, layouts=len(further)))
+    other_layouts = Text.OTHER_LAYOUTS(
+        tensors=sum(layout.tensors for layout in further),
+        layouts=len(further),
+    )
+    facts = [
+        *map(_describe_layout, shards[:_MOST]),
+        *state_if(further, other_layouts),
+    ]
     return Match((), case.group.ranks, facts)
 
 

@@ -18,6 +18,7 @@ across pipeline stages, drifted apart).
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires
 from syncheck.diagnose.history import smaller_set
 from syncheck.diagnose.selection import ranks_outside
 from syncheck.diagnose.statements import limit_facts
@@ -39,19 +40,26 @@ class Text(Sentence, topic=CODE):
     MORE_TIES = "{count:count more tie}"
 
 
+def _has_broken_ties(case: Case) -> bool:
+    """Whether names share memory on some ranks only."""
+    return bool(case.group.ties)
+
+
+@requires(_has_broken_ties)
 def apply(case: Case) -> Match | None:
     """Report which names are tied on which ranks; cover no tensor.
 
     The smaller set of ranks is suspect, or all ranks if both sets are equally large.
     """
-    ties = case.group.ties
-    if not ties:
-        return None
-    ranks = case.group.ranks
+    ties, ranks = case.group.ties, case.group.ranks
     facts = []
     for tie in ties:
-        separate_ranks = ranks_outside(ranks, tie.ranks)
-        facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate_ranks))
+        fact = Text.TIED_ON_SOME(
+            names=tie.names,
+            tied=tie.ranks,
+            separate=ranks_outside(ranks, tie.ranks),
+        )
+        facts.append(fact)
     tied_ranks = set(ties[0].ranks)
     suspects = smaller_set(tied_ranks, set(ranks) - tied_ranks)
     return Match((), suspects, limit_facts(facts, _MOST, Text.MORE_TIES))

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import BURST, counters_of, deviating_ranks, farthest
+from syncheck.diagnose.counters import BURST, counters_of, deviating_ranks, farthest, names_of_values
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.loss_scales import scaler_explains
 from syncheck.diagnose.optimizer_names import is_setting
@@ -103,8 +102,18 @@ def apply(case: Case) -> Match | None:
     facts = (Text.PROGRESS(name=recorded[0].name, values=by_rank),)
     ranks = find_minority(by_rank) or case.group.ranks
     if case.group.is_pair or not _may_be_skipped(case, recorded):
-        return _match(case, ranks, facts, by_rank)
-    match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
+        return _match(
+            case,
+            ranks=ranks,
+            facts=facts,
+            progress=by_rank,
+        )
+    match = _match(
+        case,
+        ranks=ranks,
+        facts=(*facts, Text.MAY_BE_SKIPPED()),
+        progress=by_rank,
+    )
     return match.with_cause(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED).as_consistent("SYN214")
 
 
@@ -127,89 +136,113 @@ def _may_be_skipped(case: Case, recorded: Sequence[ValueDiff]) -> bool:
 
 def _collect_lags(case: Case, recorded: Sequence[ValueDiff]) -> list[float]:
     """Return the known lags of the recorded progress and of the step counters."""
-    # A counter of the optimizer may be recorded as progress too, and is exact.
-    lag_of_counter = {counter.name: counter.lag for counter in counters_of(case)}
-    lags = list(lag_of_counter.values())
+    lag_of_name: dict[str, float] = {}
     for progress in recorded:
-        lag = _find_lag(progress)
-        if lag is not None and progress.name not in lag_of_counter:
-            lags.append(lag)
-    return lags
+        lag_of_name[progress.name] = _find_lag(progress)
+    # A counter of the optimizer may be recorded as progress too, and is exact.
+    for counter in counters_of(case):
+        lag_of_name[counter.name] = counter.lag
+    return list(filter(None, lag_of_name.values()))
 
 
 def _lagged_less(case: Case, progress: ValueDiff) -> bool:
     """Whether the ranks recorded a smaller lag at an earlier step, so that a rank skips steps again and again."""
     lag_now = _find_lag(progress)
-    if lag_now is None:
-        return False
     for group in case.steps()[:-1]:
         for value in group.values:
-            lag = _find_lag(value) if value.name == progress.name else None
             # Without a lag, the ranks were equal at this step.
-            if lag is not None and 0 < lag < lag_now:
+            has_smaller_lag = 0 < _find_lag(value) < lag_now
+            if value.name == progress.name and has_smaller_lag:
                 return True
     return False
 
 
-def _find_lag(progress: ValueDiff) -> float | None:
-    """Return the largest difference between the recorded numbers; None if a rank recorded no number."""
+def _find_lag(progress: ValueDiff) -> float:
+    """Return the largest difference between the recorded numbers; 0 if a rank recorded something else."""
     numbers = []
     for value in progress.by_rank.values():
         if value is None:  # a rank without a recorded progress does not lag
             continue
         if not isinstance(value, (int, float)) or math.isnan(value):
-            return None
+            return 0.0
         numbers.append(float(value))
-    if numbers:
-        return max(numbers) - min(numbers)
-    return None
+    return max(numbers, default=0.0) - min(numbers, default=0.0)
 
 
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     counters = counters_of(case)
     step_diffs = case.differing("optimizer_step")
-    number = len(step_diffs) + len([counter for counter in counters if counter.diff is None])
-    if not number or case.agreeing("optimizer_step"):
+    number = len(step_diffs) + len(names_of_values(counters))
+    agreeing = case.agreeing("optimizer_step")
+    if not number or agreeing:
         return None
     ranks = deviating_ranks(counters) or suspects(step_diffs, case.group)
     largest = farthest(counters)
-    counts = {} if largest is None else dict(largest.by_rank)
     fact = _describe_counters(number, largest)
-    is_recorded = case.group.evidence.stores_progress
     if _missed_whole_steps(case, counters):
-        lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
-        # A rank that skips whole batches, or was set back, lags in the same way.
-        return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
+        return _match_whole_steps(
+            case,
+            ranks=ranks,
+            fact=fact,
+            largest=largest,
+        )
 
     # If the files record the same step, different counters have another cause.
-    if is_recorded or _has_better_cause(case, counters):
+    if case.group.evidence.stores_progress or _has_better_cause(case, counters):
         return None
-    match = _match(case, ranks, (fact,), counts)
-    if counts:
-        return match.as_consistent("SYN215")
-    return match.as_consistent("SYN214", "SYN215")
+    if largest is None:
+        return _match(
+            case,
+            ranks=ranks,
+            facts=(fact,),
+            progress={},
+        ).as_consistent("SYN214", "SYN215")
+    return _match(
+        case,
+        ranks=ranks,
+        facts=(fact,),
+        progress=largest.by_rank,
+    ).as_consistent("SYN215")
+
+
+def _match_whole_steps(case: Case, ranks: Sequence[int], fact: Message, largest: StepCounter | None) -> Match:
+    """Match counters that lag with BatchNorm's counts. largest: the known counter with the largest lag."""
+    is_recorded = case.group.evidence.stores_progress
+    lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
+    counts = {} if largest is None else largest.by_rank
+    # A rank that skips whole batches, or was set back, lags in the same way.
+    return _match(
+        case,
+        ranks=ranks,
+        facts=(fact, lag),
+        progress=counts,
+    ).as_consistent("SYN214", "SYN217")
 
 
 def _missed_whole_steps(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether BatchNorm's counts lag like the counters, and by more than a few steps if the files record one step."""
     if not counters or not forwards_lag(case, counters):
         return False
-    if not case.group.evidence.stores_progress:
-        return True
-    return any(counter.far for counter in counters)
+    is_far = any(counter.far for counter in counters)
+    return is_far or not case.group.evidence.stores_progress
 
 
 def _describe_counters(number: int, largest: StepCounter | None) -> Message:
     """State how many step counters differ. largest: the known counter with the largest lag."""
     if largest is None:
         return Text.UNKNOWN_STEP_COUNTERS(counters=number)
-    return Text.STEP_COUNTERS(counters=number, lag=int(largest.lag), counts=dict(largest.by_rank))
+    return Text.STEP_COUNTERS(
+        counters=number,
+        lag=int(largest.lag),
+        counts=dict(largest.by_rank),
+    )
 
 
 def _has_better_cause(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether skipped steps, lost optimizer state or overflows explain the counters."""
-    if counters_of_lost_state(case) or counters_of_skipped_steps(case):
+    is_single_event = counters_of_lost_state(case) or counters_of_skipped_steps(case)
+    if is_single_event:
         return True
     return bool(counters) and scaler_explains(case, counters)
 
@@ -218,18 +251,27 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """Cover everything changed by training, except differences between ranks of the same progress."""
     tensors = tuple(exclude_names(case.tensors, case.frozen))
     values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
-    match = Match(tensors, ranks, facts, values)
-    if not progress:
-        return match
-    return replace(match, agree=_find_sets_of_progress(case, progress))
+    return Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+        agree=_find_sets_of_progress(case, progress) if progress else None,
+    )
 
 
 def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:
     """Return the sets of ranks of the same progress."""
-    known_progress = {rank: value for rank, value in progress.items() if value is not None}
+    known_progress: dict[int, Any] = {}
+    unknown_ranks: list[int] = []
+    for rank in case.group.ranks:
+        value = progress.get(rank)
+        if value is None:
+            unknown_ranks.append(rank)
+        else:
+            known_progress[rank] = value
     sets = sorted(group_ranks(known_progress).values(), key=len, reverse=True) or [[]]
     # A rank of unknown progress may have the progress of the largest set of ranks.
-    unknown_ranks = [rank for rank in case.group.ranks if progress.get(rank) is None]
     return [[*sets[0], *unknown_ranks], *sets[1:]]
 
 

@@ -30,9 +30,10 @@ huggingface/transformers#48162 (buffers registered in the order of a set).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import state_if
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.selection import (
     count_kinds,
@@ -40,8 +41,10 @@ from syncheck.diagnose.selection import (
     has_kind,
     last_part,
     list_names,
+    list_value_names,
     select_kinds,
     select_names,
+    union_of,
 )
 from syncheck.diagnose.settings_effect import (
     choose_only_rounding,
@@ -128,18 +131,26 @@ class Text(Sentence, topic=CODE):
     GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
 
 
+class _Settings(NamedTuple):
+    """The differing settings by their effect."""
+
+    orders: list[ValueDiff]
+    """The orders of names."""
+    acting: list[ValueDiff]
+    """Those with an effect on the next step."""
+    delayed: list[ValueDiff]
+    """A scheduler's counters and best loss, which take effect later."""
+
+
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = case.of_values("setting")
     modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
     # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
-        if modes:
-            return _match_modes(case, modes)
-        return None
-    orders = [setting for setting in settings if setting.name in ORDERS]
-    # Settings of the next step come first. A scheduler's counters and best loss take effect later.
-    acting, delayed = _split_by_effect(settings)
+        return _match_modes(case, modes)
+    orders, acting, delayed = _split_by_effect(settings)
+    # Settings of the next step come first.
     unordered = [*acting, *delayed]
 
     # Another order has moved values to other names, whatever the settings are.
@@ -148,44 +159,51 @@ def apply(case: Case) -> Match | None:
     covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
     facts = _order_facts(case, orders, exchanged)
     if unordered:
-        facts += _settings_facts(unordered)
-        facts += _parameter_facts(case, explained)
-        facts += follower_facts(explained)
-        facts += _unexplained_facts(acting, unexplained)
+        facts += [
+            *_settings_facts(unordered),
+            *_parameter_facts(case, explained),
+            *follower_facts(explained),
+            *_unexplained_facts(acting, unexplained),
+        ]
     facts += _mode_facts(modes)
-    if covered:
-        facts += case.agreement_facts(covered)
+    facts += state_if(covered, *case.agreement_facts(covered))
 
     ordered_first = (*orders, *unordered)
-    names = tuple(setting.name for setting in ordered_first)
     cause, fix = _choose_cause(orders, unordered)
-    match = Match(covered, _find_suspects(case, ordered_first), facts, names, cause, fix)
+    match = Match(
+        covered,
+        _find_suspects(case, ordered_first),
+        facts,
+        list_value_names(ordered_first),
+        cause,
+        fix,
+    )
     return _limit_certainty(case, match, acting)
 
 
-def _split_by_effect(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], list[ValueDiff]]:
-    """Return the settings with an effect on the next step, and those with a later effect, without orders."""
-    acting, delayed = [], []
+def _split_by_effect(settings: Sequence[ValueDiff]) -> _Settings:
+    """Return the orders, the settings with an effect on the next step, and those with a later effect."""
+    split = _Settings([], [], [])
     for setting in settings:
         if setting.name in ORDERS:
-            continue
-        if _changes_next_step(setting):
-            acting.append(setting)
+            split.orders.append(setting)
+        elif _changes_next_step(setting):
+            split.acting.append(setting)
         else:
-            delayed.append(setting)
-    return acting, delayed
+            split.delayed.append(setting)
+    return split
 
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
     """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
-    if not acting or not has_kind(match.tensors, "parameter"):
+    has_parameters = has_kind(match.tensors, "parameter")
+    if not acting or not has_parameters:
         return match
     # The averages of gradients show that the gradients are equal.
     if has_gradient_averages(case):
         return match
-    if has_equal_settings(case, acting):
-        return match.as_consistent("SYN213")
-    return match.as_consistent("SYN211", "SYN213")
+    other_causes = ("SYN213",) if has_equal_settings(case, acting) else ("SYN211", "SYN213")
+    return match.as_consistent(*other_causes)
 
 
 def _choose_cause(
@@ -201,21 +219,19 @@ def _choose_cause(
     return (None, None)
 
 
-def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:
+def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State how many parameters differ by more than the settings explain."""
     count = count_kinds(unexplained, "parameter")
-    if not count:
-        return []
     sentence = Text.ONLY_ROUNDING if choose_only_rounding(acting) else Text.UNEXPLAINED
-    return [sentence(count=count)]
+    return state_if(count, sentence(count=count))
 
 
 def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
     """Return the differing parameters and buffers that are not at the same positions on all ranks."""
     moved: set[str] = set()
     for order in orders:
-        for names in order.by_rank.values():
-            moved.update(names or ())
+        # A rank without the module has no order of names.
+        moved |= union_of(filter(None, order.by_rank.values()))
     return tuple(select_names(case.differing("parameter", "buffer", *BN_STATISTICS), moved))
 
 
@@ -227,21 +243,29 @@ def _order_facts(case: Case, orders: Sequence[ValueDiff], exchanged: Sequence[Te
         first_suspect = next(rank for rank in order.by_rank if rank in suspects)
         names = order.by_rank[first_suspect]
         facts.append(Text.ORDER_OF_NAMES(ranks=tuple(sorted(suspects)), names=names))
-    if exchanged:
-        facts.append(Text.EXCHANGED(count=len(exchanged)))
-    return facts
+    return [*facts, *state_if(exchanged, Text.EXCHANGED(count=len(exchanged)))]
 
 
-def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match:
+def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match | None:
     """Match modules that are in training mode on some ranks only."""
-    names = tuple(mode.name for mode in modes)
-    match = Match((), _find_suspects(case, modes), _mode_facts(modes), names, only_warns=True)
+    if not modes:
+        return None
+    match = Match(
+        (),
+        _find_suspects(case, modes),
+        _mode_facts(modes),
+        list_value_names(modes),
+        only_warns=True,
+    )
     return match.with_cause(Text.CAUSE_MODES, Text.FIX_MODES)
 
 
 def _mode_facts(modes: Sequence[ValueDiff]) -> list[Message]:
     """State the mode of the first modules on each rank."""
-    return [Text.MODE(name=mode.name, values=dict(mode.by_rank)) for mode in modes[:_MOST]]
+    facts = []
+    for mode in modes[:_MOST]:
+        facts.append(Text.MODE(name=mode.name, values=dict(mode.by_rank)))
+    return facts
 
 
 def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
@@ -255,36 +279,45 @@ def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
 
 def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
     """State the first settings and their values by rank."""
-    first, *further = limit_facts([_describe_setting(setting) for setting in settings], _MOST, Text.MORE)
+    described = list(map(_describe_setting, settings))
+    # The first setting belongs to the first statement of the finding.
+    first, *further = limit_facts(described, _MOST, Text.MORE)
     return (Text.SETTINGS(setting=first), *further)
 
 
 def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State how many parameters differ because of the settings, and how this developed."""
     parameters = select_kinds(covered, "parameter")
-    if not parameters:
-        return ()
-    total, size = case.compared("parameter"), largest_difference(parameters)
-    facts = [Text.PARAMETERS(count=len(parameters), total=total, size=size)]
-    if not case.with_moment():
-        facts.append(Text.GRADIENTS_UNKNOWN())
+    summary = Text.PARAMETERS(
+        count=len(parameters),
+        total=case.compared("parameter"),
+        size=largest_difference(parameters),
+    )
+    unknown = state_if(not case.with_moment(), Text.GRADIENTS_UNKNOWN())
     _, since = case.trend_facts("parameter")
-    return (*facts, *since)
+    return state_if(parameters, summary, *unknown, *since)
 
 
 def _changes_next_step(setting: ValueDiff) -> bool:
     """Whether a setting changes the next step: a value in a parameter group, a learning rate or the like."""
     parts = setting.name.split(".")
-    return not {"param_groups", "_last_lr"}.isdisjoint(parts) or parts[-1] in (*SETTINGS, REQUIRES_GRAD)
+    is_in_group = not {"param_groups", "_last_lr"}.isdisjoint(parts)
+    is_known_setting = parts[-1] in (*SETTINGS, REQUIRES_GRAD)
+    return is_in_group or is_known_setting
 
 
 def _describe_setting(setting: ValueDiff) -> Message:
     """State the value of each rank, or the members of a parameter group missing on some ranks."""
     if not setting.name.endswith((".params", ".(positions)")):
         return Text.VALUE(name=setting.name, values=dict(setting.by_rank))
-    texts = [str(value) for value in setting.by_rank.values() if value is not None]
-    first, *further = [set(text.split(", ")) for text in texts]
-    partial_members = first.union(*further) - first.intersection(*further)
+    all_members: set[str] = set()
+    sets_of_members = []
+    for text in setting.by_rank.values():
+        if text is not None:
+            members = set(str(text).split(", "))
+            sets_of_members.append(members)
+            all_members |= members
+    partial_members = all_members.difference(all_members.intersection(*sets_of_members))
     if not partial_members:
         return Text.ORDER(name=setting.name)
     return Text.MEMBERS(name=setting.name, names=tuple(sorted(partial_members)))

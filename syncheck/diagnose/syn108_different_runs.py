@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose import syn240_rounding_only
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.localized import localized_damage
 from syncheck.diagnose.measures import evidence_of, is_at_least, median_cosine
 from syncheck.diagnose.rank_values import find_minority
@@ -68,11 +70,25 @@ ALIKE = 0.9
 _MOST_SETTINGS = 4
 
 
+def _record_other_runs(case: Case) -> bool:
+    """Whether the files record different settings of the run, and no values of an earlier step of the same run."""
+    return bool(case.group.evidence.runs) and not case.group.evidence.stale
+
+
+def _have_differences(case: Case) -> bool:
+    """Whether values or undamaged tensors differ."""
+    return bool(case.values or _select_undamaged(case))
+
+
+def _differ_at_large(case: Case) -> bool:
+    """Whether more than one element or rounding differs. Two runs that should be equal may still differ in these."""
+    return not localized_damage(case) and syn240_rounding_only.apply(case) is None
+
+
+@requires(_record_other_runs, _have_differences, _differ_at_large)
 def apply(case: Case) -> Match | None:
     """Match differences between files of different runs."""
     evidence = case.group.evidence
-    if not evidence.runs or not _needs_other_runs(case):
-        return None
     identities = [name for name in evidence.runs if name in IDENTITIES]
     if not identities and not _is_plausible(case):
         return None
@@ -99,23 +115,12 @@ def _select_undamaged(case: Case) -> tuple[TensorDiff, ...]:
     return tuple(diff for diff in case.tensors if not evidence_of(diff).damaged)
 
 
-def _needs_other_runs(case: Case) -> bool:
-    """Whether something differs that has no cause of its own even between two runs."""
-    if case.group.evidence.stale:  # the values of an earlier step of the same run
-        return False
-    if not case.values and not _select_undamaged(case):
-        return False
-    # Two runs that should be equal may still differ in one element or by rounding.
-    if localized_damage(case):
-        return False
-    return syn240_rounding_only.apply(case) is None
-
-
 def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
     """Return a key of the run of each rank. names: of the settings that distinguish the runs."""
     keys: dict[int, str] = {}
     for rank in case.group.ranks:
         values = [case.group.evidence.runs[name].get(rank) for name in names]
+        # As text, because values like lists have no hash.
         keys[rank] = str(values)
     return keys
 
@@ -132,21 +137,21 @@ def _is_plausible(case: Case) -> bool:
     """Whether the tensors look like those of different runs: most parameters differ, and so do the gradients."""
     trained = case.trained_parameters()
     differing = trained & case.differing_parameters().keys()
-    if not differing or len(differing) < MOST * len(trained):
+    if len(differing) < max(1, MOST * len(trained)):
         return False
     # Equal averages of gradients show a common run.
-    if case.with_moment() and case.agrees("optimizer"):
+    have_equal_gradients = bool(case.with_moment()) and case.agrees("optimizer")
+    if have_equal_gradients:
         return False
     return not is_at_least(median_cosine(case.differing_moments().values()), ALIKE)
 
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:
     """Return the causes within one run that fit as well: other settings on a host, or a seed of each rank."""
-    if any(diff.reason == "shape" for diff in case.tensors):
+    if with_reason(case.tensors, "shape"):
         return ("SYN102",)
-    if all(map(is_seed, case.group.evidence.runs)):
-        return ("SYN210", "SYN211")
-    return ("SYN107", "SYN211")
+    have_seeds = all(map(is_seed, case.group.evidence.runs))
+    return ("SYN210", "SYN211") if have_seeds else ("SYN107", "SYN211")
 
 
 def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty) -> tuple[Message, ...]:
@@ -157,7 +162,9 @@ def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty)
         settings.append(Text.SETTING(name=name, values=dict(values)))
     first, *further = limit_facts(settings, _MOST_SETTINGS, Text.MORE)
     sentence = Text.CONSISTENT if certainty == "consistent" else Text.PROVED
-    facts = [sentence(setting=first), *further]
-    if evidence.repeated_ranks:
-        facts.append(Text.REPEATED(ranks=evidence.repeated_ranks))
-    return (*facts, *case.parameter_facts(tensors))
+    return (
+        sentence(setting=first),
+        *further,
+        *state_if(evidence.repeated_ranks, Text.REPEATED(ranks=evidence.repeated_ranks)),
+        *case.parameter_facts(tensors),
+    )

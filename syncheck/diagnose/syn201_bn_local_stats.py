@@ -35,9 +35,10 @@ Incidents: pytorch/pytorch#13711, pytorch/pytorch#30718, open-mmlab/mmpose#998, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import explained_by_settings, match_statistics, may_be_changed, statistics_alone
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -92,12 +93,28 @@ class Text(Sentence, topic=CODE):
     USE_WRAPPER = "to find out, pass DDP's wrapper instead of the module inside it"
 
 
+class _Words(NamedTuple):
+    """The sentences for the ranks of a running job, or for their files."""
+
+    synchronized: Sentence
+    remedy: Sentence
+    """How to find out whether buffers are synchronized."""
+
+
+_IN_MEMORY = _Words(Text.SYNCHRONIZED, remedy=Text.USE_WRAPPER)
+_IN_FILES = _Words(Text.SYNCHRONIZED_BY_METADATA, remedy=Text.SAVE_EARLY_STEPS)
+
+
+@requires(statistics_alone)
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
-    if not statistics:
-        return None
-    match = match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
+    match = match_statistics(
+        case,
+        statistics=statistics,
+        first=Text.STATISTICS,
+        synchronization=_synchronization_facts(case),
+    )
     if explained_by_settings(case):
         return match.with_cause(Text.CAUSE_OF_SETTINGS, Text.FIX_OF_SETTINGS)
     if may_be_changed(case):
@@ -107,22 +124,18 @@ def apply(case: Case) -> Match | None:
 
 def _synchronization_facts(case: Case) -> list[Message]:
     """State whether buffers are synchronized once per step, from the metadata and from the steps of the run."""
-    facts: list[Message] = []
     are_synchronized = case.group.evidence.metadata.buffers_synced
-    if are_synchronized:
-        sentence = Text.SYNCHRONIZED if case.in_memory else Text.SYNCHRONIZED_BY_METADATA
-        facts.append(sentence())
+    # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
+    words = _IN_MEMORY if case.in_memory else _IN_FILES
+    intention = state_if(are_synchronized, words.synchronized())
 
     course = case.group.evidence.free_running
     if course is not None and course.misfit_free is not None:
         # The steps outweigh the metadata, which records the intention.
-        facts.append(_describe_course(course))
-    elif not are_synchronized:
-        facts.append(_describe_missing_course(course))
-        # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
-        remedy = Text.USE_WRAPPER if case.in_memory else Text.SAVE_EARLY_STEPS
-        facts.append(remedy())
-    return facts
+        return [*intention, _describe_course(course)]
+    if are_synchronized:
+        return [*intention]
+    return [_describe_missing_course(course), words.remedy()]
 
 
 def _describe_course(course: FreeRunning) -> Message:

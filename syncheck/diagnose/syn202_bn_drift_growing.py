@@ -32,6 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import drift, match_statistics, may_be_changed, statistics_alone
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -84,20 +85,27 @@ GROWTH = 1.5
 SEEN_GROWTH, SEEN_COSINE, AS_WELL = 1.25, 0.45, 0.75
 
 
+def _has_no_stale_rank(case: Case) -> bool:
+    """Whether no rank holds values of an earlier step, whose statistics do not show how those of all ranks develop."""
+    return not case.group.evidence.stale
+
+
+@requires(statistics_alone, _has_no_stale_rank)
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone if the metadata or the steps show missing synchronization."""
-    statistics = statistics_alone(case)
-    # The statistics of an earlier step do not show how those of the other ranks develop.
-    if not statistics or case.group.evidence.stale:
+    signs = _find_signs(case)
+    if not signs:
         return None
 
-    facts = _find_signs(case)
-    if not facts:
-        return None
-
-    match = match_statistics(case, statistics, Text.STATISTICS, facts)
+    match = match_statistics(
+        case,
+        statistics=statistics_alone(case),
+        first=Text.STATISTICS,
+        synchronization=signs,
+    )
     # Synchronized runs whose data differ more in each step reached cosines of 0.96 in measurements: no limit decides.
-    if facts[0].code in (Text.GREW_IN_ONE_DIRECTION, Text.MEAN_GREW):
+    is_growth = signs[0].code in (Text.GREW_IN_ONE_DIRECTION, Text.MEAN_GREW)
+    if is_growth:
         return match.as_consistent("SYN201")
     if may_be_changed(case):
         return match.as_consistent("SYN205")
@@ -112,30 +120,31 @@ def _find_signs(case: Case) -> list[Message]:
         return [sentence()]
 
     # The metadata records the intention, so the checkpoints outweigh it.
-    shown = _describe_course(case.group.evidence.free_running)
-    if shown is not None and are_synchronized:
-        return [shown, Text.METADATA_CONTRADICTED()]
-    if shown is not None:
-        return [shown]
+    course = case.group.evidence.free_running
+    if course is not None and _shows_free_running(course):
+        contradiction = state_if(are_synchronized, Text.METADATA_CONTRADICTED())
+        return [_describe_course(course), *contradiction]
 
     # Growth alone is a weaker sign than the metadata.
     if are_synchronized:
         return []
-    growth = _describe_growth(case)
-    if growth is None:
-        return []
-    return [growth]
+    return _describe_growth(case)
 
 
-def _describe_course(course: FreeRunning | None) -> Message | None:
-    """State how several steps show missing synchronization, or return None if they do not."""
-    if course is None:
-        return None
-    # A single low variance may be a flipped bit.
-    if course.below > 1:
+def _shows_free_running(course: FreeRunning) -> bool:
+    """Whether several steps show missing synchronization."""
+    return _has_low_variances(course) or _fits_free_running(course)
+
+
+def _has_low_variances(course: FreeRunning) -> bool:
+    """Whether running variances are too low for a synchronization. A single low variance may be a flipped bit."""
+    return course.below > 1
+
+
+def _describe_course(course: FreeRunning) -> Message:
+    """State how several steps show missing synchronization."""
+    if _has_low_variances(course):
         return Text.TOO_LOW(count=course.below)
-    if not _fits_free_running(course):
-        return None
     return Text.GREW_IN_ONE_DIRECTION(
         first=course.steps[0],
         last=course.steps[-1],
@@ -154,15 +163,19 @@ def _fits_free_running(course: FreeRunning) -> bool:
     return has_direction and has_grown and is_explained_as_well
 
 
-def _describe_growth(case: Case) -> Message | None:
-    """State the growth of the mean difference if only sizes are known, or return None if it did not grow enough."""
-    if len(case.series) < 2 or case.group.evidence.free_running is not None:
-        return None
+def _describe_growth(case: Case) -> list[Message]:
+    """State the growth of the mean difference if only sizes are known; empty if it did not grow enough."""
+    # Directions that do not show missing synchronization outweigh the growth.
+    has_directions = case.group.evidence.free_running is not None
+    if len(case.series) < 2 or has_directions:
+        return []
     first, last = case.series[0], case.series[-1]
-    if not 0 < drift(first) * GROWTH <= drift(last):
-        return None
-    return Text.MEAN_GREW(
+    has_grown = 0 < drift(first) * GROWTH <= drift(last)
+    if not has_grown:
+        return []
+    growth = Text.MEAN_GREW(
         growth=drift(last) / drift(first),
         first=first.step,
         last=last.step,
     )
+    return [growth]

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import may_be_old
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.statements import largest_difference
@@ -70,11 +71,15 @@ class Text(Sentence, topic=CODE):
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, {size}"
 
 
+def _counts_differ(case: Case) -> bool:
+    """Whether the ranks counted different numbers of batches."""
+    return bool(case.of_kind("bn_count"))
+
+
+@requires(_counts_differ)
 def apply(case: Case) -> Match | None:
     """Match different counts, and cover the running statistics that follow from them."""
     counts = case.of_kind("bn_count")
-    if not counts:
-        return None
     deviating_ranks = suspects(counts, case.group)
     statistics = case.of_kind(*BN_STATISTICS)
     facts = [
@@ -100,17 +105,19 @@ def _summarize(case: Case, counts: Sequence[TensorDiff], deviating_ranks: tuple[
     size = _largest_lag(counts)
     if len(deviating_ranks) == case.number_of_ranks:
         return Text.ALL_RANKS(size=size, layers=len(counts))
-    return Text.SOME_RANKS(ranks=deviating_ranks, size=size, layers=len(counts))
+    return Text.SOME_RANKS(
+        ranks=deviating_ranks,
+        size=size,
+        layers=len(counts),
+    )
 
 
-def _statistics_facts(case: Case, statistics: Sequence[TensorDiff]) -> list[Message]:
+def _statistics_facts(case: Case, statistics: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State how many running statistics differ too, or that all agree. statistics: that differ."""
-    facts: list[Message] = []
-    if statistics:
-        facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
-    if case.is_in_sync(*BN_STATISTICS):
-        facts.append(Text.STATISTICS_AGREE(count=case.compared(*BN_STATISTICS)))
-    return facts
+    are_in_sync = case.is_in_sync(*BN_STATISTICS)
+    differing = Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics))
+    agreeing = Text.STATISTICS_AGREE(count=case.compared(*BN_STATISTICS))
+    return (*state_if(statistics, differing), *state_if(are_in_sync, agreeing))
 
 
 def _largest_lag(counts: Sequence[TensorDiff]) -> Message:

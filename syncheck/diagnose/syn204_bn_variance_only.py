@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 
@@ -53,24 +54,30 @@ class Text(Sentence, topic=CODE):
     MEANS_AGREE = "all running means agree ({count} compared)"
 
 
+def _means_agree(case: Case) -> bool:
+    """Whether running means were compared and agree. Different data would change them too."""
+    return case.is_in_sync("bn_mean")
+
+
+def _variances_differ(case: Case) -> bool:
+    """Whether running variances differ."""
+    return bool(case.of_kind("bn_var"))
+
+
+@requires(_variances_differ, _means_agree, others_agree)
 def apply(case: Case) -> Match | None:
     """Match running variances that differ if running means were compared and agree."""
     variances = case.of_kind("bn_var")
-    # Different data would change the means too.
-    if not variances or not case.is_in_sync("bn_mean"):
-        return None
-    if not others_agree(case):
-        return None
+    # Variances without a finite element have no relative difference.
+    relative = [diff.max_rel for diff in variances if diff.max_rel is not None]
     facts = [
         Text.VARIANCES(
             count=len(variances),
             total=case.compared("bn_var"),
             size=largest_difference(variances),
-        )
+        ),
+        *state_if(relative, Text.RELATIVE(ratio=max(relative, default=0.0))),
+        Text.MEANS_AGREE(count=case.compared("bn_mean")),
     ]
-    relative = [diff.max_rel for diff in variances if diff.max_rel is not None]
-    if relative:
-        facts.append(Text.RELATIVE(ratio=max(relative)))
-    facts.append(Text.MEANS_AGREE(count=case.compared("bn_mean")))
     # A variance that was clamped or reset on some ranks looks alike.
     return case.make_match(variances, facts).as_consistent("SYN205", "SYN201")

@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
 from syncheck.diagnose.case import Case, Match, is_weight
+from syncheck.diagnose.conditions import requires, select_codes, state_if
+from syncheck.diagnose.features import extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import last_agreement, trend_of
 from syncheck.diagnose.measures import TOUCHED, evidence_of, is_at_least, is_share_below, values_by_rank
 from syncheck.diagnose.selection import (
@@ -50,7 +52,6 @@ from syncheck.diagnose.selection import (
     out_of_sync,
     select_kinds,
     select_names,
-    with_status,
 )
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
@@ -72,6 +73,7 @@ _OF_RANK = re.compile(
     r"_*(?:\w+_)?(?:rank|rank_id|worker|worker_id|shard_id|seeds?|rng|rng_state|generator|generator_state|cursor"
     r"|offset|position|sample_index)"
 )
+_GENERATOR = re.compile("rng|generator")
 # Number of ranks from which integers equal to the ranks are no coincidence.
 _RANKS = 3
 # Cosine above which floating-point values have a common origin.
@@ -136,23 +138,6 @@ class Text(Sentence, topic=CODE):
     ONE_STEP = "consistent with updates from each rank's own data, but one step does not show updates"
 
 
-def apply(case: Case) -> Match | None:
-    """Match untrained tensors with signs of updates, if all trained tensors agree."""
-    changed = changed_on_some_ranks(case)
-    candidates = [*_find_candidates(case), *changed]
-    if not candidates or not _are_others_in_sync(case, candidates):
-        return None
-
-    updates = _observe_updates(case, candidates)
-    of_rank = [diff for diff in updates.tensors if _is_of_rank(diff)]
-    of_model = [diff for diff in updates.tensors if diff not in of_rank]
-    if of_model:
-        return _match_of_model(case, updates, of_model, changed)
-    if of_rank:
-        return _match_of_rank(case, of_rank)
-    return None
-
-
 class _Updates(NamedTuple):
     """The candidates with signs of updates."""
 
@@ -163,15 +148,72 @@ class _Updates(NamedTuple):
     """The statement about the differences over the steps."""
 
 
-def _are_others_in_sync(case: Case, candidates: Sequence[TensorDiff]) -> bool:
-    """Whether no trained parameter and no optimizer state differs."""
+def _of_batchnorm(case: Case, diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the running statistics of BatchNorm, which have rules of their own."""
+    return [diff for diff in select_kinds(diffs, *BN_STATISTICS) if is_batchnorm(case, diff.name)]
+
+
+def _find_candidates(case: Case) -> list[TensorDiff]:
+    """Return the differing tensors that are or may be buffers, and statistics of BatchNorm changed on some ranks."""
+    untrained = select_names(case.differing("parameter"), _find_possible_buffers(case))
+    buffers = case.differing("buffer", *BN_STATISTICS)
+    names = {*list_names(untrained), *list_names(buffers)}
+    names.difference_update(list_names(_of_batchnorm(case, buffers)))
+    candidates = select_names(case.tensors, names)
+    return [
+        *candidates,
+        *_find_frozen_codebooks(case, candidates),
+        *changed_on_some_ranks(case),
+    ]
+
+
+def _find_possible_buffers(case: Case) -> frozenset[str]:
+    """Return the names of tensors that may be buffers, although a state dict does not show it."""
+    # The metadata lists the buffers.
+    if case.group.evidence.metadata.buffers is not None:
+        return frozenset()
+    untrained = case.untrained - case.frozen
+    if case.optimized is not None:
+        return untrained
+    return untrained.union(list_names(running_statistics(case, case.tensors)))
+
+
+def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
+    """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
+    frozen = select_names(case.differing("parameter"), case.frozen)
+    statistics = running_statistics(case, buffers)
+    return _select_beside(exclude_names(frozen, list_names(buffers)), statistics)
+
+
+def _select_beside(diffs: Sequence[TensorDiff], statistics: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors in the modules of running statistics, without weights."""
+    modules = modules_of(statistics)
+    return [diff for diff in diffs if module_of(diff.name) in modules and not is_weight(diff.name)]
+
+
+def _are_others_in_sync(case: Case) -> bool:
+    """Whether no trained parameter and no optimizer state differs beside the candidates."""
+    candidates = _find_candidates(case)
     untrained = case.untrained.union(list_names(candidates))
     trained = case.of_kind("parameter", "optimizer", "optimizer_step")
     return not exclude_names(trained, untrained)
 
 
-def _observe_updates(case: Case, candidates: list[TensorDiff]) -> _Updates:
+@requires(_find_candidates, _are_others_in_sync)
+def apply(case: Case) -> Match | None:
+    """Match untrained tensors with signs of updates, if all trained tensors agree."""
+    updates = _observe_updates(case)
+    of_model = [diff for diff in updates.tensors if not _is_of_rank(diff)]
+    if of_model:
+        return _match_of_model(case, updates, of_model)
+    if updates.tensors:
+        return _match_of_rank(case, updates.tensors)
+    return None
+
+
+def _observe_updates(case: Case) -> _Updates:
     """Return the candidates that something updates, by the steps of the run or by signs at one step."""
+    candidates = _find_candidates(case)
     names = list_names(candidates)
     trend, course = case.trend_facts(names=names)
     if _changes_over_steps(case, names):
@@ -180,8 +222,10 @@ def _observe_updates(case: Case, candidates: list[TensorDiff]) -> _Updates:
     return _Updates(updated, None, course)
 
 
-def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], changed: Sequence[TensorDiff]) -> Match:
-    """Match tensors of the model. changed: the statistics of BatchNorm that were changed on some ranks."""
+def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff]) -> Match:
+    """Match tensors of the model."""
+    # The statistics of BatchNorm that were changed on some ranks.
+    changed = changed_on_some_ranks(case)
     are_buffers = not has_kind(of_model, "parameter")
     sentence = Text.BUFFERS if are_buffers else Text.UNTRAINED
     if len(of_model) == len(changed):
@@ -192,14 +236,13 @@ def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], c
         size=largest_difference(of_model),
     )
 
-    alternatives, evidence = _list_alternatives(case, of_model, updates.trend)
-    of_rank = [diff for diff in updates.tensors if diff not in of_model]
+    agreed = last_agreement(list_names(of_model), case.steps())
     facts = [
         summary,
         *_trained_facts(case, are_buffers),
         *updates.course,
-        *evidence,
-        *_rank_facts(of_rank),
+        *_agreement_facts(updates, agreed),
+        *_rank_facts(exclude_names(updates.tensors, list_names(of_model))),
     ]
     covered = [*updates.tensors]
     if changed:
@@ -207,72 +250,77 @@ def _match_of_model(case: Case, updates: _Updates, of_model: list[TensorDiff], c
         covered += statistics_of_copies(case)
     match = case.make_match(of_model, facts, covered)
     cause, fix = _select_words(of_model, are_buffers)
-    return replace(match, cause=cause, fix=fix, alternatives=alternatives)
+    alternatives = _list_alternatives(
+        case,
+        updates=updates,
+        of_model=of_model,
+        agreed=agreed,
+    )
+    return replace(
+        match,
+        cause=cause,
+        fix=fix,
+        alternatives=alternatives,
+    )
+
+
+def _agreement_facts(updates: _Updates, agreed: int | None) -> tuple[Message, ...]:
+    """State the last step in sync if the differences do not change. agreed: this step, if there is one."""
+    if updates.trend is not None:
+        return ()
+    if agreed is None:
+        return (Text.ONE_STEP(),)
+    return (Text.AGREED(step=agreed),)
 
 
 def _list_alternatives(
-    case: Case, differing: Sequence[TensorDiff], trend: Trend | None
-) -> tuple[tuple[str, ...], tuple[Message, ...]]:
-    """Return the other causes, and the evidence.
-
-    trend: of differences that change over the steps; None if no step shows a change.
-    """
-    if trend == "shrinking":  # averages of equal values do so too
-        return ("SYN219",), ()
-    if trend is not None:
-        return (), ()
-
-    agreed = last_agreement(list_names(differing), case.steps())
-    if agreed is None:
-        return (_find_alternative(case, differing),), (Text.ONE_STEP(),)
-    evidence = (Text.AGREED(step=agreed),)
+    case: Case, updates: _Updates, of_model: Sequence[TensorDiff], agreed: int | None
+) -> tuple[str, ...]:
+    """Return the codes of other causes. agreed: the last step in sync, if there is one."""
+    if updates.trend is not None:
+        # Averages of equal values shrink too.
+        return select_codes({"SYN219": updates.trend == "shrinking"})
     # After a step in sync, a change on some ranks alone has no other cause.
-    if _is_update_of_some_ranks(differing):
-        return (), evidence
-    return (_find_alternative(case, differing),), evidence
+    if agreed is not None and _is_update_of_some_ranks(of_model):
+        return ()
+    return (_find_alternative(case, of_model),)
 
 
 def _find_alternative(case: Case, differing: Sequence[TensorDiff]) -> str:
     """Return the code of the most likely other cause at a single step."""
-    statistics = select_kinds(differing, *BN_STATISTICS)
-    if any(is_batchnorm(case, diff.name) for diff in statistics):
+    if _of_batchnorm(case, differing):
         are_unsynchronized = case.group.evidence.metadata.buffers_synced is False
         return "SYN202" if are_unsynchronized else "SYN201"
     if _are_damaged(differing):
-        are_single = all(diff.extent == "one" for diff in differing)
-        return "SYN220" if are_single else "SYN221"
+        return "SYN220" if extents_of(differing) == {"one"} else "SYN221"
     # Without the optimizer's parameters, a parameter may be a trained one.
-    if case.optimized is None and has_kind(differing, "parameter"):
-        return "SYN210"
-    return "SYN218"
+    may_be_trained = case.optimized is None and has_kind(differing, "parameter")
+    return "SYN210" if may_be_trained else "SYN218"
 
 
 def _are_damaged(differing: Sequence[TensorDiff]) -> bool:
     """Whether few elements of larger tensors differ, as after damage."""
-    if any(diff.numel <= 1 for diff in differing):
-        return False
-    return is_share_below(differing, TOUCHED)
+    return not select_numbers(differing) and is_share_below(differing, TOUCHED)
 
 
 def _is_of_rank(diff: TensorDiff) -> bool:
     """Whether a tensor names a rank, a seed or a position in the data."""
+    is_integer = diff.dtype.startswith(("int", "uint"))
     # A value on most ranks is no state of a rank.
-    if diff.minority or not diff.dtype.startswith(("int", "uint")):
+    if diff.minority or not is_integer:
         return False
     name = last_part(diff.name)
     if not _OF_RANK.fullmatch(name):
         return _equals_rank(diff)
     # The states of generators have many elements.
-    is_generator = "rng" in name or "generator" in name
-    return is_generator or diff.numel == 1
+    return diff.numel == 1 or _GENERATOR.search(name) is not None
 
 
 def _equals_rank(diff: TensorDiff) -> bool:
     """Whether the tensor is the number of its rank on enough ranks."""
     values = evidence_of(diff).values
-    if len(values) < _RANKS:
-        return False
-    return all(value == rank for rank, value in values.items())
+    are_ranks = list(values.values()) == list(values)
+    return are_ranks and len(values) >= _RANKS
 
 
 def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
@@ -284,15 +332,16 @@ def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
     return replace(match, alternatives=("SYN218",))
 
 
-def _rank_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
+def _rank_facts(tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which tensors hold the state of a rank, and the values of the first of them."""
     if not tensors:
-        return []
-    facts: list[Message] = [Text.OF_RANK(count=len(tensors), names=list_names(tensors))]
-    values = values_by_rank(tensors[0])
-    if values:
-        facts.append(Text.VALUES(name=tensors[0].name, values=values))
-    return facts
+        return ()
+    first = tensors[0]
+    values = values_by_rank(first)
+    return (
+        Text.OF_RANK(count=len(tensors), names=list_names(tensors)),
+        *state_if(values, Text.VALUES(name=first.name, values=values)),
+    )
 
 
 def _select_words(differing: Sequence[TensorDiff], are_buffers: bool) -> tuple[Sentence, Sentence]:
@@ -309,60 +358,28 @@ def _select_words(differing: Sequence[TensorDiff], are_buffers: bool) -> tuple[S
 def _is_update_of_some_ranks(differing: Sequence[TensorDiff]) -> bool:
     """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
     minorities = {diff.minority for diff in differing}
-    have_majority = all(len(diff.clusters[0]) > 1 for diff in differing)
+    have_majority = len(with_agreeing_ranks(differing)) == len(differing)
     # One set of ranks deviates in all tensors.
     is_one_set = len(minorities) == 1 and () not in minorities
     if have_majority and is_one_set:
         return True
-    return any(map(_is_zero_on_some_ranks, differing))
+    return any(map(_is_zero_on_some_ranks, select_numbers(differing)))
 
 
 def _is_zero_on_some_ranks(diff: TensorDiff) -> bool:
-    """Whether a tensor is a count that is zero on some ranks."""
-    is_count = diff.numel == 1 and diff.dtype.startswith("int")
+    """Whether a number is a count that is zero on some ranks."""
+    is_count = diff.dtype.startswith("int")
     return is_count and 0 in evidence_of(diff).values.values()
-
-
-def _find_candidates(case: Case) -> list[TensorDiff]:
-    """Return the differing buffers, and differing tensors that may be buffers."""
-    possible_buffers = _find_possible_buffers(case)
-    candidates = []
-    for diff in with_status(case.tensors, "different"):
-        # Running statistics of BatchNorm have rules of their own.
-        is_statistic = diff.kind in BN_STATISTICS and not is_batchnorm(case, diff.name)
-        is_untrained = diff.kind == "parameter" and diff.name in possible_buffers
-        if is_statistic or is_untrained or diff.kind == "buffer":
-            candidates.append(diff)
-    return candidates + _find_frozen_codebooks(case, candidates)
-
-
-def _find_possible_buffers(case: Case) -> frozenset[str]:
-    """Return the names of tensors that may be buffers, although a state dict does not show it."""
-    # The metadata lists the buffers.
-    if case.group.evidence.metadata.buffers is not None:
-        return frozenset()
-    untrained = case.untrained - case.frozen
-    if case.optimized is not None:
-        return untrained
-    return untrained.union(list_names(running_statistics(case, case.tensors)))
-
-
-def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
-    """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
-    modules = modules_of(running_statistics(case, buffers))
-    frozen = select_names(case.differing("parameter"), case.frozen)
-    codebooks = []
-    for diff in exclude_names(frozen, list_names(buffers)):
-        if module_of(diff.name) in modules and not is_weight(diff.name):
-            codebooks.append(diff)
-    return codebooks
 
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
     """Whether the differences of these tensors change between any two neighbouring steps."""
-    steps = [select_names(out_of_sync(group), names) for group in case.steps()]
-    trends = [trend_of(pair) for pair in pairwise(steps)]
-    return any(trend not in (None, "constant") for trend in trends)
+    for earlier, later in pairwise(case.steps()):
+        before = select_names(out_of_sync(earlier), names)
+        after = select_names(out_of_sync(later), names)
+        if trend_of((before, after)) not in (None, "constant"):
+            return True
+    return False
 
 
 def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool) -> list[TensorDiff]:
@@ -371,36 +388,30 @@ def _select_updated(case: Case, differing: list[TensorDiff], *, is_steady: bool)
     is_steady: whether their difference stayed the same over the steps.
     """
     statistics = running_statistics(case, differing)
-    modules = modules_of(statistics)
-    updated = set(list_names(statistics))
-    for diff in differing:
-        if is_weight(diff.name):
-            continue
-        # Values that only started unequal keep their difference.
-        is_moved = not is_steady and _has_one_origin(diff)
-        if is_moved or module_of(diff.name) in modules:
-            updated.add(diff.name)
-    return select_names(differing, updated)
+    updated = [*statistics, *_select_beside(differing, statistics)]
+    # Values that only started unequal keep their difference.
+    if not is_steady:
+        updated += filter(_has_moved, differing)
+    return select_names(differing, list_names(updated))
 
 
-def _has_one_origin(diff: TensorDiff) -> bool:
-    """Whether the values have a common origin on all ranks."""
+def _has_moved(diff: TensorDiff) -> bool:
+    """Whether something moved the values of a buffer from a common origin on all ranks."""
+    if is_weight(diff.name):
+        return False
     # Single numbers are hardly ever initialized randomly.
     if diff.numel == 1:
         return True
-    if not is_at_least(evidence_of(diff).cosine, ONE_ORIGIN):
-        return False
     # A few differing elements are damage, unless their names are those of running statistics.
-    return not is_share_below([diff], TOUCHED)
+    have_one_origin = is_at_least(evidence_of(diff).cosine, ONE_ORIGIN)
+    return have_one_origin and not is_share_below([diff], TOUCHED)
 
 
 def _trained_facts(case: Case, are_buffers: bool) -> tuple[Message, ...]:
     """State which tensors agree, and how the trained parameters are known."""
     optimized, states = case.optimized, case.compared("optimizer")
     if optimized is None:
-        if are_buffers:
-            return (Text.OTHERS_AGREE(),)
-        return (Text.JUDGED_BY_NAME(), Text.OTHERS_AGREE())
+        return (*state_if(not are_buffers, Text.JUDGED_BY_NAME()), Text.OTHERS_AGREE())
     if states:
         return (Text.TRAINED_AND_STATE_AGREE(parameters=len(optimized), states=states),)
     return (Text.TRAINED_AGREE(parameters=len(optimized)),)

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, select_codes, state_if
+from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.selection import ends_with_number, last_part, module_of
+from syncheck.diagnose.selection import ends_with_number, last_part, list_names, module_of
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -79,6 +81,12 @@ class _States:
     lists: set[str] = field(default_factory=set)
     """The names of states that are lists of batches."""
 
+    def add(self, state: _State) -> None:
+        """Add a state of the module."""
+        self.names.add(state.name)
+        if state.is_item:
+            self.lists.add(state.name)
+
     @property
     def is_certain(self) -> bool:
         """Whether hardly anything but a metric has one of the names."""
@@ -94,21 +102,36 @@ class _States:
         return has_several or self.is_certain
 
 
+class _State(NamedTuple):
+    """The name of a tensor as that of a state of a metric."""
+
+    module: str
+    name: str
+    is_item: bool
+    """Whether the tensor is an item of a list of batches."""
+
+
+def _find_states(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing states of metrics."""
+    metrics = _find_differing_metrics(case)
+    return tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
+
+
+@requires(_find_states)
 def apply(case: Case) -> Match | None:
     """Match the differing states of metrics."""
-    metrics = _find_differing_metrics(case)
-    tensors = tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
-    if not tensors:
-        return None
-    modules = tuple(dict.fromkeys(_module_of(diff.name) for diff in tensors))
-    facts = [Text.STATES(count=len(tensors), modules=modules)]
-    alternatives: tuple[str, ...] = ("SYN205",)
-
-    missing = [diff for diff in tensors if diff.reason == "missing"]
-    if missing:
-        facts.append(Text.LENGTHS(count=len(missing)))
-        alternatives = ("SYN205", "SYN101")
-    return Match(tensors, suspects(tensors, case.group), facts, alternatives=alternatives)
+    tensors = _find_states(case)
+    modules = map(_module_of, list_names(tensors))
+    missing = with_reason(tensors, "missing")
+    return Match(
+        tensors,
+        ranks=suspects(tensors, case.group),
+        facts=[
+            Text.STATES(count=len(tensors), modules=tuple(dict.fromkeys(modules))),
+            *state_if(missing, Text.LENGTHS(count=len(missing))),
+        ],
+        alternatives=select_codes({"SYN205": True, "SYN101": missing}),
+    )
 
 
 def _find_differing_metrics(case: Case) -> frozenset[str]:
@@ -117,7 +140,8 @@ def _find_differing_metrics(case: Case) -> frozenset[str]:
     large_modules = {_module_of(diff.name) for diff in case.tensors if not _is_number(diff)}
     metrics = set()
     for module, states in _find_metrics(case).items():
-        if states.is_certain or module not in large_modules:
+        has_numbers_alone = module not in large_modules
+        if states.is_certain or has_numbers_alone:
             metrics.add(module)
     return frozenset(metrics)
 
@@ -125,26 +149,25 @@ def _find_differing_metrics(case: Case) -> frozenset[str]:
 def _find_metrics(case: Case) -> dict[str, _States]:
     """Return the modules that hold states of metrics only, with their states."""
     # An optimizer trains no state of a metric, whatever its name is.
-    trained = case.optimized or frozenset()
+    untrained = case.names_of("parameter", "buffer") - (case.optimized or frozenset())
     states_of: dict[str, _States] = defaultdict(_States)
     other_modules = set()
-    for name, kind in case.group.evidence.names.items():
-        module, state, is_item = _split(name)
-        is_untrained = kind in ("parameter", "buffer") and name not in trained
-        is_state = is_untrained and state in _STATES
-        # The tensors of the model itself are no states of a metric.
-        if not is_state or not module:
+    for name in case.group.evidence.names:
+        state = _split(name)
+        if name in untrained and _is_of_metric(state):
+            states_of[state.module].add(state)
+        else:
             other_modules.add(module_of(name))
-            continue
-        states_of[module].names.add(state)
-        if is_item:
-            states_of[module].lists.add(state)
 
-    metrics = {}
-    for module, states in states_of.items():
-        if states.is_metric and module not in other_modules:
-            metrics[module] = states
-    return metrics
+    # A module with other tensors is no metric.
+    candidates = states_of.keys() - other_modules
+    return {module: states_of[module] for module in candidates if states_of[module].is_metric}
+
+
+def _is_of_metric(state: _State) -> bool:
+    """Whether a metric has states of this name. The tensors of the model itself are no states of a metric."""
+    has_module = bool(state.module)
+    return has_module and state.name in _STATES
 
 
 def _is_number(diff: TensorDiff) -> bool:
@@ -152,12 +175,13 @@ def _is_number(diff: TensorDiff) -> bool:
     return diff.numel == 1 or diff.dtype.startswith(("int", "uint"))
 
 
-def _split(name: str) -> tuple[str, str, bool]:
+def _split(name: str) -> _State:
     """Return the module and the state of a tensor, and whether the tensor is an item of a list."""
     is_item = ends_with_number(name)
     state = module_of(name) if is_item else name
-    return module_of(state), last_part(state), is_item
+    return _State(module_of(state), last_part(state), is_item)
 
 
 def _module_of(name: str) -> str:
-    return _split(name)[0]
+    """Return the module of a state."""
+    return _split(name).module

@@ -34,15 +34,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, select_codes, state_if
 from syncheck.diagnose.history import last_agreement, suspects
-from syncheck.diagnose.measures import differing_share, median_cosine
+from syncheck.diagnose.measures import differing_share, is_below, median_cosine
 from syncheck.diagnose.moments import decay_share, only_decay
 from syncheck.diagnose.sentences import is_sharded
 from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN210"
@@ -125,15 +126,17 @@ class _Difference:
     """Whether optimizer state was compared."""
 
 
+def _have_equal_gradients(case: Case) -> bool:
+    """Whether the optimizer state agrees, apart from the weight decay of different parameters."""
+    return case.agrees("optimizer") or only_decay(case)
+
+
+# A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
+@requires(Case.in_step, Case.differing_parameters, _have_equal_gradients)
 def apply(case: Case) -> Match | None:
     """Match parameters that differ since the start, while the averaged gradients agree."""
     parameters = list(case.differing_parameters().values())
-    # A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
-    if not parameters or not case.in_step():
-        return None
     state = _state_facts(case)
-    if state is None:
-        return None
     difference = _Difference(
         parameters,
         share=differing_share(parameters),
@@ -144,10 +147,11 @@ def apply(case: Case) -> Match | None:
     if not _started_differently(case, difference, trend):
         return None
 
+    agreed = last_agreement(case.names_of("parameter"), case.steps())
     covered = case.with_followers(parameters)
     facts = [
         _summarize(case, difference),
-        *_last_agreement_facts(case),
+        *state_if(agreed is not None, Text.AGREED(step=agreed)),
         *case.parameter_facts(parameters),
         *_direction_facts(case, difference),
         *state,
@@ -155,7 +159,7 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(parameters, facts, covered)
-    if _find_last_agreement(case) is not None:
+    if agreed is not None:
         fix = Text.FIX_LATER_SHARDED if is_sharded(case.group) else Text.FIX_LATER
         match = match.with_cause(Text.CAUSE_LATER, fix)
     return _limit_certainty(case, match, difference)
@@ -165,9 +169,8 @@ def _limit_certainty(case: Case, match: Match, difference: _Difference) -> Match
     """Return the match with other causes that fit the parameters as well."""
     if not difference.has_state:
         # Without optimizer state, it is unknown which parameters are trained.
-        if case.agreeing("parameter"):
-            return match.as_consistent("SYN218")
-        return match.as_consistent()
+        alternatives = select_codes({"SYN218": case.agreeing("parameter")})
+        return match.as_consistent(*alternatives)
     if difference.cosine is None:
         return match
     # Edited values have the direction of the old values.
@@ -183,19 +186,6 @@ def _limit_certainty(case: Case, match: Match, difference: _Difference) -> Match
     return match.as_consistent("SYN224")
 
 
-def _find_last_agreement(case: Case) -> int | None:
-    """Return the last earlier step at which all parameters agreed."""
-    return last_agreement(case.names_of("parameter"), case.steps())
-
-
-def _last_agreement_facts(case: Case) -> list[Message]:
-    """State the last earlier step at which all parameters agreed, if there is one."""
-    step = _find_last_agreement(case)
-    if step is None:
-        return []
-    return [Text.AGREED(step=step)]
-
-
 def _summarize(case: Case, difference: _Difference) -> Message:
     """State which ranks hold other parameters, and how this is known."""
     if not difference.has_state:
@@ -208,29 +198,23 @@ def _summarize(case: Case, difference: _Difference) -> Message:
     return Text.OTHER_START(ranks=deviating_ranks)
 
 
-def _direction_facts(case: Case, difference: _Difference) -> list[Message]:
+def _direction_facts(case: Case, difference: _Difference) -> tuple[Message, ...]:
     """State the share of differing elements, the cosine, and which parameters agree."""
-    facts = []
-    if difference.share is not None:
-        facts.append(Text.SHARE(share=difference.share))
-    if difference.cosine is not None:
-        facts.append(Text.COSINE(cosine=difference.cosine))
-    agreeing = sorted(case.agreeing("parameter"))
-    if agreeing:
-        facts.append(Text.AGREEING(count=len(agreeing), names=tuple(agreeing)))
-    return facts
+    share, cosine = difference.share, difference.cosine
+    agreeing = tuple(sorted(case.agreeing("parameter")))
+    return (
+        *state_if(share is not None, Text.SHARE(share=share)),
+        *state_if(cosine is not None, Text.COSINE(cosine=cosine)),
+        *state_if(agreeing, Text.AGREEING(count=len(agreeing), names=agreeing)),
+    )
 
 
-def _state_facts(case: Case) -> tuple[Message, ...] | None:
-    """State how the optimizer state agrees; empty if nothing was compared, None if it does not agree."""
+def _state_facts(case: Case) -> tuple[Message, ...]:
+    """State how the optimizer state agrees; empty if nothing was compared."""
     if not case.agrees("optimizer"):
-        if only_decay(case):
-            return (Text.ONLY_DECAY(share=decay_share(case)),)
-        return None
+        return (Text.ONLY_DECAY(share=decay_share(case)),)
     number = case.compared("optimizer")
-    if number:
-        return (Text.OPTIMIZER_AGREES(tensors=number),)
-    return ()
+    return state_if(number, Text.OPTIMIZER_AGREES(tensors=number))
 
 
 def _started_differently(case: Case, difference: _Difference, trend: str | None) -> bool:
@@ -246,11 +230,8 @@ def _started_differently(case: Case, difference: _Difference, trend: str | None)
     if is_steady and not case.agreed_before():
         return True
     # A single tensor at a single step may have been overwritten.
-    if len(difference.parameters) == 1:
-        return False
-    if difference.cosine is None:
-        return False
-    return difference.cosine < _largest_cosine(case, difference)
+    are_several = len(difference.parameters) > 1
+    return are_several and is_below(difference.cosine, _largest_cosine(case, difference))
 
 
 def _have_digests_of_part(case: Case, difference: _Difference) -> bool:

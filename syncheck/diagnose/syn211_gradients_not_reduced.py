@@ -37,11 +37,13 @@ pytorch/pytorch#104336 (moved after the wrap), modelscope/FunASR#3472 (`no_sync`
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import change_whole_parameters, groups_of
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import TOUCHED, cosines, is_below, is_share_below
+from syncheck.diagnose.measures import cosines, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
     COMMON_START,
@@ -56,7 +58,6 @@ from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
     from syncheck.records import TensorDiff
 
@@ -137,18 +138,14 @@ class _Differing(NamedTuple):
     """The first moments."""
 
 
+@requires(Case.in_step, Case.differing_parameters, change_whole_parameters)
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
     differing = _Differing(
         parameters=list(case.differing_parameters().values()),
         moments=list(case.differing_moments().values()),
     )
-    if not differing.parameters or not case.in_step():
-        return None
     if not _is_whole_model(case, differing):
-        return None
-    # Few differing elements are damage, or a mask.
-    if is_share_below(differing.parameters, TOUCHED):
         return None
 
     trend, since = case.trend_facts("parameter")
@@ -168,7 +165,8 @@ def apply(case: Case) -> Match | None:
     cosine = mean_cosine(differing.parameters)
     if is_below(cosine, COMMON_START):
         # Ranks without a common start may be separate runs, whose files do not say so.
-        return match.as_consistent(*dict.fromkeys((*reason.alternatives, "SYN108")))
+        alternatives = dict.fromkeys((*reason.alternatives, "SYN108"))
+        return match.as_consistent(*alternatives)
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
 
 
@@ -176,7 +174,8 @@ def _is_whole_model(case: Case, differing: _Differing) -> bool:
     """Whether nearly all trained parameters and their first moments differ."""
     trained, with_moment = case.trained_parameters(), case.with_moment()
     total = len(trained)
-    if with_moment and trained.isdisjoint(with_moment):
+    has_ids = bool(with_moment) and trained.isdisjoint(with_moment)
+    if has_ids:
         # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
         total = min(total, len(with_moment))
     if len(trained.intersection(list_names(differing.parameters))) < MOST * total:
@@ -220,11 +219,21 @@ def _judge_squares(case: Case, differing: _Differing) -> _Reason | None:
         # that are nearly equal now were averaged, and changed afterwards.
         if is_turned and case.number_of_ranks == 2:
             return _Reason(summary, number)
-        return _Reason(summary, number, "consistent", ("SYN213",))
+        return _Reason(
+            summary=summary,
+            details=number,
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
 
     if cosine is None or cosine > ALIKE_COUNTED:
         return None
-    return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+    return _Reason(
+        summary=Text.CONSISTENT(cosine=cosine),
+        details=number,
+        certainty="consistent",
+        alternatives=("SYN213",),
+    )
 
 
 def _are_on_both_sides(case: Case) -> bool:
@@ -232,7 +241,8 @@ def _are_on_both_sides(case: Case) -> bool:
     squares = case.differing_squares()
     least, most = BOTH_SIDES
     shares = share_smaller(squares).values()
-    if min(shares) < least or max(shares) > most:
+    is_one_sided = min(shares) < least or max(shares) > most
+    if is_one_sided:
         return False
     # Within a tensor, too: in a scaled model, some tensors are smaller and others larger.
     if median_sidedness(squares) > SIDED:
@@ -243,9 +253,7 @@ def _are_on_both_sides(case: Case) -> bool:
 def _count_moments(case: Case, differing: _Differing) -> tuple[Message, ...]:
     """State how many first moments differ; empty if the optimizer has none."""
     total = len(case.with_moment())
-    if total:
-        return (Text.MOMENTS(count=len(differing.moments), total=total),)
-    return ()
+    return state_if(total, Text.MOMENTS(count=len(differing.moments), total=total))
 
 
 def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
@@ -257,14 +265,20 @@ def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
         return _judge_digests(case, differing)
     if case.counts_steps():
         return _judge_counted_moments(case, differing, cosine)
+    have_one_direction = cosine >= ALIKE
     # At the first differing step, a skipped step or a lost momentum is as likely.
-    if cosine >= ALIKE or case.just_began():
+    if have_one_direction or case.just_began():
         return None
     number = _count_moments(case, differing)
     if _no_two_agree(case, differing.parameters):
         return _Reason(_summarize(case, differing, cosine), number)
     details = (*number, Text.UNCOUNTED())
-    return _Reason(Text.CONSISTENT(cosine=cosine), details, "consistent", _UNCOUNTED)
+    return _Reason(
+        summary=Text.CONSISTENT(cosine=cosine),
+        details=details,
+        certainty="consistent",
+        alternatives=_UNCOUNTED,
+    )
 
 
 def _judge_digests(case: Case, differing: _Differing) -> _Reason | None:
@@ -283,7 +297,12 @@ def _judge_counted_moments(case: Case, differing: _Differing, cosine: float) -> 
     number = _count_moments(case, differing)
     # A single rank of two may have changed its own gradients.
     if cosine >= COMMON_START and not _no_two_agree(case, differing.parameters):
-        return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+        return _Reason(
+            summary=Text.CONSISTENT(cosine=cosine),
+            details=number,
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
     return _Reason(_summarize(case, differing, cosine), number)
 
 
@@ -303,24 +322,36 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
         return None
     measured = cosines(parameters)
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
-    have_common_start = bool(measured) and median(measured) >= ELSEWHERE
+    have_common_start = is_at_least(median_cosine(parameters), ELSEWHERE)
     if have_common_start and _no_two_agree(case, parameters):
-        return _Reason(summary, (Text.ALL_RANKS_DIFFER(),), "consistent", ("SYN213",))
+        return _Reason(
+            summary,
+            details=(Text.ALL_RANKS_DIFFER(),),
+            certainty="consistent",
+            alternatives=("SYN213",),
+        )
 
     # A difference that grows from the start is no single event.
     grows_from_start = trend == "growing" and not case.agreed_before()
     if grows_from_start and case.number_of_ranks == 2:
-        return _Reason(summary, (), "consistent", _STATELESS)
+        return _Reason(
+            summary,
+            certainty="consistent",
+            alternatives=_STATELESS,
+        )
 
     # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
     if have_common_start and min(measured) < ELSEWHERE:
-        fact = Text.COSINES(least=min(measured), most=max(measured))
-        return _Reason(summary, (fact,), "consistent", _STATELESS)
+        return _Reason(
+            summary,
+            details=(Text.COSINES(least=min(measured), most=max(measured)),),
+            certainty="consistent",
+            alternatives=_STATELESS,
+        )
     return None
 
 
 def _no_two_agree(case: Case, parameters: list[TensorDiff]) -> bool:
     """Whether each replica group has three or more ranks, and no two of them agree on a differing tensor."""
-    ranks = case.group.ranks
-    smallest_groups = [min(map(len, diff.replica_groups or (ranks,))) for diff in parameters]
+    smallest_groups = [min(map(len, groups_of(diff, case.group.ranks))) for diff in parameters]
     return case.ranks_differ(parameters) and min(smallest_groups, default=3) > 2

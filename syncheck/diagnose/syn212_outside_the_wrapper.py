@@ -25,19 +25,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_adapter
-from syncheck.diagnose.measures import TOUCHED, is_at_least, is_below, is_share_below, median_cosine
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import change_whole_parameters, states_of_parameters
+from syncheck.diagnose.measures import is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
-from syncheck.diagnose.selection import list_names, union_of
+from syncheck.diagnose.selection import list_names, select_names, union_of
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from syncheck.records import TensorDiff
 
@@ -95,22 +97,14 @@ class _Part:
     """The modules or name components with all of the names, and no other name."""
 
 
+@requires(Case.in_step, Case.differing_parameters, change_whole_parameters)
 def apply(case: Case) -> Match | None:
     """Match a part of the model whose parameters and moments differ, while the rest agrees."""
     part = _find_part(case)
-    if part is None or not case.in_step():
+    if part is None or not _is_only_difference(case, part):
         return None
-    # Few differing elements are damage, or a mask.
-    if is_share_below(part.parameters, TOUCHED):
-        return None
-    if _is_whole_model(case, part) or not _holds_all_states(case, part.names):
-        return None
-
     trend, since = case.trend_facts("parameter")
-    has_moments = bool(case.with_moment())
-    if has_moments and not _has_own_gradients(case, part):
-        return None
-    if not has_moments and not _moves_apart(case, part, trend):
+    if not _was_trained_alone(case, part, trend):
         return None
 
     covered = _select_covered(case, part)
@@ -121,7 +115,7 @@ def apply(case: Case) -> Match | None:
     ]
     match = case.make_match(part.parameters, facts, covered)
     # In the trials, the same part differed after a single step without an average, and after a part of an update.
-    if has_moments and len(part.parameters) <= PAIR:
+    if case.with_moment() and len(part.parameters) <= PAIR:
         return match.as_consistent("SYN225", "SYN224")
     return match.as_consistent("SYN211", "SYN225")
 
@@ -135,11 +129,28 @@ def _find_part(case: Case) -> _Part | None:
         names |= moments.keys()
     modules = _find_modules(case, names)
     # Names outside the trained parameters are not those of a part of the model.
-    if not names <= case.trained_parameters():
+    are_trained = names <= case.trained_parameters()
+    if not modules or not are_trained:
         return None
-    if not parameters or not modules:
-        return None
-    return _Part(list(parameters.values()), list(moments.values()), names, are_named, modules)
+    return _Part(
+        parameters=list(parameters.values()),
+        moments=list(moments.values()),
+        names=names,
+        are_named=are_named,
+        modules=modules,
+    )
+
+
+def _is_only_difference(case: Case, part: _Part) -> bool:
+    """Whether the rest of the model and of the optimizer state agrees."""
+    return _holds_all_states(case, part.names) and not _is_whole_model(case, part)
+
+
+def _was_trained_alone(case: Case, part: _Part, trend: str | None) -> bool:
+    """Whether each rank trained the part with its own gradients, by the moments or else by the parameters alone."""
+    if case.with_moment():
+        return _has_own_gradients(case, part)
+    return _moves_apart(case, part, trend)
 
 
 def _is_whole_model(case: Case, part: _Part) -> bool:
@@ -151,37 +162,38 @@ def _is_whole_model(case: Case, part: _Part) -> bool:
 
 def _select_covered(case: Case, part: _Part) -> tuple[TensorDiff, ...]:
     """Return the differing tensors of the part, and those that follow from it."""
-    names = case.untrained.union(list_names(part.parameters))
-    covered = []
-    for diff in case.tensors:
-        if diff.kind == "optimizer":
-            follows = not part.are_named or case.owner_of(diff.name) in part.names
-        else:
-            follows = diff.name in names or diff.kind in (*BN_STATISTICS, "ema", "buffer")
-        if follows:
-            covered.append(diff)
-    return tuple(covered)
+    states: Sequence[str] = list_names(case.of_kind("optimizer"))
+    # Without names, any state may be that of a parameter of the part.
+    if part.are_named:
+        states = states_of_parameters(case, states, part.names)
+    followers = case.of_kind(*BN_STATISTICS, "ema", "buffer")
+    names = case.untrained.union(
+        list_names(part.parameters),
+        states,
+        list_names(followers),
+    )
+    return tuple(select_names(case.tensors, names))
 
 
 def _describe_part(case: Case, part: _Part) -> list[Message]:
     """State which part differs, by how much, and what agrees."""
     trained = case.trained_parameters()
     has_moments = bool(case.with_moment())
-    sentence = Text.NOT_AVERAGED if has_moments else Text.CONSISTENT
+    summary = Text.NOT_AVERAGED if has_moments else Text.CONSISTENT
     number = len(part.parameters)
-    facts = [
-        sentence(modules=tuple(part.modules)),
-        Text.PARAMETERS(count=number, total=len(trained), size=largest_difference(part.parameters)),
-    ]
-    if has_moments:
-        facts.append(Text.WITH_STATE(count=number))
     agreeing = trained - part.names
-    if agreeing:
-        facts.append(Text.REST_AGREES(count=len(agreeing)))
-    else:
-        # The other parameters have no optimizer state.
-        facts.append(Text.OTHERS_AGREE())
-    return facts
+    # Without agreeing parameters with a moment, the other parameters have no optimizer state.
+    rest = Text.REST_AGREES(count=len(agreeing)) if agreeing else Text.OTHERS_AGREE()
+    return [
+        summary(modules=tuple(part.modules)),
+        Text.PARAMETERS(
+            count=number,
+            total=len(trained),
+            size=largest_difference(part.parameters),
+        ),
+        *state_if(has_moments, Text.WITH_STATE(count=number)),
+        rest,
+    ]
 
 
 def _holds_all_states(case: Case, names: frozenset[str]) -> bool:
@@ -204,7 +216,8 @@ def _moves_apart(case: Case, part: _Part, trend: str | None) -> bool:
 
 def _has_common_start(case: Case, part: _Part) -> bool:
     """Whether all of three or more ranks differ, but not as much as different initial values."""
-    if case.number_of_ranks < 3 or not case.ranks_differ(part.parameters):
+    are_two_ranks = case.number_of_ranks < 3
+    if are_two_ranks or not case.ranks_differ(part.parameters):
         return False
     cosine = mean_cosine(part.parameters)
     return is_at_least(cosine, COMMON_START)
@@ -218,7 +231,10 @@ def _find_modules(case: Case, differing: frozenset[str]) -> list[str]:
     modules = _modules(differing, agreeing)
     if len(modules) <= FEW:
         return modules
-    return [f"*.{component}.*" for component in _common_components(differing, agreeing)]
+    globs = []
+    for component in _common_components(differing, agreeing):
+        globs.append(f"*.{component}.*")
+    return globs
 
 
 def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]:
@@ -234,8 +250,7 @@ def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]
 
 def _prefixes(name: str) -> list[str]:
     """Return the enclosing modules of a parameter, and its name: layer1, layer1.0, layer1.0.weight."""
-    parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def _components(name: str) -> set[str]:
@@ -252,10 +267,11 @@ def _common_components(differing: Collection[str], agreeing: Collection[str]) ->
     remaining = {name: _components(name) - foreign for name in differing}
     components: list[str] = []
     while remaining:
-        counts = Counter(chain.from_iterable(remaining.values()))
+        # Of equally frequent components, the first by name.
+        counts = Counter(sorted(chain(*remaining.values())))
         if not counts or len(components) == FEW:
             return []
-        best = min(counts, key=lambda component: (-counts[component], component))
+        ((best, _),) = counts.most_common(1)
         components.append(best)
         remaining = {name: parts for name, parts in remaining.items() if best not in parts}
     return components
@@ -263,7 +279,8 @@ def _common_components(differing: Collection[str], agreeing: Collection[str]) ->
 
 def _has_own_gradients(case: Case, part: _Part) -> bool:
     """Whether the first moments show unreduced gradients."""
-    if len(part.moments) < len(part.parameters) or only_decay(case):
+    some_moments_agree = len(part.moments) < len(part.parameters)
+    if some_moments_agree or only_decay(case):
         return False
     if case.counts_steps():
         return True

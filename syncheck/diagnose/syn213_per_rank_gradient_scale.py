@@ -38,6 +38,8 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import groups_of
 from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
@@ -49,6 +51,7 @@ from syncheck.diagnose.moments import (
     share_smaller,
 )
 from syncheck.diagnose.optimizer_names import is_momentum
+from syncheck.diagnose.rank_values import below_highest
 from syncheck.diagnose.selection import minorities_of, ranks_outside
 from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
@@ -147,6 +150,17 @@ class Bound(NamedTuple):
     width: float
     """The largest factor of a tensor from the median. A clip has a different factor at each step."""
 
+    def fits(self, logs: Sequence[float], cosine: float) -> bool:
+        """Whether the factors are about the same, and not 1. logs: the logarithms of the factors of all tensors."""
+        middle = median(logs)
+        is_turned = cosine < self.cosine
+        has_same_length = abs(middle) < math.log(self.factor)
+        if is_turned or has_same_length:
+            return False
+        # A few tensors may have another factor.
+        close = [log for log in logs if abs(log - middle) <= math.log(self.width)]
+        return len(close) >= NEAR * len(logs)
+
 
 # Least share of the elements of second moments that differ: all elements with a gradient.
 NEARLY_ALL = 0.75
@@ -165,6 +179,18 @@ STEADY = (Bound(1.2, 0.99, 1.2), Bound(3.0, 0.5, 2.0))
 LIKELY = (Bound(1.3, 0.93, 1.3), Bound(12.0, 0.5, 2.0))
 # If a rank's momentum contains only weight decay, it is shorter than a lost momentum, in any direction.
 DECAY_ALONE = (Bound(12.0, 0.3, 20.0),)
+
+
+class _Summaries(NamedTuple):
+    """The sentences about ranks with scaled gradients, with one factor of all ranks or with several."""
+
+    equally: Sentence
+    unequally: Sentence
+
+
+_COUNTED = _Summaries(Text.CLIPPED, Text.CLIPPED_UNEQUALLY)
+# Without step counts, another cause may have changed the lengths.
+_UNCOUNTED = _Summaries(Text.CONSISTENT, Text.CONSISTENT_UNEQUALLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +212,7 @@ class _Lengths:
         factors = []
         for diff in self.moments:
             norms = evidence_of(diff).norms
-            if rank in norms and reference in norms:
+            if norms.keys() >= {rank, reference}:
                 factors.append(norms[rank] / norms[reference])
         return factors
 
@@ -198,19 +224,20 @@ class _Lengths:
         return all(_is_scale(self.factors(rank), cosine, bounds) for rank in self.reference_of)
 
 
+def _differ_mostly(case: Case) -> bool:
+    """Whether nearly all first moments differ."""
+    return len(case.differing_moments()) >= MOST * len(case.with_moment())
+
+
+@requires(Case.in_step, _differ_mostly)
 def apply(case: Case) -> Match | None:
     """Match moments with the same direction, but another length on some ranks in nearly all tensors."""
     moments = list(case.differing_moments().values())
-    if not case.in_step() or len(moments) < MOST * len(case.with_moment()):
-        return None
-    squares = case.differing_squares()
-    shares = share_smaller(squares)
+    shares = share_smaller(case.differing_squares())
     if shares:
         return _match_squares(case, moments, shares)
     # Equal second moments belong to gradients of equal size.
-    if count_squares(case) and not squares:
-        return None
-    if not moments:
+    if count_squares(case) > 0 and not case.differing_squares():
         return None
     return _match_first_moments(case, moments)
 
@@ -225,9 +252,19 @@ def _match_squares(case: Case, moments: list[TensorDiff], shares: dict[int, floa
         return None
 
     if min(shares.values()) >= ONE_SIDED:
-        return _match_scaled_squares(case, moments, shares, is_smaller=True)
+        return _match_scaled_squares(
+            case,
+            moments=moments,
+            shares=shares,
+            is_smaller=True,
+        )
     if max(shares.values()) <= 1 - ONE_SIDED:
-        return _match_scaled_squares(case, moments, shares, is_smaller=False)
+        return _match_scaled_squares(
+            case,
+            moments=moments,
+            shares=shares,
+            is_smaller=False,
+        )
     # The ranks may all have scales of their own, as if each clipped by its local norm.
     if _is_each_scaled(case, moments) and median_sidedness(squares) >= EACH_SIDED:
         return _make_unequal_match(case, moments)
@@ -240,7 +277,8 @@ def _match_scaled_squares(
     """Match second moments that are on one side. is_smaller: on the deviating ranks; larger otherwise."""
     cosine = mean_cosine(moments)
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
-    if not is_smaller and is_below(cosine, ALIKE):
+    has_own_gradients = not is_smaller and is_below(cosine, ALIKE)
+    if has_own_gradients:
         return None
 
     lengths = _compare_lengths(list(filter(_has_lengths, moments)))
@@ -248,9 +286,12 @@ def _match_scaled_squares(
         ranks, summary = lengths.ranks, _summarize(case, lengths)
     else:
         ranks, summary = _summarize_sides(case, shares, is_smaller=is_smaller)
-    facts = [summary, *_describe_cosine(moments)]
-    differing = case.with_followers(case.differing_parameters().values())
-    match = _make_match(case, differing, ranks, facts, moments)
+    match = _make_match(
+        case,
+        ranks=ranks,
+        facts=[summary, *_describe_cosine(moments)],
+        moments=moments,
+    )
 
     if case.agrees("parameter"):
         # Adam divides by the size of the gradients, so that equal parameters are possible; a changed state is, too.
@@ -258,9 +299,7 @@ def _match_scaled_squares(
     if lengths.fit(STEADY):
         return match
     # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
-    if is_smaller:
-        return match.as_consistent()
-    return match.as_consistent("SYN211")
+    return match.as_consistent() if is_smaller else match.as_consistent("SYN211")
 
 
 def _has_lengths(diff: TensorDiff) -> bool:
@@ -270,11 +309,18 @@ def _has_lengths(diff: TensorDiff) -> bool:
 
 def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], Message]:
     """Return the ranks with scaled gradients, and the statement about their second moments."""
-    ranks, reference_ranks = _name_sides(case, shares, is_smaller=is_smaller)
-    side = Text.LARGER
-    if is_smaller or case.number_of_ranks == 2:
-        side = Text.SMALLER
-    return ranks, Text.SCALED(ranks=ranks, others=reference_ranks, side=side())
+    ranks = tuple(sorted(shares))
+    reference_ranks = ranks_outside(case.group.ranks, shares)
+    # Of two ranks, the rank with smaller moments is suspect.
+    if case.number_of_ranks == 2 and not is_smaller:
+        ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
+    side = Text.SMALLER() if is_smaller else Text.LARGER()
+    summary = Text.SCALED(
+        ranks=ranks,
+        others=reference_ranks,
+        side=side,
+    )
+    return ranks, summary
 
 
 def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
@@ -284,29 +330,20 @@ def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
 
 def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
     """Return the match for ranks that each have a scale of their own."""
-    facts: list[Message] = [Text.EACH_SCALED()]
-    measured = cosines(moments)
-    facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
-    covered = case.with_followers(case.differing_parameters().values())
-    return _make_match(case, covered, case.group.ranks, facts, moments).as_consistent("SYN211")
+    facts = [Text.EACH_SCALED(), *_describe_cosine(moments)]
+    return _make_match(
+        case,
+        ranks=case.group.ranks,
+        facts=facts,
+        moments=moments,
+    ).as_consistent("SYN211")
 
 
-def _describe_cosine(moments: Sequence[TensorDiff]) -> list[Message]:
+def _describe_cosine(moments: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State the median cosine of first moments; empty if none was measured."""
     measured = cosines(moments)
-    if measured:
-        return [Text.COSINE(count=len(measured), cosine=median(measured))]
-    return []
-
-
-def _name_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks with scaled gradients, and all other ranks."""
-    deviating_ranks = tuple(sorted(shares))
-    reference_ranks = ranks_outside(case.group.ranks, shares)
-    # Of two ranks, the rank with smaller moments is suspect.
-    if case.number_of_ranks == 2 and not is_smaller:
-        return reference_ranks, deviating_ranks
-    return deviating_ranks, reference_ranks
+    cosine = median_cosine(moments)
+    return state_if(measured, Text.COSINE(count=len(measured), cosine=cosine))
 
 
 def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
@@ -331,45 +368,60 @@ def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
 
 def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> Match:
     """Return the match for first moments with other lengths on some ranks."""
-    covered = case.with_followers(case.differing_parameters().values())
+    is_counted = case.counts_steps()
+    ignored = len(moments) - len(lengths.moments)
     facts = [
         _summarize(case, lengths),
-        Text.COSINE(count=len(lengths.moments), cosine=median(cosines(lengths.moments))),
+        Text.COSINE(
+            count=len(lengths.moments),
+            cosine=median_cosine(lengths.moments),
+        ),
+        *state_if(ignored, Text.MOSTLY_DECAY(count=ignored)),
+        *state_if(not is_counted, Text.UNCOUNTED()),
     ]
-    if len(lengths.moments) < len(moments):
-        facts.append(Text.MOSTLY_DECAY(count=len(moments) - len(lengths.moments)))
-    if not case.counts_steps():
-        facts.append(Text.UNCOUNTED())
     # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
-    match = _make_match(case, covered, lengths.ranks, facts, moments).as_consistent("SYN214", "SYN215")
-    if case.counts_steps():
-        return match
-    return match.with_cause(Text.CAUSE_UNCOUNTED, None)
+    match = _make_match(
+        case,
+        ranks=lengths.ranks,
+        facts=facts,
+        moments=moments,
+    ).as_consistent("SYN214", "SYN215")
+    return match if is_counted else match.with_cause(Text.CAUSE_UNCOUNTED, None)
 
 
-def _make_match(
-    case: Case,
-    covered: tuple[TensorDiff, ...],
-    ranks: tuple[int, ...],
-    facts: list[Message],
-    moments: list[TensorDiff],
-) -> Match:
-    """Return the match, and state the trend, what follows, and which ranks agree."""
+def _make_match(case: Case, ranks: tuple[int, ...], facts: list[Message], moments: list[TensorDiff]) -> Match:
+    """Return the match of the differing parameters, and state the trend, what follows, and which ranks agree."""
+    covered = case.with_followers(case.differing_parameters().values())
     _, since = case.trend_facts("parameter")
-    followers = follower_facts(covered, "optimizer")
-    return Match(covered, ranks, [*facts, *since, *followers, *case.agreement_facts(moments)])
+    all_facts = [
+        *facts,
+        *since,
+        *follower_facts(covered, "optimizer"),
+        *case.agreement_facts(moments),
+    ]
+    return Match(covered, ranks, all_facts)
 
 
 def _summarize(case: Case, lengths: _Lengths) -> Message:
     """State which ranks clipped or scaled their gradients, and by which factors."""
-    ranks, is_counted = lengths.ranks, case.counts_steps()
+    ranks = lengths.ranks
+    sentences = _COUNTED if case.counts_steps() else _UNCOUNTED
     reference_ranks = ranks_outside(case.group.ranks, ranks)
-    ratios = {rank: float(f"{median(lengths.factors(rank)):.3g}") for rank in ranks}
+    ratios: dict[int, float] = {}
+    for rank in ranks:
+        # Three digits, because the factors of several ranks differ by their rounding.
+        ratios[rank] = float(f"{median(lengths.factors(rank)):.3g}")
     if len(set(ratios.values())) > 1:
-        sentence = Text.CLIPPED_UNEQUALLY if is_counted else Text.CONSISTENT_UNEQUALLY
-        return sentence(ranks=ranks, ratios=ratios, others=reference_ranks)
-    sentence = Text.CLIPPED if is_counted else Text.CONSISTENT
-    return sentence(ranks=ranks, ratio=ratios[ranks[0]], others=reference_ranks)
+        return sentences.unequally(
+            ranks=ranks,
+            ratios=ratios,
+            others=reference_ranks,
+        )
+    return sentences.equally(
+        ranks=ranks,
+        ratio=ratios[ranks[0]],
+        others=reference_ranks,
+    )
 
 
 def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> list[TensorDiff]:
@@ -382,15 +434,15 @@ def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> 
     for diff in moments:
         norms = evidence_of(diff).norms
         # A number has no direction, nor has a tensor of zeros on some rank.
-        if diff.numel < 2 or not norms:
+        if diff.numel < 2 or min(norms.values(), default=0) == 0:
             continue
-        if min(norms.values()) == 0:
-            continue
-        parameter = parameters.get(case.owner_of(diff.name))
         decay_of_rank: Mapping[int, float] = {}
+        parameter = parameters.get(case.owner_of(diff.name))
         if parameter is not None and is_momentum(diff.name):
             decay_of_rank = evidence_of(parameter).norms
-        if all(norm > times * share * decay_of_rank.get(rank, 0.0) for rank, norm in norms.items()):
+        # A rank without the norm of the parameter has no known decay.
+        is_above = all(norm > times * share * decay_of_rank.get(rank, 0.0) for rank, norm in norms.items())
+        if is_above:
             selected.append(diff)
     return selected
 
@@ -399,11 +451,11 @@ def _compare_lengths(moments: list[TensorDiff]) -> _Lengths:
     """Return the moments with the deviating ranks of each replica group, and a rank to compare each with."""
     groups: set[tuple[int, ...]] = set()
     for diff in moments:
-        groups.update(diff.replica_groups or (tuple(sorted(evidence_of(diff).norms)),))
+        groups.update(groups_of(diff, evidence_of(diff).norms))
     reference_of: dict[int, int] = {}
     for group in sorted(groups):
         measured = [diff for diff in moments if evidence_of(diff).norms.keys() >= set(group)]
-        if measured and len(group) > 1:
+        if measured:
             reference_of.update(_find_references(measured, group))
     return _Lengths(moments, reference_of)
 
@@ -414,14 +466,14 @@ def _find_references(moments: list[TensorDiff], group: tuple[int, ...]) -> dict[
     Deviating ranks are outside the majority. Without a majority they are shorter than the longest rank.
     """
     minority = minorities_of(moments).intersection(group)
-    if minority and len(minority) < len(group):
-        reference = next(rank for rank in group if rank not in minority)
-        return dict.fromkeys(minority, reference)
+    majority = ranks_outside(group, minority)
+    if minority and majority:
+        return dict.fromkeys(minority, majority[0])
     lengths = {}
     for rank in group:
         lengths[rank] = median(math.log(evidence_of(diff).norms[rank]) for diff in moments)
     longest = max(group, key=lengths.__getitem__)
-    return {rank: longest for rank in group if lengths[rank] < lengths[longest]}
+    return dict.fromkeys(below_highest(lengths), longest)
 
 
 def _is_scale(factors: list[float], cosine: float, bounds: Sequence[Bound]) -> bool:
@@ -431,11 +483,4 @@ def _is_scale(factors: list[float], cosine: float, bounds: Sequence[Bound]) -> b
     on_one_side = [log for log in logs if log * middle > 0]
     if len(on_one_side) / len(logs) < ONE_SIDE:
         return False
-    for bound in bounds:
-        if cosine < bound.cosine or abs(middle) < math.log(bound.factor):
-            continue
-        # A few tensors may have another factor.
-        close = [log for log in logs if abs(log - middle) <= math.log(bound.width)]
-        if len(close) >= NEAR * len(logs):
-            return True
-    return False
+    return any(bound.fits(logs, cosine) for bound in bounds)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import select_codes, state_if
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
@@ -109,7 +110,8 @@ def apply(case: Case) -> Match | None:
     """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     first = stale_at_first(case)
     # A lower loss scale shows an overflow, which is SYN216.
-    if first is not None and only_skipped(first) and not scales_of(case.group):
+    have_equal_scales = not scales_of(case.group)
+    if first is not None and only_skipped(first) and have_equal_scales:
         return _match_stale(case, first)
     counters = counters_of_skipped_steps(case)
     largest = farthest(counters)
@@ -123,21 +125,29 @@ def _match_stale(case: Case, first: Comparison) -> Match | None:
     """Return the match for ranks with the values of the step before. first: the group that shows them."""
     counters = counters_of(case)
     tensors = followers(case, counters)
-    if not counters and not has_kind(tensors, "parameter", "optimizer"):
+    has_old_values = has_kind(tensors, "parameter", "optimizer")
+    if not counters and not has_old_values:
         return None
     ranks, largest = tuple(first.evidence.stale), farthest(counters)
-    evidence = [
+    summary, repetition = Text.SKIPPED_AFTER_FORWARD(ranks=ranks), []
+    if largest is not None:
+        summary, *_ = _Progress(case, largest).facts()
+        repetition = _repetition_facts(case, largest)
+    facts = [
+        summary,
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *stale_facts(first),
         Text.BATCHES_COUNTED(),
+        *repetition,
     ]
-    if largest is None:
-        facts = [Text.SKIPPED_AFTER_FORWARD(ranks=ranks), *evidence]
-    else:
-        summary = _Progress(case, largest).facts()[0]
-        facts = [summary, *evidence, *_repetition_facts(case, largest)]
-    return Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
+    values = (*names_of_values(counters), *find_scaler_values(case, ranks))
+    return Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
 
 
 def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCounter) -> Match:
@@ -152,7 +162,13 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCount
         *_repetition_facts(case, largest),
         *_doubts(case, largest),
     ]
-    match = Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
+    values = (*names_of_values(counters), *find_scaler_values(case, ranks))
+    match = Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
     if not case.group.is_pair:  # two runs have a cause of their own
         match = match.with_cause(progress.choose_cause(), progress.choose_fix())
     alternatives = _find_alternatives(case, largest)
@@ -193,7 +209,11 @@ class _Progress:
         """State by how many steps some ranks deviate. equally: if all of them deviate by as many steps."""
         lags = {abs(self.by_rank[rank] - self.healthy_count) for rank in ranks}
         sentence = equally if len(lags) == 1 else up_to
-        return sentence(ranks=ranks, lag=int(max(lags)), others=self.healthy)
+        return sentence(
+            ranks=ranks,
+            lag=int(max(lags)),
+            others=self.healthy,
+        )
 
     @property
     def is_only_ahead(self) -> bool:
@@ -220,27 +240,30 @@ def _repetition_facts(case: Case, counter: StepCounter) -> list[Message]:
     return [Text.REPEATED(step=step, lag=lag)]
 
 
-def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Message]:
+def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> tuple[Message, ...]:
     """State whether the ranks ran the forward pass, as far as BatchNorm's counts show it."""
-    if forwards_lag(case, counters):
-        return [Text.FORWARD_MISSING()]
-    if case.is_in_sync("bn_count"):
-        return [Text.FORWARD_RAN()]
-    return []
+    is_missing = forwards_lag(case, counters)
+    has_run = not is_missing and case.is_in_sync("bn_count")
+    return (
+        *state_if(is_missing, Text.FORWARD_MISSING()),
+        *state_if(has_run, Text.FORWARD_RAN()),
+    )
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence; empty if steps were skipped again and again."""
+    is_partial = are_partial(case)
     # Counters of a part of the parameters may lag because these were not updated.
-    if lag_grew(counter, case.series) and not are_partial(case):
+    are_skipped_again = lag_grew(counter, case.series) and not is_partial
+    if are_skipped_again:
         return ()
-    # The state of earlier steps, loaded together with the model or alone, has the same counters.
-    codes = ["SYN215"]
-    if are_partial(case):
-        codes.append("SYN225")
-    if may_be_old(case):
-        codes.append("SYN217")
-    return tuple(codes)
+    fits = {
+        # The state of earlier steps, loaded together with the model or alone, has the same counters.
+        "SYN215": True,
+        "SYN225": is_partial,
+        "SYN217": may_be_old(case),
+    }
+    return select_codes(fits)
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
@@ -251,7 +274,4 @@ def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     # A lag of more than a few steps, or in a short run, is as large as that of state lost at the start.
     is_loss = lag > FEW or counter.highest <= SHORT
     sentence = Text.LOST_STATE if is_loss else Text.LOADED_STATE
-    doubts = [sentence(lag=lag)]
-    if may_be_old(case):
-        doubts.append(Text.STEP_UNKNOWN())
-    return doubts
+    return [sentence(lag=lag), *state_if(may_be_old(case), Text.STEP_UNKNOWN())]

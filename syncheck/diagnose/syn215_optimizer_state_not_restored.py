@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import select_codes, state_if
 from syncheck.diagnose.counters import (
     BURST,
     are_partial,
@@ -36,6 +37,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.diagnose.loss_scales import find_scaler_values
 from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.measures import is_below
 from syncheck.diagnose.selection import count_kinds, ranks_outside, select_missing
 from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, followers
 from syncheck.messages import Message, Sentence
@@ -100,28 +102,37 @@ def apply(case: Case) -> Match | None:
     largest = farthest(counters)
     if largest is None:
         return None
+    return _match_counters(case, counters, largest)
+
+
+def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCounter) -> Match:
+    """Match step counters that are far apart. largest: the counter with the largest lag."""
     tensors, ranks = followers(case, counters), deviating_ranks(counters)
     scaler_values = find_scaler_values(case, ranks)
     parameters = case.parameter_facts(tensors)
+    states = count_kinds(tensors, "optimizer")
     took_no_step = not parameters and case.is_in_sync("parameter")
     facts = [
         _summarize(case, ranks),
         *counter_facts(counters),
-        *_state_facts(tensors),
+        *state_if(states, Text.STATE_DIFFERS(count=states)),
         *parameters,
+        *state_if(took_no_step, Text.NO_STEP_SINCE()),
+        *state_if(scaler_values, Text.SCALER_DIFFERS()),
+        *_doubts(case, largest),
     ]
-    if took_no_step:
-        facts.append(Text.NO_STEP_SINCE())
-    if scaler_values:
-        facts.append(Text.SCALER_DIFFERS())
-    facts += _doubts(case, largest)
-    match = Match(tensors, ranks, facts, (*names_of_values(counters), *scaler_values))
+    values = (*names_of_values(counters), *scaler_values)
+    match = Match(
+        tensors=tensors,
+        ranks=ranks,
+        facts=facts,
+        values=values,
+    )
     if took_no_step:
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
-    if not parameters:
-        return match.as_consistent("SYN214")
-    return match.as_consistent(*_find_alternatives(case, largest) or ("SYN214",))
+    alternatives = _find_alternatives(case, largest) if parameters else ()
+    return match.as_consistent(*alternatives or ("SYN214",))
 
 
 def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
@@ -131,14 +142,6 @@ def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
     return Text.ON_SOME_RANKS(ranks=ranks)
 
 
-def _state_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
-    """State how many optimizer tensors differ beside the counters."""
-    count = count_kinds(tensors, "optimizer")
-    if count:
-        return [Text.STATE_DIFFERS(count=count)]
-    return []
-
-
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     """State other causes with the same evidence."""
     doubts: list[Message] = []
@@ -146,44 +149,53 @@ def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     if earlier is not None:
         step, lag = earlier
         doubts.append(Text.REPEATED(step=step, lag=lag))
-    if may_be_old(case):
-        doubts.append(Text.STEP_UNKNOWN())
-    return doubts
+    return [*doubts, *state_if(may_be_old(case), Text.STEP_UNKNOWN())]
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence, if parameters differ."""
-    codes = []
-    if are_partial(case):
-        codes.append("SYN225")
-    if _may_be_skipped(case, counter):
-        codes.append("SYN214")
-    if may_be_old(case):
+    is_old = may_be_old(case)
+    fits = {
+        "SYN225": are_partial(case),
+        "SYN214": _may_be_skipped(case, counter),
         # Files of two epochs, each complete, or a file that a later checkpoint did not replace.
-        codes += ["SYN106", "SYN217"]
-    return tuple(codes[:MOST_ALTERNATIVES])
+        "SYN106": is_old,
+        "SYN217": is_old,
+    }
+    return select_codes(fits)[:MOST_ALTERNATIVES]
 
 
 def _may_be_skipped(case: Case, counter: StepCounter) -> bool:
     """Whether skipped or additional steps explain the lag too."""
     # A lag of the same size at two steps has a single cause, but a rank may skip a few steps in a row.
-    if counter.lag > BURST and lag_stayed(counter, case.series):
+    has_single_cause = counter.lag > BURST and lag_stayed(counter, case.series)
+    if has_single_cause:
         return False
     # A rank that skips steps takes at least half of them.
     if 2 * counter.lag < counter.highest:
         return True
     # A rank ahead may have taken extra steps.
-    healthy = healthy_count(case, counter)
-    return healthy is not None and counter.highest > healthy
+    return is_below(healthy_count(case, counter), counter.highest)
 
 
 def _match_empty_state(case: Case, empty_ranks: tuple[int, ...], lost_tensors: tuple[TensorDiff, ...]) -> Match:
     """Return the match for ranks without optimizer state. The smaller set is suspect, of two equal sets the empty."""
     holders = ranks_outside(case.group.ranks, empty_ranks)
-    facts = [Text.EMPTY(ranks=empty_ranks, others=holders, tensors=len(lost_tensors))]
+    facts = [
+        Text.EMPTY(
+            ranks=empty_ranks,
+            others=holders,
+            tensors=len(lost_tensors),
+        )
+    ]
     suspects = holders if len(holders) < len(empty_ranks) else empty_ranks
     if case.is_in_sync("parameter"):
         facts.append(Text.PARAMETERS_AGREE())
-        return Match(lost_tensors, suspects, facts, certainty="proved")
+        return Match(
+            tensors=lost_tensors,
+            ranks=suspects,
+            facts=facts,
+            certainty="proved",
+        )
     # The rank may not have taken any step so far.
     return Match(lost_tensors, suspects, facts).as_consistent("SYN214")

@@ -22,7 +22,9 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import counters_of, farthest, names_of_values, steps_by_rank
+from syncheck.diagnose.features import select_numbers
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.loss_scales import find_scaler_values, scales_of
 from syncheck.diagnose.measures import evidence_of
@@ -35,7 +37,6 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
 CODE = "SYN216"
@@ -79,34 +80,44 @@ class _ScalerState(NamedTuple):
     tensors: tuple[TensorDiff, ...]
 
 
-def apply(case: Case) -> Match | None:
-    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
-    state = _find_state(case)
-    if not state.values and not state.tensors:
-        return None
-    affected: tuple[TensorDiff, ...] = ()
-    counters: tuple[StepCounter, ...] = ()
-    # A count of steps without overflow changes no gradient, unlike the scale.
-    if state.scales:
-        affected = _trained_tensors(case)
-    if affected:
-        counters = counters_of(case)
-    facts = [_summarize(state.scales), *_value_facts(state)]
-    largest = farthest(counters)
-    if largest is not None:
-        facts.append(Text.OVERFLOW(steps=steps_by_rank(largest)))
-    facts += case.parameter_facts(affected)
-    names = (*state.values, *names_of_values(counters))
-    return Match((*state.tensors, *affected), _find_suspects(case, state), facts, names)
-
-
 def _find_state(case: Case) -> _ScalerState:
     """Return the differing state of the loss scaler."""
     names = find_scaler_values(case)
-    values = {value.name: value.by_rank for value in case.group.values if value.name in names}
-    # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
-    tensors = tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
-    return _ScalerState(scales_of(case.group), values, tensors)
+    return _ScalerState(
+        scales=scales_of(case.group),
+        values={value.name: value.by_rank for value in case.group.values if value.name in names},
+        # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
+        tensors=tuple(select_numbers(case.of_kind("scaler"))),
+    )
+
+
+def _has_other_state(case: Case) -> bool:
+    """Whether the state of the loss scaler differs."""
+    state = _find_state(case)
+    return bool(state.values or state.tensors)
+
+
+@requires(_has_other_state)
+def apply(case: Case) -> Match | None:
+    """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
+    state = _find_state(case)
+    # A count of steps without overflow changes no gradient, unlike the scale.
+    affected = _trained_tensors(case) if state.scales else ()
+    counters = counters_of(case) if affected else ()
+    largest = farthest(counters)
+    steps = {} if largest is None else steps_by_rank(largest)
+    facts = [
+        _summarize(state.scales),
+        *_value_facts(state),
+        *state_if(steps, Text.OVERFLOW(steps=steps)),
+        *case.parameter_facts(affected),
+    ]
+    return Match(
+        tensors=(*state.tensors, *affected),
+        ranks=_find_suspects(case, state),
+        facts=facts,
+        values=(*state.values, *names_of_values(counters)),
+    )
 
 
 def _summarize(scales: Mapping[int, float]) -> Message:
@@ -121,8 +132,9 @@ def _summarize(scales: Mapping[int, float]) -> Message:
 
 def _value_facts(state: _ScalerState) -> list[Message]:
     """State the differing values by rank, the scale first."""
-    names = sorted(state.values, key=lambda name: (not name.endswith("scale"), name))
-    facts = [Text.VALUE(name=name, values=dict(state.values[name])) for name in names]
+    facts = []
+    for name in sorted(state.values, key=_value_order):
+        facts.append(Text.VALUE(name=name, values=dict(state.values[name])))
     for diff in state.tensors:
         values = dict(evidence_of(diff).values)
         if values:
@@ -130,6 +142,11 @@ def _value_facts(state: _ScalerState) -> list[Message]:
         else:
             facts.append(Text.VALUE_UNKNOWN(name=diff.name))
     return limit_facts(facts, _MOST, Text.MORE)
+
+
+def _value_order(name: str) -> tuple[bool, str]:
+    """Sort values by name, the scale first."""
+    return not name.endswith("scale"), name
 
 
 def _trained_tensors(case: Case) -> tuple[TensorDiff, ...]:
@@ -161,8 +178,10 @@ def _ranks_after_overflow(state: _ScalerState) -> set[int]:
     """Return the ranks with fewer steps since the last overflow than another rank."""
     ranks: set[int] = set()
     for name, by_rank in state.values.items():
-        if name.endswith("_growth_tracker") and None not in by_rank.values():
-            ranks.update(below_highest({rank: _as_number(value) for rank, value in by_rank.items()}))
+        is_complete = None not in by_rank.values()
+        if name.endswith("_growth_tracker") and is_complete:
+            counts = {rank: _as_number(value) for rank, value in by_rank.items()}
+            ranks.update(below_highest(counts))
     return ranks
 
 

@@ -21,8 +21,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.counters import FEW, is_optimizer_behind
 from syncheck.diagnose.loss_scales import scales_of
+from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.rank_values import are_unequal
 from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_value_names, select_kinds
 from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
@@ -31,7 +33,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.records import Comparison, TensorDiff, ValueDiff
 
@@ -73,15 +75,15 @@ _STATE = ("parameter", "optimizer", "optimizer_step")
 _MOST = 4  # described ranks
 
 
+# Frozen tensors have the values of an earlier step on every healthy rank.
+@requires(Case.differing_parameters)
 def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
-    # Frozen tensors have the values of an earlier step on every healthy rank.
-    if not case.differing_parameters():
-        return None
     if not case.group.evidence.stale:
         return _match_set_back(case)
+    has_skipped = _skipped_step(case.group)
     # The other optimizers of a stale rank would be old too.
-    if _skipped_step(case.group) or is_optimizer_behind(case):
+    if has_skipped or is_optimizer_behind(case):
         return None
     return _match_stale(case)
 
@@ -91,42 +93,45 @@ def _match_set_back(case: Case) -> Match | None:
     first = stale_at_first(case)
     if first is None or _has_skipped_step(case, first):
         return None
-    stale_ranks = frozenset(first.evidence.stale)
-    covered = []
-    for diff in case.tensors:
-        if _is_explained(diff, stale_ranks) and stale_ranks.issuperset(diff.minority):
-            covered.append(diff)
+    stale = first.evidence.stale
+    explained = _select_explained(case, stale)
+    # A healthy rank that deviates too has another cause.
+    covered = tuple(diff for diff in explained if stale.keys() >= set(diff.minority))
     if not has_kind(covered, "parameter"):
         return None
-
-    facts = [Text.SET_BACK(ranks=tuple(sorted(stale_ranks))), *stale_facts(first)]
-    if ran_forward(first) is False:
-        facts.append(Text.BATCHNORM_SET_BACK())
-    match = Match(tuple(covered), tuple(first.evidence.stale), facts)
-    if _is_certain(first, ()):
-        return match
-    return match.as_consistent("SYN214")
+    missed_batches = ran_forward(first) is False
+    facts = [
+        Text.SET_BACK(ranks=tuple(sorted(stale))),
+        *stale_facts(first),
+        *state_if(missed_batches, Text.BATCHNORM_SET_BACK()),
+    ]
+    match = Match(covered, tuple(stale), facts)
+    return match if _is_certain(first, ()) else match.as_consistent("SYN214")
 
 
 def _has_skipped_step(case: Case, first: Comparison) -> bool:
     """Whether the ranks skipped a step instead of being set back. first: the group in which they were stale."""
-    if _skipped_step(first) or ran_forward(first) is True:
-        return True
-    # Without BatchNorm, the optimizer's counters show a skipped step.
-    return ran_forward(first) is None and bool(counters_of_skipped_steps(case))
+    has_run = ran_forward(first)
+    if has_run is not None:
+        return has_run
+    # Without BatchNorm, the loss scales or the optimizer's counters show a skipped step.
+    return bool(scales_of(first) or counters_of_skipped_steps(case))
 
 
 def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
-    """Whether skipped steps cannot explain the stale ranks of a group."""
-    # The stored step differs.
-    if any(value.kind == "progress" for value in values):
-        return True
-    # The rank did not see the batches.
-    if ran_forward(group) is False:
-        return True
-    # The rank lacks more steps than a rank skips in a row.
-    step = group.step
-    return step is not None and step - max(group.evidence.stale.values()) > FEW
+    """Whether skipped steps cannot explain the stale ranks of a group: the stored step differs, for example."""
+    missed_batches = ran_forward(group) is False
+    return _have_progress(values) or missed_batches or _is_far_behind(group)
+
+
+def _have_progress(values: Sequence[ValueDiff]) -> bool:
+    """Whether any of the values is a stored step."""
+    return any(value.kind == "progress" for value in values)
+
+
+def _is_far_behind(group: Comparison) -> bool:
+    """Whether a rank lacks more steps than a rank skips in a row."""
+    return is_at_least(group.step, max(group.evidence.stale.values()) + FEW + 1)
 
 
 def _skipped_step(group: Comparison) -> bool:
@@ -139,34 +144,40 @@ def _skipped_step(group: Comparison) -> bool:
 def _match_stale(case: Case) -> Match | None:
     """Match ranks with the values of an earlier step at this step."""
     stale = case.group.evidence.stale
-    covered = [diff for diff in case.tensors if _is_explained(diff, stale)]
+    covered = _select_explained(case, stale)
     if not has_kind(covered, "parameter"):
         return None
     values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     facts: list[Message] = []
     for rank, earlier in sorted(stale.items())[:_MOST]:
-        facts += _rank_facts(case, covered, rank, earlier)
-    if len(stale) > _MOST:
-        facts.append(Text.MORE_RANKS(count=len(stale) - _MOST))
+        facts += _rank_facts(
+            case,
+            covered=covered,
+            rank=rank,
+            earlier=earlier,
+        )
+    further_ranks = len(stale) - _MOST
+    facts += state_if(further_ranks > 0, Text.MORE_RANKS(count=further_ranks))
     facts += _follower_facts(covered, values, tuple(sorted(stale)))
 
-    match = Match(tuple(covered), stale, facts, list_value_names(values))
-    if _is_certain(case.group, values):
-        return match
-    return match.as_consistent("SYN214")
+    match = Match(
+        tensors=covered,
+        ranks=stale,
+        facts=facts,
+        values=list_value_names(values),
+    )
+    return match if _is_certain(case.group, values) else match.as_consistent("SYN214")
 
 
 def _follower_facts(
     covered: Sequence[TensorDiff], values: Sequence[ValueDiff], stale_ranks: tuple[int, ...]
-) -> list[Message]:
+) -> tuple[Message, ...]:
     """State whether BatchNorm's tensors and the stored step differ too."""
-    facts: list[Message] = []
     of_batchnorm = count_kinds(covered, "bn_count", *BN_STATISTICS)
-    if of_batchnorm:
-        facts.append(Text.BATCHNORM_DIFFERS(count=of_batchnorm))
-    if any(value.kind == "progress" for value in values):
-        facts.append(Text.STORED_STEP_DIFFERS(ranks=stale_ranks))
-    return facts
+    return (
+        *state_if(of_batchnorm, Text.BATCHNORM_DIFFERS(count=of_batchnorm)),
+        *state_if(_have_progress(values), Text.STORED_STEP_DIFFERS(ranks=stale_ranks)),
+    )
 
 
 def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:
@@ -175,13 +186,20 @@ def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: i
     parameters = count_kinds(equal, "parameter")
     states = len(equal) - parameters
     step = case.group.step
-    if step is None:
-        stale = Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier)
-    else:
-        stale = Text.STALE(rank=rank, earlier=earlier, step=step)
+    position = {"rank": rank, "earlier": earlier}
+    stale = Text.STALE_STEP_UNKNOWN(**position) if step is None else Text.STALE(**position, step=step)
     if states:
-        return stale, Text.TENSORS_EQUAL(parameters=parameters, states=states, earlier=earlier)
+        return stale, Text.TENSORS_EQUAL(
+            parameters=parameters,
+            states=states,
+            earlier=earlier,
+        )
     return stale, Text.PARAMETERS_EQUAL(parameters=parameters, earlier=earlier)
+
+
+def _select_explained(case: Case, stale: Mapping[int, int]) -> tuple[TensorDiff, ...]:
+    """Return the tensors that differ only on stale ranks, and running statistics, which may differ on all ranks."""
+    return tuple(diff for diff in case.tensors if _is_explained(diff, stale))
 
 
 def _is_explained(diff: TensorDiff, stale: Collection[int]) -> bool:

@@ -33,6 +33,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import doubt, requires, select_codes, state_if
+from syncheck.diagnose.features import are_numbered
 from syncheck.diagnose.history import last_agreement
 from syncheck.diagnose.measures import is_share_below
 from syncheck.diagnose.selection import list_names
@@ -44,7 +47,6 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN218"
@@ -123,12 +125,20 @@ class _Untrained:
     copies: tuple[str, ...]
     """The names of tensors in a copy of the weights."""
 
+    @property
+    def is_single_step(self) -> bool:
+        """Whether no other step shows since when the tensors differ."""
+        return self.trend is None and self.agreed is None
 
+
+def _has_equal_optimizer(case: Case) -> bool:
+    """Whether the optimizer state agrees. Ranks that took steps with other gradients have another cause."""
+    return case.agrees("optimizer")
+
+
+@requires(Case.in_step, _has_equal_optimizer)
 def apply(case: Case) -> Match | None:
     """Match frozen parameters if nothing else is unexplained, or plain buffers if all parameters agree."""
-    # Ranks that took other steps, or steps with other gradients, have another cause.
-    if not case.in_step() or not case.agrees("optimizer"):
-        return None
     untrained = _find_untrained(case)
     if untrained is None:
         return None
@@ -142,10 +152,7 @@ def apply(case: Case) -> Match | None:
         # The fix for shards names changes too.
         fix = None if is_sharded(case.group) else Text.FIX_CHANGED
         match = match.with_cause(Text.CAUSE_CHANGED, fix)
-    alternatives = _list_alternatives(untrained)
-    if alternatives:
-        return match.as_consistent(*alternatives)
-    return match
+    return doubt(match, _list_alternatives(untrained))
 
 
 def _find_untrained(case: Case) -> _Untrained | None:
@@ -153,7 +160,8 @@ def _find_untrained(case: Case) -> _Untrained | None:
     parameters = case.differing("parameter")
     tensors = parameters or case.differing("buffer")
     # A damaged element or run is no unsynchronized tensor.
-    if not tensors or is_share_below(tensors, WHOLE):
+    is_damage = is_share_below(tensors, WHOLE)
+    if not tensors or is_damage:
         return None
     trend, _ = case.trend_facts("parameter" if parameters else "buffer")
     if trend not in (None, "constant"):
@@ -177,24 +185,24 @@ def _find_untrained(case: Case) -> _Untrained | None:
 def _list_facts(case: Case, untrained: _Untrained, covered: Sequence[TensorDiff]) -> list[Message]:
     """State which tensors differ, why they are untrained, and since when they differ."""
     number, kind = len(untrained.tensors), "parameter" if untrained.are_parameters else "buffer"
-    sentence = _choose_summary(untrained)
+    summary = _choose_summary(untrained)
     _, since = case.trend_facts(kind)
-    facts = [
-        sentence(
+    agreed, copies = untrained.agreed, untrained.copies
+    # A single step does not show whether buffers depend on each rank's data.
+    is_unclear = untrained.is_single_step and not untrained.are_parameters
+    return [
+        summary(
             count=number,
             names=list_names(untrained.tensors),
             size=largest_difference(untrained.tensors),
         ),
         untrained.reason,
         *since,
+        *state_if(agreed is not None, Text.AGREED(count=number, step=agreed)),
+        *state_if(copies, Text.COPIES(count=len(copies), names=copies)),
+        *state_if(is_unclear, Text.ONE_STEP()),
+        *follower_facts(covered, kind),
     ]
-    if untrained.agreed is not None:
-        facts.append(Text.AGREED(count=number, step=untrained.agreed))
-    if untrained.copies:
-        facts.append(Text.COPIES(count=len(untrained.copies), names=untrained.copies))
-    if not untrained.are_parameters and _is_single_step(untrained):
-        facts.append(Text.ONE_STEP())
-    return [*facts, *follower_facts(covered, kind)]
 
 
 def _choose_summary(untrained: _Untrained) -> Sentence:
@@ -204,24 +212,19 @@ def _choose_summary(untrained: _Untrained) -> Sentence:
     return Text.UNTRAINED if untrained.may_be_buffers else Text.FROZEN
 
 
-def _is_single_step(untrained: _Untrained) -> bool:
-    """Whether no other step shows since when the tensors differ."""
-    return untrained.trend is None and untrained.agreed is None
-
-
 def _list_alternatives(untrained: _Untrained) -> tuple[str, ...]:
     """Return the codes of other causes that fit as well, at most three."""
-    codes = []
-    # Something updates copies, although no optimizer trains them.
-    if untrained.copies:
-        codes.append("SYN219")
-    # A single step does not show whether buffers depend on each rank's data.
     may_be_buffers = untrained.may_be_buffers or not untrained.are_parameters
-    if may_be_buffers and _is_single_step(untrained):
-        codes.append("SYN205")
-    if untrained.reason.code is Text.IDS_ONLY:
-        codes += ["SYN210", "SYN220"]
-    return tuple(codes[:3])
+    are_ids_unknown = untrained.reason.code is Text.IDS_ONLY
+    fits = {
+        # Something updates copies, although no optimizer trains them.
+        "SYN219": untrained.copies,
+        # A single step does not show whether buffers depend on each rank's data.
+        "SYN205": may_be_buffers and untrained.is_single_step,
+        "SYN210": are_ids_unknown,
+        "SYN220": are_ids_unknown,
+    }
+    return select_codes(fits)[:3]
 
 
 def _reason_for_buffers(case: Case) -> Message | None:
@@ -249,9 +252,10 @@ def _reason_by_number(case: Case, count: int) -> Message | None:
     """State that the optimizer has too few states for all parameters, if it has ids instead of names."""
     states = case.state_owners()
     total = len(case.names_of("parameter"))
-    if not states or not all(map(str.isdigit, states)):
+    if not states or not are_numbered(states):
         return None
     # Other parameters are enough for all states.
-    if len(states) + count > total:
+    are_enough = len(states) + count <= total
+    if not are_enough:
         return None
     return Text.IDS_ONLY(states=len(states), total=total)

@@ -29,8 +29,10 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import exclude_numbers, extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import difference_ratios
-from syncheck.diagnose.measures import TOUCHED, is_confined, is_share_below, values_by_rank
+from syncheck.diagnose.measures import TOUCHED, is_share_below, values_by_rank
 from syncheck.diagnose.selection import (
     ends_with_number,
     last_part,
@@ -44,7 +46,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
@@ -115,46 +117,69 @@ _MEASURABLE = 1e-5
 
 
 class _Origin(NamedTuple):
-    """Why copies differ. cause, fix: None for the general ones."""
+    """Why copies differ."""
 
-    cause: Sentence | None
-    fix: Sentence | None
-    facts: tuple[Message, ...] = ()
+    facts: tuple[Message, ...]
+    cause: Sentence | None = None
+    """None for the general cause."""
+    fix: Sentence | None = None
+    """None for the general fix."""
     certainty: Certainty | None = None
     alternatives: tuple[str, ...] = ()
+    has_course: bool = False
+    """Whether the facts state how the differences developed over the steps."""
 
 
 def apply(case: Case) -> Match | None:
     """Match an averaged copy that differs although the model agrees."""
     copies = case.differing("ema")
-    weights = [diff for diff in copies if not _is_of_batches(diff)]
+    weights = _exclude_statistics(copies)
     if copies and not weights:
         return _match_statistics(case, copies)
-
-    model = frozenset(map(_without_dots, case.names_of("parameter")))
-    weights = [diff for diff in weights if _is_copy(diff, model)]
-    if not weights or not case.compared("parameter"):
-        return None
-    if not case.agrees("parameter", "optimizer", "optimizer_step"):
+    # Other modules may be named ema too.
+    weights = _select_copies(case, weights)
+    if not weights or not _model_agrees(case):
         return None
     # A few differing elements are damage; a missed update changes all elements.
-    if all(is_confined(diff) and diff.numel > 1 for diff in weights):
+    if _are_damage(weights):
         return None
 
     origin = _find_origin(case, weights)
-    facts = [*_describe_copies(case, weights), *origin.facts]
-    if not any(fact.code is Text.SHRINKS for fact in facts):
-        _, since = case.trend_facts("ema")
-        facts += since
-    match = case.make_match(weights, facts, copies)
+    _, since = case.trend_facts("ema")
+    facts = [
+        *_describe_copies(case, weights),
+        *origin.facts,
+        *state_if(not origin.has_course, *since),
+    ]
     return replace(
-        match,
+        case.make_match(weights, facts, copies),
         values=list_value_names(case.of_values("average")),
         cause=origin.cause,
         fix=origin.fix,
         certainty=origin.certainty,
         alternatives=origin.alternatives,
     )
+
+
+def _exclude_statistics(copies: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors of a copy without BatchNorm's statistics and counts, which depend on each rank's batches."""
+    return [diff for diff in copies if not diff.name.endswith(_OF_BATCHES)]
+
+
+def _select_copies(case: Case, weights: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """Return the copies of parameters and the counts of updates."""
+    model = _without_dots(case.names_of("parameter"))
+    return [diff for diff in weights if _is_copy(diff, model)]
+
+
+def _model_agrees(case: Case) -> bool:
+    """Whether the parameters were compared and agree, and so does the optimizer."""
+    return case.is_in_sync("parameter") and case.agrees("optimizer", "optimizer_step")
+
+
+def _are_damage(weights: Sequence[TensorDiff]) -> bool:
+    """Whether a few adjacent elements of larger tensors differ."""
+    return not select_numbers(weights) and extents_of(weights) <= {"one", "contiguous"}
 
 
 def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
@@ -169,7 +194,8 @@ def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
 
 def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
     """Match running statistics that differ in the copy alone."""
-    if not case.compared("parameter") or not case.agrees("parameter", *BN_STATISTICS):
+    has_equal_statistics = case.agrees(*BN_STATISTICS)
+    if not has_equal_statistics or not case.is_in_sync("parameter"):
         return None
     match = case.make_match(copies, _describe_copies(case, copies), copies)
     # Equal statistics of the model were synchronized after the copy took its own.
@@ -177,14 +203,9 @@ def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
     return match.as_consistent("SYN201", "SYN205")
 
 
-def _is_of_batches(diff: TensorDiff) -> bool:
-    """Whether a tensor is a running statistic or a count of BatchNorm, which depends on each rank's batches."""
-    return diff.name.endswith(_OF_BATCHES)
-
-
-def _without_dots(name: str) -> str:
-    """Return the name without dots, because some averages omit the dots."""
-    return name.replace(".", "")
+def _without_dots(names: Iterable[str]) -> frozenset[str]:
+    """Return the names without dots, because some averages omit the dots."""
+    return frozenset(name.replace(".", "") for name in names)
 
 
 def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
@@ -192,7 +213,8 @@ def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
 
     model: the names of the parameters without dots.
     """
-    if diff.numel == 1 or ends_with_number(diff.name):
+    is_count_or_item = diff.numel == 1 or ends_with_number(diff.name)
+    if is_count_or_item:
         return True
     parts = diff.name.split(".")
     if _ends_with(parts, model):
@@ -204,62 +226,77 @@ def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
 
 def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
     """Return why the copies differ, from their counts of updates and from the course of the difference."""
-    facts = _update_facts(case, weights)
-    if case.of_values("average") or any(_counts_updates(diff.name) for diff in weights):
-        return _Origin(Text.CAUSE_UPDATES, Text.FIX, tuple(facts))
+    updates = _update_facts(case, weights)
+    if case.of_values("average") or _select_counts(list_names(weights)):
+        return _Origin(updates, Text.CAUSE_UPDATES, Text.FIX)
     part = _describe_part(case, weights)
     if part:
-        return _Origin(Text.CAUSE_PART, Text.FIX, (*facts, *part), "consistent", ("SYN221", "SYN220"))
+        return _Origin(
+            facts=(*updates, *part),
+            cause=Text.CAUSE_PART,
+            fix=Text.FIX,
+            certainty="consistent",
+            alternatives=("SYN221", "SYN220"),
+        )
+    return _find_start(case, weights, updates)
 
+
+def _find_start(case: Case, weights: Sequence[TensorDiff], updates: tuple[Message, ...]) -> _Origin:
+    """Return why whole copies differ without different numbers of updates: were they unequal before?"""
     counts_agree = _has_equal_counts(case)
-    if counts_agree:
-        facts.append(Text.EQUAL_UPDATES())
-    all_differ = case.number_of_ranks > 2 and not any(map(_do_ranks_agree, weights))
-    if all_differ:
-        facts.append(Text.ALL_DIFFER())
-
+    all_differ = case.number_of_ranks > 2 and not with_agreeing_ranks(weights)
+    facts = (
+        *updates,
+        *state_if(counts_agree, Text.EQUAL_UPDATES()),
+        *state_if(all_differ, Text.ALL_DIFFER()),
+    )
     # A copy that agreed at an earlier step was not unequal when it was created.
-    earlier = case.steps()[:-1]
-    if not all(map(_differing_copies, earlier)):
-        return _Origin(None, None, tuple(facts))
+    if not all(map(_differing_copies, case.steps()[:-1])):
+        return _Origin(facts)
     shrinks = _find_shrinking(case)
     if shrinks is not None:
-        return _Origin(Text.CAUSE_START, Text.FIX_START, (*facts, shrinks))
-    if not counts_agree and not all_differ:
-        return _Origin(None, None, tuple(facts))
+        return _Origin(
+            facts=(*facts, shrinks),
+            cause=Text.CAUSE_START,
+            fix=Text.FIX_START,
+            has_course=True,
+        )
+    is_unclear = not counts_agree and not all_differ
+    if is_unclear:
+        return _Origin(facts)
     # Updates between two averages of local SGD, or before a repair of the model, have the same result.
     alternatives = ("SYN241",) if case.group.evidence.metadata.averaging else ()
-    return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", alternatives)
+    return _Origin(
+        facts=facts,
+        cause=Text.CAUSE_START,
+        fix=Text.FIX_START,
+        certainty="consistent",
+        alternatives=alternatives,
+    )
 
 
-def _update_facts(case: Case, weights: Sequence[TensorDiff]) -> list[Message]:
+def _update_facts(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State the numbers of updates that differ, and other single numbers of the copy."""
-    facts = []
-    for diff in weights:
+    facts: list[Message] = []
+    # A number beside the counts, such as a decay, shows unequal updates too.
+    for diff in select_numbers(weights):
         values = values_by_rank(diff)
-        if values and diff.numel == 1:
-            facts.append(Text.UPDATES(name=diff.name, values=values))
+        facts += state_if(values, Text.UPDATES(name=diff.name, values=values))
     for value in case.of_values("average"):
         facts.append(Text.UPDATES(name=value.name, values=dict(value.by_rank)))
-    return facts
-
-
-def _do_ranks_agree(diff: TensorDiff) -> bool:
-    """Whether any two ranks hold the same values."""
-    return max(map(len, diff.clusters)) > 1
+    return tuple(facts)
 
 
 def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State that too few copies or elements differ for an update, which changes all; empty if enough differ."""
-    if is_share_below([diff for diff in weights if diff.numel > 1], TOUCHED):
+    if is_share_below(exclude_numbers(weights), TOUCHED):
         return (Text.FEW_ELEMENTS(),)
     # Copies of frozen parameters agree after any update, and those of a list have no names.
-    trained = frozenset(map(_without_dots, case.trained_parameters()))
+    trained = _without_dots(case.trained_parameters())
     copies = {name for name in case.names_of("ema") if _ends_with(name.split(".")[1:], trained)}
     differing = select_names(weights, copies)
-    if not differing or 2 * len(differing) >= len(copies):
-        return ()
-    return (Text.PART(count=len(differing), total=len(copies)),)
+    is_minority = 0 < 2 * len(differing) < len(copies)
+    return state_if(is_minority, Text.PART(count=len(differing), total=len(copies)))
 
 
 def _ends_with(parts: Sequence[str], parameters: Collection[str]) -> bool:
@@ -267,13 +304,14 @@ def _ends_with(parts: Sequence[str], parameters: Collection[str]) -> bool:
     return any("".join(parts[begin:]) in parameters for begin in range(len(parts)))
 
 
-def _counts_updates(name: str) -> bool:
-    return last_part(name) in _COUNTS
+def _select_counts(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of tensors that count updates."""
+    return frozenset(name for name in names if last_part(name) in _COUNTS)
 
 
 def _has_equal_counts(case: Case) -> bool:
     """Whether counts of updates were compared and agree."""
-    counts = frozenset(filter(_counts_updates, case.names_of("ema")))
+    counts = _select_counts(case.names_of("ema"))
     if not counts and not case.group.evidence.counts_updates:
         return False
     return counts.isdisjoint(list_names(out_of_sync(case.group)))
@@ -282,9 +320,8 @@ def _has_equal_counts(case: Case) -> bool:
 def _differing_copies(group: Comparison) -> dict[str, TensorDiff]:
     """Return the differing tensors of a copy at a step, without counts and running statistics."""
     copies = {}
-    for diff in out_of_sync(group, "ema"):
-        if diff.numel > 1 and not _is_of_batches(diff):
-            copies[diff.name] = diff
+    for diff in _exclude_statistics(exclude_numbers(out_of_sync(group, "ema"))):
+        copies[diff.name] = diff
     return copies
 
 
@@ -305,7 +342,11 @@ def _find_shrinking(case: Case) -> Message | None:
     assert last is not None
     ratio = median(difference_ratios(copies_by_step[0].values(), copies_by_step[-1].values()))
     decay = ratio ** (1 / (last - first))
-    return Text.SHRINKS(ratio=ratio, step=first, decay=decay)
+    return Text.SHRINKS(
+        ratio=ratio,
+        step=first,
+        decay=decay,
+    )
 
 
 def _is_linear(earlier: dict[str, TensorDiff], later: dict[str, TensorDiff]) -> bool:
@@ -321,7 +362,8 @@ def _is_linear(earlier: dict[str, TensorDiff], later: dict[str, TensorDiff]) -> 
     if factor > 1 - _SAME:
         return False
     # Other faults change each tensor by another factor.
-    if any(abs(ratio - factor) > _SAME * factor for ratio in ratios):
+    have_other_factors = any(abs(ratio - factor) > _SAME * factor for ratio in ratios)
+    if have_other_factors:
         return False
     return all(earlier[diff.name].index == diff.index for diff in measured)
 

@@ -36,6 +36,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import select_codes, state_if
+from syncheck.diagnose.features import extents_of, hits_of
 from syncheck.diagnose.localized import MOST, find_flipped, follower_facts, localized_damage, rest_facts
 from syncheck.diagnose.measures import evidence_of, is_at_least, parameters_of
 from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_names
@@ -114,17 +116,30 @@ class Text(Sentence, topic=CODE):
     DIFF_CONSISTENT = "more than one bit differs, so the element was overwritten, or updated after a bit flip"
 
 
-# dtype: (mantissa bits, exponent bits), lowest bits first. The sign bit, if any, is the highest.
+class _Format(NamedTuple):
+    """The numbers of bits of a floating-point format, lowest bits first. The sign bit, if any, is the highest."""
+
+    mantissa: int
+    exponent: int
+
+    def part_of(self, bit: int) -> str:
+        """Return the part of a number that a bit belongs to."""
+        if bit < self.mantissa:
+            return "mantissa"
+        return "exponent" if bit < self.mantissa + self.exponent else "sign"
+
+
+# By dtype.
 _FORMATS = {
-    "float64": (52, 11),
-    "float32": (23, 8),
-    "float16": (10, 5),
-    "bfloat16": (7, 8),
-    "float8_e4m3fn": (3, 4),
-    "float8_e4m3fnuz": (3, 4),
-    "float8_e5m2": (2, 5),
-    "float8_e5m2fnuz": (2, 5),
-    "float8_e8m0fnu": (0, 8),
+    "float64": _Format(52, 11),
+    "float32": _Format(23, 8),
+    "float16": _Format(10, 5),
+    "bfloat16": _Format(7, 8),
+    "float8_e4m3fn": _Format(3, 4),
+    "float8_e4m3fnuz": _Format(3, 4),
+    "float8_e5m2": _Format(2, 5),
+    "float8_e5m2fnuz": _Format(2, 5),
+    "float8_e8m0fnu": _Format(0, 8),
 }
 # A change of a value by 2**n rounding steps leaves all bits but one unchanged with a chance of about 1 in 2**n.
 _LOW = 6
@@ -133,8 +148,7 @@ _LOW = 6
 def apply(case: Case) -> Match | None:
     """Match single elements if nothing else differs."""
     damages = localized_damage(case)
-    are_single = all(hit.extent == "one" for hit, *_ in damages)
-    if damages and are_single:
+    if extents_of(hits_of(damages)) == {"one"}:
         return _match_elements(case, damages)
     if case.group.is_pair:
         return _match_two_models(case)
@@ -151,13 +165,9 @@ def _match_elements(case: Case, damages: list[list[TensorDiff]]) -> Match:
     if case.group.is_pair:
         # Replicas have one history, but somebody may have edited one of two models.
         is_flip = all(map(_is_clear_flip, damages))
-        if is_flip:
-            return match
-        return match.as_consistent("SYN399")
+        return match if is_flip else match.as_consistent("SYN399")
     is_likely = all(_is_likely(damage, case) for damage in damages)
-    if is_likely:
-        return match
-    return _doubt(match, case)
+    return match if is_likely else _doubt(match, case)
 
 
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
@@ -171,17 +181,18 @@ def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
 
 def _is_conclusive(flipped: TensorDiff, group: Comparison) -> bool:
     """Whether a single differing bit shows a flip: no clipped gradient, and no small change of a few low bits."""
-    states = _states_of(flipped, group)
+    kinds = group.evidence.names
+    # Without step counters.
+    states = [state for state in _states_of(flipped.name, group) if kinds[state] == "optimizer"]
     if select_names(out_of_sync(group), states):
         return False
     return bool(states) or not _is_low_bit(flipped)
 
 
-def _states_of(diff: TensorDiff, group: Comparison) -> list[str]:
-    """Return the names of the optimizer state of a parameter, without step counters."""
-    prefix = f"optimizer.{diff.name}."
-    names = [name for name in group.evidence.names if name.startswith(prefix)]
-    return [name for name in names if group.evidence.names[name] == "optimizer"]
+def _states_of(name: str, group: Comparison) -> list[str]:
+    """Return the names of the optimizer state of a parameter."""
+    prefix = f"optimizer.{name}."
+    return [state for state in group.evidence.names if state.startswith(prefix)]
 
 
 def _is_low_bit(diff: TensorDiff) -> bool:
@@ -191,16 +202,16 @@ def _is_low_bit(diff: TensorDiff) -> bool:
 
 def _doubt(match: Match, case: Case) -> Match:
     """Return the match of elements that code may have changed."""
-    codes: list[str] = []
-    # Clipped gradients and gradients of zero change the optimizer state too.
     states_agree = case.compared("optimizer") > 0 and not has_kind(match.tensors, "optimizer")
-    if not states_agree:
-        codes += ["SYN213", "SYN225"]
-    # A mask sets elements to zero.
-    if any(0 in evidence_of(diff).values.values() for diff in match.tensors):
-        codes.append("SYN226")
+    fits = {
+        # Clipped gradients and gradients of zero change the optimizer state too.
+        "SYN213": not states_agree,
+        "SYN225": not states_agree,
+        # A mask sets elements to zero.
+        "SYN226": any(0 in evidence_of(diff).values.values() for diff in match.tensors),
+    }
     fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
-    return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*codes)
+    return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*select_codes(fits))
 
 
 def _match_two_models(case: Case) -> Match | None:
@@ -210,7 +221,9 @@ def _match_two_models(case: Case) -> Match | None:
     damaged = (*converted, *flipped)
     if not 0 < len(damaged) <= MOST:
         return None
-    facts = [_state_change(diff) for diff in converted]
+    facts: list[Message] = []
+    for diff in converted:
+        facts.append(_state_change(diff))
     for diff in flipped:
         facts += _list_facts([diff], case)
     return Match(damaged, case.group.ranks, facts)
@@ -231,16 +244,13 @@ def _is_whole_number(value: float | str) -> bool:
 
 def _is_large_flip(diff: TensorDiff) -> bool:
     """Whether a single bit of a single element differs, in the sign or by a factor of at least 4."""
-    if diff.numel < 2 or diff.dtype not in _FORMATS:
+    number_format = _FORMATS.get(diff.dtype)
+    if diff.numel < 2 or number_format is None:
         return False
     # Other code has other constants.
-    if is_code_constant(diff.name):
+    if is_code_constant(diff.name) or not _is_clear_flip([diff]):
         return False
-    bit = evidence_of(diff).bit
-    if bit is None or not _is_clear_flip([diff]):
-        return False
-    mantissa, _ = _FORMATS[diff.dtype]
-    return bit > mantissa
+    return is_at_least(evidence_of(diff).bit, number_format.mantissa + 1)
 
 
 def _state_change(diff: TensorDiff) -> Message:
@@ -260,33 +270,32 @@ def _list_facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     hit, *followers = damage
     flipped = find_flipped(damage)
     if flipped is not None:
-        facts = [
+        # Two models have a limit of their own for edited values.
+        is_doubtful = not case.group.is_pair and not _is_conclusive(flipped, case.group)
+        return [
             Text.FLIPPED(element=element_name(flipped), bit=_describe_bit(flipped)),
             *_element_facts(flipped),
             *follower_facts(followers),
+            *state_if(is_doubtful, Text.DOUBTFUL()),
         ]
-        # Two models have a limit of their own for edited values.
-        if not case.group.is_pair and not _is_conclusive(flipped, case.group):
-            facts.append(Text.DOUBTFUL())
-        return facts
 
-    facts = [Text.ONE_ELEMENT(element=element_name(hit)), *_element_facts(hit)]
     bits = evidence_of(hit).flipped_bits
-    if bits:
-        facts.append(Text.BITS(bits=bits))
-    facts += follower_facts(followers)
-    facts.append(_describe_earlier(_find_earlier_flip(damage, case)))
-    return facts
+    return [
+        Text.ONE_ELEMENT(element=element_name(hit)),
+        *_element_facts(hit),
+        *state_if(bits, Text.BITS(bits=bits)),
+        *follower_facts(followers),
+        _describe_earlier(_find_earlier_flip(damage, case)),
+    ]
 
 
-def _element_facts(diff: TensorDiff) -> list[Message]:
+def _element_facts(diff: TensorDiff) -> tuple[Message, ...]:
     """State the values of the differing element, and that the remaining elements of its tensor agree."""
-    facts: list[Message] = []
-    values = evidence_of(diff).values
-    if values:
-        facts.append(Text.VALUES(values=dict(values)))
-    facts.append(Text.REST_OF_TENSOR(others=diff.numel - 1))
-    return facts
+    values = dict(evidence_of(diff).values)
+    return (
+        *state_if(values, Text.VALUES(values=values)),
+        Text.REST_OF_TENSOR(others=diff.numel - 1),
+    )
 
 
 def _describe_earlier(earlier: _EarlierFlip | None) -> Message:
@@ -294,7 +303,11 @@ def _describe_earlier(earlier: _EarlierFlip | None) -> Message:
     if earlier is None:
         return Text.CONSISTENT()
     element = element_name(earlier.diff)
-    return Text.FLIPPED_EARLIER(step=earlier.group.step, element=element, bit=_describe_bit(earlier.diff))
+    return Text.FLIPPED_EARLIER(
+        step=earlier.group.step,
+        element=element,
+        bit=_describe_bit(earlier.diff),
+    )
 
 
 class _EarlierFlip(NamedTuple):
@@ -306,11 +319,11 @@ class _EarlierFlip(NamedTuple):
 
 def _find_earlier_flip(damage: list[TensorDiff], case: Case) -> _EarlierFlip | None:
     """Return an earlier step at which a single bit of this element, or of its optimizer state, differed."""
-    prefix = f"optimizer.{damage[0].name}."
+    hit = damage[0]
     for group in case.series:
-        states = [name for name in group.evidence.names if name.startswith(prefix)]
-        candidates = select_names(group.tensors, {*states, *list_names(damage)})
-        flipped = find_flipped(diff for diff in candidates if diff.index == damage[0].index)
+        names = {*_states_of(hit.name, group), *list_names(damage)}
+        candidates = select_names(group.tensors, names)
+        flipped = find_flipped(diff for diff in candidates if diff.index == hit.index)
         if flipped is not None:
             return _EarlierFlip(group, flipped)
     return None
@@ -321,13 +334,7 @@ def _describe_bit(diff: TensorDiff) -> Message:
     bit = evidence_of(diff).bit
     if bit is None:
         return Text.UNKNOWN_BIT()
-    if diff.dtype not in _FORMATS:
+    number_format = _FORMATS.get(diff.dtype)
+    if number_format is None:
         return Text.INTEGER_BIT(bit=bit)
-    mantissa, exponent = _FORMATS[diff.dtype]
-    if bit < mantissa:
-        part = "mantissa"
-    elif bit < mantissa + exponent:
-        part = "exponent"
-    else:
-        part = "sign"
-    return Text.BIT(bit=bit, part=part)
+    return Text.BIT(bit=bit, part=number_format.part_of(bit))

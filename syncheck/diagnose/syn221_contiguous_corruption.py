@@ -24,9 +24,10 @@ Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import running_statistics
+from syncheck.diagnose.features import extents_of, hits_of, kinds_of, owners_of_states
 from syncheck.diagnose.localized import Localized, follower_facts, localized_damage, rest_facts
 from syncheck.diagnose.measures import count_mismatched, evidence_of
 from syncheck.diagnose.selection import has_kind, minorities_of
@@ -92,13 +93,17 @@ class Text(Sentence, topic=CODE):
     ROWS = "exactly rows {first} to {last}, so it is also consistent with rows filled by each rank on its own"
 
 
+class _Rows(NamedTuple):
+    """The first and the last row of the elements, if they are whole rows."""
+
+    first: int
+    last: int
+
+
 def apply(case: Case) -> Match | None:
     """Match runs of adjacent elements if nothing else differs."""
     damages = localized_damage(case)
-    extents = {hit.extent for hit, *_ in damages}
-    if "contiguous" not in extents or not extents <= {"one", "contiguous"}:
-        return None
-    if _are_rows_of_each_rank(case, damages):
+    if not _have_run(damages) or _are_rows_of_each_rank(case, damages):
         return None
 
     tensors = list(chain(*damages))
@@ -113,9 +118,14 @@ def apply(case: Case) -> Match | None:
     return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*_list_alternatives(tensors, case))
 
 
+def _have_run(damages: list[list[TensorDiff]]) -> bool:
+    """Whether the damaged elements are runs of adjacent elements, or single elements beside a run."""
+    return extents_of(hits_of(damages)) in ({"contiguous"}, {"contiguous", "one"})
+
+
 def _are_rows_of_each_rank(case: Case, damages: list[list[TensorDiff]]) -> bool:
     """Whether each rank filled its own rows of codebooks or queues."""
-    hits = [hit for hit, *_ in damages]
+    hits = hits_of(damages)
     buffers = [hit for hit in hits if hit.kind == "buffer" or hit.name in case.loose]
     are_statistics = len(hits) == len(buffers) == len(running_statistics(case, buffers))
     return are_statistics and not minorities_of(buffers)
@@ -124,25 +134,29 @@ def _are_rows_of_each_rank(case: Case, damages: list[list[TensorDiff]]) -> bool:
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
     """Whether corruption explains the elements better than code that fills, masks or edits them."""
     hit, *followers = damage
-    if evidence_of(hit).first is None or _rows_of(hit) is not None:
-        return False
     # Gradients differed in these elements.
-    if has_kind(followers, "optimizer"):
+    has_other_gradients = has_kind(followers, "optimizer")
+    if has_other_gradients or _is_written_by_code(hit):
         return False
     if hit.kind == "optimizer":
         return case.compared("parameter") > 0
     # Without optimizer state, nothing shows that the gradients were equal.
-    owners = frozenset(map(case.owner_of, case.names_of("optimizer")))
-    return hit.kind == "parameter" and hit.name in owners
+    return hit.kind == "parameter" and hit.name in owners_of_states(case, "optimizer")
+
+
+def _is_written_by_code(hit: TensorDiff) -> bool:
+    """Whether the elements are whole rows, or at an unknown position, as after an assignment."""
+    return evidence_of(hit).first is None or _rows_of(hit) is not None
 
 
 def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, ...]:
     """Return the causes that fit as well, by the kinds of the tensors."""
-    kinds = {diff.kind for diff in tensors}
+    kinds = kinds_of(tensors)
     if kinds.isdisjoint({"parameter", "optimizer"}):
         return ("SYN219",) if kinds == {"ema"} else ("SYN205", "SYN218")
     # A gradient of zero in some steps changes the optimizer state. Without state, nothing excludes it.
-    if "optimizer" in kinds or not case.compared("optimizer"):
+    may_have_changed_gradients = "optimizer" in kinds or not case.compared("optimizer")
+    if may_have_changed_gradients:
         return ("SYN225", "SYN213", "SYN210")
     return ("SYN210",)
 
@@ -153,35 +167,44 @@ def _list_facts(hit: TensorDiff, followers: Sequence[TensorDiff]) -> list[Messag
         summary = Localized.ONE_ELEMENT(element=element_name(hit), numel=hit.numel)
         return [summary, *follower_facts(followers)]
 
-    first, length = evidence_of(hit).first, count_mismatched(hit)
-    facts = [Text.RUN(length=length, name=hit.name, numel=hit.numel)]
-    if first is not None:
-        facts.append(Text.POSITION(first=first, last=first + length - 1))
-    facts += follower_facts(followers)
+    length = count_mismatched(hit)
+    return [
+        Text.RUN(
+            length=length,
+            name=hit.name,
+            numel=hit.numel,
+        ),
+        *_position_facts(evidence_of(hit).first, length),
+        *follower_facts(followers),
+        *_row_facts(hit),
+    ]
+
+
+def _position_facts(first: int | None, length: int) -> tuple[Message, ...]:
+    """State the first and the last element of a run, if they are known."""
+    if first is None:
+        return ()
+    return (Text.POSITION(first=first, last=first + length - 1),)
+
+
+def _row_facts(hit: TensorDiff) -> tuple[Message, ...]:
+    """State that the elements are whole rows of a matrix. The rows of a vector are its elements, in any run."""
     rows = _rows_of(hit)
-    # The rows of a vector are its elements, so any run of them consists of rows.
-    is_matrix = len(hit.shape) > 1
-    if rows is not None and is_matrix:
-        facts.append(_describe_rows(*rows))
-    return facts
+    if rows is None or len(hit.shape) < 2:
+        return ()
+    if rows.first == rows.last:
+        return (Text.ONE_ROW(first=rows.first),)
+    return (Text.ROWS(first=rows.first, last=rows.last),)
 
 
-def _describe_rows(first: int, last: int) -> Message:
-    """State that the elements are whole rows of a matrix."""
-    if first == last:
-        return Text.ONE_ROW(first=first)
-    return Text.ROWS(first=first, last=last)
-
-
-def _rows_of(hit: TensorDiff) -> tuple[int, int] | None:
+def _rows_of(hit: TensorDiff) -> _Rows | None:
     """Return the first and the last row if the elements are whole rows; the rows of a vector are its elements."""
     first, length = evidence_of(hit).first, count_mismatched(hit)
     if first is None or not hit.shape:
         return None
     elements_of_row = hit.numel // hit.shape[0]
-    if not elements_of_row:
+    begins_within = first % elements_of_row > 0
+    ends_within = length % elements_of_row > 0
+    if begins_within or ends_within:
         return None
-    # The run begins or ends within a row.
-    if first % elements_of_row or length % elements_of_row:
-        return None
-    return first // elements_of_row, (first + length) // elements_of_row - 1
+    return _Rows(first // elements_of_row, (first + length) // elements_of_row - 1)

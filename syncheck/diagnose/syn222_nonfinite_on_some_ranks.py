@@ -23,6 +23,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import groups_of
 from syncheck.diagnose.selection import select_kinds
 from syncheck.messages import Message, Sentence
 
@@ -78,15 +80,16 @@ def apply(case: Case) -> Match | None:
     if not affected:
         return None
 
+    # A step with the gradients of one rank makes whole parameters NaN.
+    without_finite = list(filter(_has_no_finite_element, select_kinds(affected, "parameter")))
+    are_most = 2 * len(without_finite) > case.compared("parameter")
     facts = [
         Text.MORE_NONFINITE(tensors=len(affected), ranks=tuple(sorted(ranks))),
         _describe_elements(affected[0]),
+        *state_if(are_most, Text.NOTHING_ELSE(count=len(without_finite))),
+        *case.agreement_facts(affected),
     ]
-    # A step with the gradients of one rank makes whole parameters NaN.
-    without_finite = list(filter(_has_no_finite_element, select_kinds(affected, "parameter")))
-    if 2 * len(without_finite) > case.compared("parameter"):
-        facts.append(Text.NOTHING_ELSE(count=len(without_finite)))
-    return Match(tuple(affected), tuple(sorted(ranks)), [*facts, *case.agreement_facts(affected)])
+    return Match(tuple(affected), tuple(sorted(ranks)), facts)
 
 
 def _describe_elements(diff: TensorDiff) -> Message:
@@ -104,7 +107,7 @@ def _describe_elements(diff: TensorDiff) -> Message:
 def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
     """Return the ranks with more NaN or infinite elements than another rank of the replica group."""
     ranks: set[int] = set()
-    for group in diff.replica_groups or (tuple(diff.nonfinite),):
+    for group in groups_of(diff, diff.nonfinite):
         counts = {rank: diff.nonfinite[rank] for rank in group if rank in diff.nonfinite}
         # NaNs on all ranks are in sync, so only additional ones count.
         fewest = min(counts.values(), default=0)
@@ -113,4 +116,5 @@ def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:
 
 
 def _has_no_finite_element(diff: TensorDiff) -> bool:
+    """Whether all elements are NaN or infinite on some rank."""
     return max(diff.nonfinite.values()) == diff.numel

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.measures import evidence_of
-from syncheck.diagnose.selection import join_ranks, list_names
+from syncheck.diagnose.selection import list_names
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -55,26 +55,34 @@ class Text(Sentence, topic=CODE):
 
 def apply(case: Case) -> Match | None:
     """Match tensors whose stored checksum does not match. The suspects are the ranks of the damaged files."""
-    damaged = tuple(diff for diff in case.tensors if evidence_of(diff).damaged)
+    damaged = []
+    ranks_of_files: set[int] = set()
+    for diff in case.tensors:
+        ranks_of_tensor = evidence_of(diff).damaged
+        if ranks_of_tensor:
+            damaged.append(diff)
+            ranks_of_files.update(ranks_of_tensor)
     if not damaged:
         return None
-    ranks = tuple(sorted(join_ranks(evidence_of(diff).damaged for diff in damaged)))
-    names = list_names(damaged)
+    ranks = tuple(sorted(ranks_of_files))
     facts = (
         Text.CHANGED(paths=_find_paths(case, damaged, ranks)),
-        Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names),
+        Text.CHECKSUMS(
+            count=len(damaged),
+            ranks=ranks,
+            names=list_names(damaged),
+        ),
     )
-    return Match(damaged, ranks, facts)
+    return Match(tuple(damaged), ranks, facts)
 
 
 def _find_paths(case: Case, damaged: Sequence[TensorDiff], ranks: Collection[int]) -> tuple[str, ...]:
     """Return the paths of the damaged files. ranks: that wrote them."""
     paths: list[str] = []
-    # A model may have many files, of which the tensors have some.
-    if case.group.is_pair:
-        for diff in damaged:
-            places = diff.places
-            paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
+    # A model may have many files, of which the tensors have some. Only tensors of two models have places.
+    for diff in damaged:
+        places = diff.places
+        paths += [places[rank].path for rank in evidence_of(diff).damaged if rank in places]
     # A replica has one file, and its record has the path.
     if not paths:
         paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]

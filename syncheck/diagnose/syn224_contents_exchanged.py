@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.conditions import requires
 from syncheck.diagnose.measures import evidence_of
-from syncheck.diagnose.selection import ends_with_number, join_ranks, module_of, select_names, union_of
+from syncheck.diagnose.selection import ends_with_number, join_ranks, module_of, select_names
 from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Sentence
 
@@ -71,39 +72,41 @@ class Text(Sentence, topic=CODE):
 _MOST = 4  # described tensors
 
 
+def _find_sources(case: Case) -> dict[str, Mapping[int, str]]:
+    """Return by tensor and rank the tensor whose values or direction the rank holds there."""
+    # Equal values outweigh a similar direction.
+    return {**_find_alike(case), **_find_exact(case)}
+
+
+@requires(_find_sources)
 def apply(case: Case) -> Match | None:
     """Match tensors that hold the values of other tensors."""
-    exact = _find_exact(case)
-    # By tensor and rank, the tensor whose values the rank holds there.
-    source_of = {**_find_alike(case), **exact}
-    if not source_of:
-        return None
-
-    ranks = tuple(sorted(join_ranks(source_of.values())))
-    summary = Text.EXCHANGED if exact else Text.ALIKE
+    source_of = _find_sources(case)
+    is_exact = bool(_find_exact(case))
     pairs = []
+    sources: set[str] = set()
     for name, source_by_rank in source_of.items():
+        sources.update(source_by_rank.values())
         for source in dict.fromkeys(source_by_rank.values()):
             pairs.append(Text.PAIR(name=name, other=source))
-    facts = [summary(ranks=ranks, count=len(source_of)), *limit_facts(pairs, _MOST, Text.MORE)]
+    summary = Text.EXCHANGED if is_exact else Text.ALIKE
+    facts = [
+        summary(ranks=tuple(sorted(join_ranks(source_of.values()))), count=len(source_of)),
+        *limit_facts(pairs, _MOST, Text.MORE),
+    ]
     match = case.make_match(select_names(case.tensors, source_of), facts)
 
-    sources = union_of(source_by_rank.values() for source_by_rank in source_of.values())
     if not sources <= source_of.keys():  # copied or renamed, but not exchanged
         match = match.with_cause(Text.CAUSE_COPIED, Text.FIX_COPIED)
-    if exact:
-        return match
-    return replace(match, certainty="likely")
+    return match if is_exact else replace(match, certainty="likely")
 
 
 def _find_alike(case: Case) -> dict[str, Mapping[int, str]]:
     """Return by tensor and rank the tensor whose direction the rank's values nearly have."""
     alike: dict[str, Mapping[int, str]] = {}
     for diff in case.tensors:
-        resembles = evidence_of(diff).resembles
-        if resembles:
-            alike[diff.name] = resembles
-    return alike
+        alike[diff.name] = evidence_of(diff).resembles
+    return _without_empty(alike)
 
 
 def _find_exact(case: Case) -> dict[str, Mapping[int, str]]:
@@ -111,14 +114,16 @@ def _find_exact(case: Case) -> dict[str, Mapping[int, str]]:
     exact: dict[str, Mapping[int, str]] = {}
     for diff in case.tensors:
         holds = evidence_of(diff).holds
-        sources = {rank: source for rank, source in holds.items() if not _is_shifted(diff, source)}
-        if sources:
-            exact[diff.name] = sources
-    return exact
+        exact[diff.name] = {rank: source for rank, source in holds.items() if not _is_shifted(diff, source)}
+    return _without_empty(exact)
+
+
+def _without_empty(source_of: Mapping[str, Mapping[int, str]]) -> dict[str, Mapping[int, str]]:
+    """Return the tensors with a source on some rank. source_of: the sources by tensor and rank."""
+    return {name: sources for name, sources in source_of.items() if sources}
 
 
 def _is_shifted(diff: TensorDiff, source: str) -> bool:
     """Whether both tensors are entries of one list of an optimizer's state, such as LBFGS's old directions."""
-    if diff.kind != "optimizer" or not ends_with_number(diff.name):
-        return False
-    return module_of(source) == module_of(diff.name)
+    is_entry = diff.kind == "optimizer" and ends_with_number(diff.name)
+    return is_entry and module_of(source) == module_of(diff.name)

@@ -26,7 +26,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import doubt, state_if
 from syncheck.diagnose.counters import counters_of, deviating_ranks, farthest, is_whole_optimizer, steps_by_rank
+from syncheck.diagnose.features import are_numbered, groups_of, owners_of_states, states_of_parameters
 from syncheck.diagnose.lost_state import ranks_without_state
 from syncheck.diagnose.selection import holders_of, join_ranks, list_names, ranks_outside, select_missing, select_names
 from syncheck.diagnose.statements import largest_difference
@@ -73,16 +75,15 @@ class Text(Sentence, topic=CODE):
 
 
 class _Part(NamedTuple):
-    """The parameters that some ranks did not update, these ranks, and how it is known.
-
-    cause: replaces CAUSE. alternatives: codes of other causes that fit as well.
-    """
+    """The parameters that some ranks did not update, these ranks, and how it is known."""
 
     names: frozenset[str]
     ranks: tuple[int, ...]
     fact: Message
     cause: Sentence | None = None
+    """Replaces CAUSE."""
     alternatives: tuple[str, ...] = ()
+    """The codes of other causes that fit as well."""
 
 
 def apply(case: Case) -> Match | None:
@@ -94,64 +95,75 @@ def apply(case: Case) -> Match | None:
     # State alone shows no parameter that was not updated.
     if not changed:
         return None
-    names = part.names.union(list_names(changed))
-    covered = tuple(diff for diff in case.tensors if _follows(case, diff, names))
-    total = len(case.names_of("parameter") - case.untrained)
+    agreeing = _counted(case) - part.names
     facts = [
         part.fact,
-        Text.PARAMETERS(count=len(changed), total=total, size=largest_difference(changed)),
+        Text.PARAMETERS(
+            count=len(changed),
+            total=len(case.names_of("parameter") - case.untrained),
+            size=largest_difference(changed),
+        ),
+        *state_if(agreeing, Text.REST(count=len(agreeing))),
+        *case.agreement_facts(changed),
     ]
-    agreeing = _counted(case) - part.names
-    if agreeing:
-        facts.append(Text.REST(count=len(agreeing)))
-    facts += case.agreement_facts(changed)
-    match = Match(covered, part.ranks, facts, cause=part.cause)
-    if part.alternatives:
-        return match.as_consistent(*part.alternatives)
-    return match
+    covered = _select_covered(case, part.names.union(list_names(changed)))
+    match = Match(
+        tensors=covered,
+        ranks=part.ranks,
+        facts=facts,
+        cause=part.cause,
+    )
+    return doubt(match, part.alternatives)
+
+
+def _select_covered(case: Case, parameters: Collection[str]) -> tuple[TensorDiff, ...]:
+    """Return the parameters, and the tensors that differ because of them."""
+    states = states_of_parameters(case, list_names(case.of_kind(*OPTIMIZER)), parameters)
+    # Other weights change their averages, and the statistics of later layers.
+    followers = case.of_kind("ema", *BN_STATISTICS)
+    names = frozenset(parameters).union(states, list_names(followers))
+    return tuple(select_names(case.tensors, names))
 
 
 def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
     """Return the differing parameters with these names."""
     differing = list(case.differing_parameters().values())
     # Without metadata, the optimizer has numbers instead of names. Then as many parameters must differ.
-    if len(names) == len(differing) and all(map(str.isdigit, names)):
+    are_as_many = len(names) == len(differing)
+    if are_as_many and are_numbered(names):
         return differing
     return select_names(differing, names)
 
 
-def _follows(case: Case, diff: TensorDiff, parameters: Collection[str]) -> bool:
-    """Whether a tensor differs because these parameters do."""
-    if diff.kind in OPTIMIZER:
-        return case.owner_of(diff.name) in parameters
-    return diff.name in parameters or diff.kind in ("ema", *BN_STATISTICS)
-
-
 def _counted(case: Case) -> frozenset[str]:
     """Return the parameters whose steps the optimizer counts."""
-    return frozenset(map(case.owner_of, case.names_of("optimizer_step")))
+    return owners_of_states(case, "optimizer_step")
 
 
 def _find_without_state(case: Case) -> _Part | None:
     """Return the parameters without any optimizer state on some ranks."""
     missing = select_missing(case.tensors, *OPTIMIZER)
-    if not missing or ranks_without_state(case):
-        return None
     ranks = ranks_outside(case.group.ranks, holders_of(missing))
-    if not ranks:
+    if not missing or not ranks:
         return None
-
-    parameters = case.owners_of(missing)
     missing_names = frozenset(list_names(missing))
     states = case.names_of(*OPTIMIZER)
     # If all state is missing, the optimizer itself is.
-    if missing_names >= states:
+    is_whole_state = missing_names >= states
+    if is_whole_state or ranks_without_state(case):
         return None
+
+    parameters = case.owners_of(missing)
     # A part of the state of a parameter was lost, not left out.
-    if not missing_names.issuperset(name for name in states if case.owner_of(name) in parameters):
+    if not missing_names.issuperset(states_of_parameters(case, states, parameters)):
         return None
     names = tuple(sorted(parameters))
-    return _Part(parameters, ranks, Text.NEVER(ranks=ranks, names=names, count=len(names)))
+    fact = Text.NEVER(
+        ranks=ranks,
+        names=names,
+        count=len(names),
+    )
+    return _Part(parameters, ranks, fact)
 
 
 def _find_behind(case: Case) -> _Part | None:
@@ -162,7 +174,8 @@ def _find_behind(case: Case) -> _Part | None:
         return None
     names = case.owners_of(case.of_kind("optimizer_step"))
     # An optimizer as a whole, or all of them, took other steps.
-    if _counted(case) <= names or is_whole_optimizer(case, names):
+    are_all_counters = _counted(case) <= names
+    if are_all_counters or is_whole_optimizer(case, names):
         return None
     ranks = deviating_ranks(counters)
     fact = Text.LESS_OFTEN(
@@ -172,7 +185,13 @@ def _find_behind(case: Case) -> _Part | None:
         steps=steps_by_rank(largest),
     )
     # Any lag fits lost or loaded state. The file of an earlier step would have other counters of all parameters.
-    return _Part(names, ranks, fact, Text.CAUSE_BEHIND, ("SYN215",))
+    return _Part(
+        names=names,
+        ranks=ranks,
+        fact=fact,
+        cause=Text.CAUSE_BEHIND,
+        alternatives=("SYN215",),
+    )
 
 
 def _find_unchanged(case: Case) -> _Part | None:
@@ -182,22 +201,31 @@ def _find_unchanged(case: Case) -> _Part | None:
     if not stale or not names:
         return None
     # A rank whose parameters are all old is a stale rank.
-    if case.trained_parameters() <= names or _is_divided(case):
+    is_whole_model = case.trained_parameters() <= names
+    if is_whole_model or _is_divided(case):
         return None
     if is_whole_optimizer(case, names):
         return None
     ranks = tuple(sorted(stale))
-    fact = Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values()))
+    fact = Text.UNCHANGED(
+        ranks=ranks,
+        names=tuple(sorted(names)),
+        step=max(stale.values()),
+    )
     # An optimizer with counters or moments changes a parameter with a zero gradient, unlike SGD.
     cause = None if case.counts_steps() else Text.CAUSE_UNCOUNTED
     # A frozen part keeps its values on every healthy rank, and an old file has all values of an earlier step.
-    return _Part(names, ranks, fact, cause, ("SYN217", "SYN218"))
+    return _Part(
+        names=names,
+        ranks=ranks,
+        fact=fact,
+        cause=cause,
+        alternatives=("SYN217", "SYN218"),
+    )
 
 
 def _is_divided(case: Case) -> bool:
     """Whether ranks hold different parameters, as with pipeline stages. A rank may then be stale as a whole."""
     all_ranks = set(case.group.ranks)
-    for diff in case.differing_parameters().values():
-        if diff.replica_groups and join_ranks(diff.replica_groups) < all_ranks:
-            return True
-    return False
+    differing = case.differing_parameters().values()
+    return any(join_ranks(groups_of(diff, all_ranks)) < all_ranks for diff in differing)

@@ -22,8 +22,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.conditions import state_if
 from syncheck.diagnose.measures import count_mismatched, evidence_of
-from syncheck.diagnose.selection import differing_elements, last_part, list_names
+from syncheck.diagnose.selection import differing_elements, exclude_names, last_part, list_names, select_kinds
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
@@ -71,16 +72,16 @@ _ALL = 1 - 1e-9
 
 def apply(case: Case) -> Match | None:
     """Match parameters that differ only in zeros on one side, and masks."""
-    masks: list[TensorDiff] = []
-    weights: list[TensorDiff] = []
-    for diff in case.differing("parameter", "buffer"):
-        if _is_mask(diff.name):
-            masks.append(diff)
-        elif diff.kind == "parameter":
-            weights.append(diff)
-
+    differing = case.differing("parameter", "buffer")
+    masks = [diff for diff in differing if _is_mask(diff.name)]
+    weights = select_kinds(exclude_names(differing, list_names(masks)), "parameter")
     states = case.of_kind("optimizer")
-    if not _explain(case, weights, masks, states):
+    if not _explain(
+        case,
+        weights=weights,
+        masks=masks,
+        states=states,
+    ):
         return None
 
     # The outputs of masked layers change the running statistics of later layers.
@@ -93,24 +94,23 @@ def apply(case: Case) -> Match | None:
     match = case.make_match([*weights, *masks], facts, covered)
     # Other modules call a buffer mask, too, and may update it from each rank's own data.
     are_of_pruning = all(_is_pruning(case, diff.name) for diff in masks)
-    if weights or are_of_pruning:
-        return match
-    return match.as_consistent("SYN205")
+    return match if weights or are_of_pruning else match.as_consistent("SYN205")
 
 
 def _explain(
     case: Case, weights: Sequence[TensorDiff], masks: Sequence[TensorDiff], states: Sequence[TensorDiff]
 ) -> bool:
     """Whether masks explain the differences of the parameters and of the optimizer state."""
-    if not weights:
-        return bool(masks) and not states
     # The state of other parameters would have another cause.
     if not case.owners_of(states).issubset(list_names(weights)):
         return False
+    if not weights:
+        return bool(masks)
     return _are_zeroed(weights) and _is_scattered(weights)
 
 
 def _is_mask(name: str) -> bool:
+    """Whether a tensor is called mask."""
     return _MASK.fullmatch(last_part(name)) is not None
 
 
@@ -123,8 +123,6 @@ def _are_zeroed(weights: Iterable[TensorDiff]) -> bool:
     """Whether every differing element is zero on one of two replicas."""
     for diff in weights:
         zeroed = evidence_of(diff).zeroed
-        if not zeroed:
-            return False
         for clusters in sets_within(diff):
             if not _is_zero_on_one_side(clusters, zeroed):
                 return False
@@ -136,55 +134,49 @@ def _is_zero_on_one_side(clusters: Sequence[Sequence[int]], zeroed: Mapping[int,
 
     zeroed: by rank, the share of the differing elements that are zero.
     """
-    shares = [zeroed.get(ranks[0], 0.0) for ranks in clusters]
+    first, *further = [zeroed.get(ranks[0], 0.0) for ranks in clusters]
     # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
-    return all(shares[0] + share >= _ALL for share in shares[1:])
+    return first + min(further) >= _ALL
 
 
 def _is_scattered(weights: Sequence[TensorDiff]) -> bool:
     """Whether the zeros are a part of tensors with other elements, and no damaged run of elements."""
-    if differing_elements(weights) < _FEWEST:
-        return False
-    for diff in weights:
-        is_partial = count_mismatched(diff) < diff.numel
-        if is_partial and diff.extent not in ("one", "contiguous", "all"):
-            return True
-    return False
+    has_many = differing_elements(weights) >= _FEWEST
+    return has_many and any(map(_is_partial, weights))
 
 
-def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
+def _is_partial(diff: TensorDiff) -> bool:
+    """Whether a scattered part of the elements differs."""
+    is_scattered = diff.extent not in ("one", "contiguous", "all")
+    return is_scattered and count_mismatched(diff) < diff.numel
+
+
+def _describe_weights(weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which parameters differ in zeros, and on which ranks."""
-    if not weights:
-        return []
     ranks_with_zeros: set[int] = set()
+    elements = 0
     largest_share = 0.0
     for diff in weights:
         zeroed = evidence_of(diff).zeroed
         ranks_with_zeros.update(zeroed)
-        largest_share = max(largest_share, *zeroed.values())
+        elements += diff.numel
+        largest_share = max([largest_share, *zeroed.values()])
 
     ranks = tuple(sorted(ranks_with_zeros))
-    facts: list[Message] = [
-        Text.ZEROS(
-            count=len(weights),
-            ranks=ranks,
-            names=list_names(weights),
-            elements=differing_elements(weights),
-            total=sum(diff.numel for diff in weights),
-            size=largest_difference(weights),
-        )
-    ]
+    zeros = Text.ZEROS(
+        count=len(weights),
+        ranks=ranks,
+        names=list_names(weights),
+        elements=differing_elements(weights),
+        total=elements,
+        size=largest_difference(weights),
+    )
     # No rank holds all of the zeros.
-    if largest_share < _ALL and len(ranks) > 1:
-        facts.append(Text.OWN_MASKS(ranks=ranks))
-    return facts
+    are_own_masks = largest_share < _ALL and len(ranks) > 1
+    return state_if(weights, zeros, *state_if(are_own_masks, Text.OWN_MASKS(ranks=ranks)))
 
 
-def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> list[Message]:
+def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State which masks differ, and that the parameters agree if none differs."""
-    if not masks:
-        return []
-    facts: list[Message] = [Text.MASKS(count=len(masks), names=list_names(masks))]
-    if not weights:
-        facts.append(Text.WEIGHTS_AGREE())
-    return facts
+    differing = Text.MASKS(count=len(masks), names=list_names(masks))
+    return state_if(masks, differing, *state_if(not weights, Text.WEIGHTS_AGREE()))

@@ -27,8 +27,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.features import agreeing_within
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within, is_at_least
+from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.moments import mean_cosine
 from syncheck.diagnose.selection import count_kinds, exclude_kinds, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference, limit_facts
@@ -81,12 +83,12 @@ _MOST = 4  # listed hosts
 
 def apply(case: Case) -> Match | None:
     """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
-    hosts = {replica.rank: replica.host for replica in case.group.replicas}
+    hosts: dict[int, str | None] = {}
+    for replica in case.group.replicas:
+        hosts[replica.rank] = replica.host
     # Without the names of the hosts, blocks of neighbouring ranks may be the nodes.
     if None in hosts.values():
         return _match_blocks(case)
-    if len(set(hosts.values())) < 2:
-        return None
 
     differing = with_status(case.tensors, "different")
     statistics = select_kinds(differing, *BN_STATISTICS)
@@ -97,12 +99,15 @@ def apply(case: Case) -> Match | None:
     if not _explain(hosts, explained):
         return None
     # Gradients with one direction were averaged over all nodes, and another rule names what changed them.
-    if is_at_least(mean_cosine(case.differing_moments().values()), ALIKE):
+    cosine = mean_cosine(case.differing_moments().values())
+    if is_at_least(cosine, ALIKE):
         return None
 
-    facts = [_describe_nodes(hosts), _describe_tensors(explained)]
-    if statistics:
-        facts.append(Text.STATISTICS_TOO(count=len(statistics)))
+    facts = [
+        _describe_nodes(hosts),
+        _describe_tensors(explained),
+        *state_if(statistics, Text.STATISTICS_TOO(count=len(statistics))),
+    ]
     match = Match((*explained, *statistics), suspects(explained, case.group), facts)
     # All ranks of a node may have skipped a step, loaded other weights or changed their gradients alike.
     return match.as_consistent("SYN213", "SYN211", "SYN214")
@@ -110,16 +115,16 @@ def apply(case: Case) -> Match | None:
 
 def _explain(hosts: Mapping[int, str | None], explained: Sequence[TensorDiff]) -> bool:
     """Whether the ranks of each host agree in all tensors, and at least two whole hosts differ."""
-    if not explained or not all(agrees_within(diff, hosts) for diff in explained):
-        return False
-    return any(_two_nodes_differ(diff, hosts) for diff in explained)
+    agree_on_hosts = len(agreeing_within(explained, hosts)) == len(explained)
+    return agree_on_hosts and any(_two_nodes_differ(diff, hosts) for diff in explained)
 
 
 def _match_blocks(case: Case) -> Match | None:
     """Match blocks of neighbouring ranks of one size that agree in every trained tensor, if the hosts are unknown."""
     explained = case.differing("parameter", "optimizer", "optimizer_step", "ema")
     clusters_of_tensors = {diff.clusters for diff in explained}
-    if len(clusters_of_tensors) != 1 or not case.differing("parameter"):
+    is_one_division = len(clusters_of_tensors) == 1
+    if not is_one_division or not case.differing("parameter"):
         return None
     (clusters,) = clusters_of_tensors
     if not _are_blocks(clusters):
@@ -137,14 +142,10 @@ def _match_blocks(case: Case) -> Match | None:
 
 def _are_blocks(clusters: Sequence[Sequence[int]]) -> bool:
     """Whether the ranks agree in several equally large blocks of neighbouring ranks."""
+    # The ranks of a cluster are in order.
     size = len(clusters[0])
-    if size < 2 or len(clusters) < 2:
-        return False
-    for ranks in clusters:
-        are_neighbours = ranks[-1] - ranks[0] == size - 1
-        if len(ranks) != size or not are_neighbours:
-            return False
-    return True
+    blocks = [tuple(range(ranks[0], ranks[0] + size)) for ranks in clusters]
+    return min(size, len(clusters)) > 1 and blocks == list(clusters)
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:
@@ -164,8 +165,9 @@ def _includes_node(ranks: Sequence[int], hosts: Mapping[int, str | None]) -> boo
 
 def _describe_nodes(hosts: Mapping[int, str | None]) -> Message:
     """State that the hosts differ, and the ranks of the first hosts."""
-    ranks_of_hosts = group_ranks(dict(sorted(hosts.items())))
-    nodes = [Text.NODE(host=host, ranks=tuple(ranks)) for host, ranks in ranks_of_hosts.items()]
+    nodes = []
+    for host, ranks in group_ranks(dict(sorted(hosts.items()))).items():
+        nodes.append(Text.NODE(host=host, ranks=tuple(ranks)))
     return Text.NODES_DIFFER(nodes=tuple(limit_facts(nodes, _MOST, Text.MORE_NODES)))
 
 

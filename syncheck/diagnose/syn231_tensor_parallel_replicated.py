@@ -24,14 +24,20 @@ pytorch/torchtitan#2532, NVIDIA-NeMo/Automodel#3822, pytorch/pytorch#160169.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires
+from syncheck.diagnose.features import agreeing_within
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import largest_difference
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
 from syncheck.text import group_ranks
+
+if TYPE_CHECKING:
+    from syncheck.records import TensorDiff
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"
@@ -62,25 +68,27 @@ class Text(Sentence, topic=CODE):
 _KINDS = ("parameter", "optimizer", "buffer", "ema")
 
 
+def _has_several_coordinates(case: Case) -> bool:
+    """Whether the ranks are known to have different tensor-parallel coordinates."""
+    return len(set(case.coordinates(TENSOR_PARALLEL).values())) > 1
+
+
+def _find_replicated(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the tensors with equal values exactly on the ranks of the same tensor-parallel coordinate."""
+    return tuple(agreeing_within(case.differing(*_KINDS), case.coordinates(TENSOR_PARALLEL)))
+
+
+@requires(_has_several_coordinates, _find_replicated)
 def apply(case: Case) -> Match | None:
-    """Match tensors with equal values exactly on the ranks of the same tensor-parallel coordinate."""
-    coordinates = case.coordinates(TENSOR_PARALLEL)
-    if len(set(coordinates.values())) < 2:
-        return None
-    tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
-    if not tensors:
-        return None
-    facts = [
-        Text.RANKS_DIFFER(
-            count=len(tensors),
-            names=list_names(tensors),
-            size=largest_difference(tensors),
-        )
-    ]
+    """Match tensors that differ between tensor-parallel coordinates only."""
+    tensors = _find_replicated(case)
+    summary = Text.RANKS_DIFFER(
+        count=len(tensors),
+        names=list_names(tensors),
+        size=largest_difference(tensors),
+    )
     # Without two ranks of one coordinate, nothing shows that these agree.
-    groups = tuple(tuple(ranks) for ranks in group_ranks(coordinates).values() if len(ranks) > 1)
-    if groups:
-        facts.append(Text.COORDINATES_AGREE(groups=groups))
-    else:
-        facts += case.agreement_facts(tensors)
-    return Match(tensors, suspects(tensors, case.group), facts)
+    sets_of_ranks = group_ranks(case.coordinates(TENSOR_PARALLEL)).values()
+    groups = tuple(tuple(ranks) for ranks in sets_of_ranks if len(ranks) > 1)
+    agreement = (Text.COORDINATES_AGREE(groups=groups),) if groups else case.agreement_facts(tensors)
+    return Match(tensors, suspects(tensors, case.group), (summary, *agreement))

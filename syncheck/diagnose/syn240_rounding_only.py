@@ -32,12 +32,13 @@ because of non-deterministic operations), huggingface/nanotron#242, Nerogar/OneT
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.averaging import find_averaging
-from syncheck.diagnose.measures import is_partly_nonfinite, largest_norm
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.measures import count_mismatched, is_below, is_partly_nonfinite, largest_norm
 from syncheck.diagnose.moments import only_decay
-from syncheck.diagnose.selection import differing_elements, exclude_kinds, select_kinds
+from syncheck.diagnose.selection import differing_elements, exclude_kinds
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.records import MEASURED
@@ -89,39 +90,62 @@ class Text(Sentence, topic=CODE):
     )
 
 
-# dtype: (largest number of steps, machine epsilon or 0 if differences may not be measured against the tensor's size).
+class _Limit(NamedTuple):
+    """The largest differences of a dtype that are rounding."""
+
+    steps: int
+    """The largest number of rounding steps."""
+    epsilon: float
+    """The machine epsilon; 0 if differences may not be measured against the tensor's size."""
+
+
+# By dtype.
 _LIMITS = {
-    "float64": (4, 2.0**-52),
-    "float32": (4, 2.0**-23),
-    "complex128": (4, 0.0),
-    "complex64": (4, 0.0),
-    "float16": (1, 0.0),
-    "bfloat16": (1, 0.0),
+    "float64": _Limit(4, 2.0**-52),
+    "float32": _Limit(4, 2.0**-23),
+    "complex128": _Limit(4, 0.0),
+    "complex64": _Limit(4, 0.0),
+    "float16": _Limit(1, 0.0),
+    "bfloat16": _Limit(1, 0.0),
 }
 _SHORT = ("float16", "bfloat16")
 # Machine epsilons of the root mean square: one step of elements up to 32 times as large.
 _EPSILONS = 32
 
 
+def _have_equal_values(case: Case) -> bool:
+    """Whether no setting or counter differs."""
+    return not case.values
+
+
+def _is_without_averages(case: Case) -> bool:
+    """Whether the run does not average parameters. With local SGD (SYN241), the first differences are small too."""
+    return find_averaging(case.group) is None
+
+
+@requires(_have_equal_values, _is_without_averages)
 def apply(case: Case) -> Match | None:
     """Match differences of the size of rounding if there is no larger difference."""
-    # With local SGD (SYN241), the first differences are small too.
-    if case.values or find_averaging(case.group) is not None:
-        return None
     tensors = _select_rounded(case)
+    is_single = differing_elements(tensors) < 2
+    are_copies = not exclude_kinds(tensors, "ema")
     # A single element has a rule of its own, and so have copies.
-    if differing_elements(tensors) < 2 or not exclude_kinds(tensors, "ema"):
+    if is_single or are_copies:
         return None
 
-    facts = [_summarize(tensors), largest_difference(tensors)]
     has_short_floats = any(diff.dtype in _SHORT for diff in tensors)
-    if has_short_floats and not case.compared("optimizer"):
-        facts.append(Text.SHORT_FLOATS())
+    is_stateless = not case.compared("optimizer")
+    facts = [
+        _summarize(tensors),
+        largest_difference(tensors),
+        *state_if(has_short_floats and is_stateless, Text.SHORT_FLOATS()),
+    ]
     match = case.make_match(tensors, facts)
 
     # Gradients that differ by rounding support it. Small differences are never more than consistent with it.
     have_rounded_gradients = bool(case.differing_moments()) and not only_decay(case)
-    if have_rounded_gradients or not case.differing("parameter"):
+    have_equal_parameters = not case.differing("parameter")
+    if have_rounded_gradients or have_equal_parameters:
         return match.as_consistent("SYN213")
     return match.with_cause(Text.CAUSE_UNSURE, Text.FIX_UNSURE).as_consistent(*_list_alternatives(case))
 
@@ -129,27 +153,29 @@ def apply(case: Case) -> Match | None:
 def _select_rounded(case: Case) -> list[TensorDiff]:
     """Return the tensors that differ by rounding; empty if a tensor differs by more.
 
-    Running statistics may differ by more for another reason; the others are returned then.
+    Running statistics may differ by more for another reason; the other tensors are returned then.
     """
-    statistics = select_kinds(case.tensors, *BN_STATISTICS)
-    other_tensors = exclude_kinds(case.tensors, *BN_STATISTICS)
-    if not all(map(is_rounding, other_tensors)):
+    larger = [diff for diff in case.tensors if not is_rounding(diff)]
+    if exclude_kinds(larger, *BN_STATISTICS):
         return []
-    if all(map(is_rounding, statistics)):
-        return list(case.tensors)
-    return other_tensors
+    return exclude_kinds(case.tensors, *BN_STATISTICS) if larger else list(case.tensors)
 
 
 def _summarize(tensors: Sequence[TensorDiff]) -> Message:
     """State the largest difference in rounding steps, or near zero in epsilons of the size of the tensor."""
     counts = {
-        "ulp": max(diff.max_ulp or 0 for diff in tensors),
+        "ulp": max(map(_steps_of, tensors)),
         "elements": differing_elements(tensors),
         "tensors": len(tensors),
     }
     if all(map(_is_few_steps, tensors)):
         return Text.ROUNDING_STEPS(**counts)
     return Text.ROUNDING_EPSILONS(epsilons=max(map(_epsilons, tensors)), **counts)
+
+
+def _steps_of(diff: TensorDiff) -> int:
+    """Return the largest difference in rounding steps; 0 if it was not measured."""
+    return diff.max_ulp or 0
 
 
 def _list_alternatives(case: Case) -> tuple[str, ...]:
@@ -163,11 +189,7 @@ def _list_alternatives(case: Case) -> tuple[str, ...]:
 
 def is_rounding(diff: TensorDiff) -> bool:
     """Whether the replicas of a tensor differ by no more than rounding."""
-    has_values = diff.status == "different" and diff.reason is None
-    if not has_values or diff.dtype not in _LIMITS:
-        return False
-    # Digests have no size.
-    if not diff.mismatched or diff.max_abs is None:
+    if diff.dtype not in _LIMITS or not _is_measured(diff):
         return False
     if is_partly_nonfinite(diff):
         return False
@@ -175,20 +197,23 @@ def is_rounding(diff: TensorDiff) -> bool:
     return _is_few_steps(diff) or _epsilons(diff) <= _EPSILONS
 
 
+def _is_measured(diff: TensorDiff) -> bool:
+    """Whether the values were compared and differ, and the size of the difference is known, unlike that of digests."""
+    has_values = diff.status == "different" and diff.reason is None
+    has_size = count_mismatched(diff) > 0 and diff.max_abs is not None
+    return has_values and has_size
+
+
 def _is_few_steps(diff: TensorDiff) -> bool:
     """Whether the largest difference has few rounding steps."""
-    most_steps, _ = _LIMITS[diff.dtype]
-    return diff.max_ulp is not None and diff.max_ulp <= most_steps
+    return is_below(diff.max_ulp, _LIMITS[diff.dtype].steps + 1)
 
 
 def _epsilons(diff: TensorDiff) -> float:
     """Return the largest difference in machine epsilons of the tensor's root mean square; infinity if unknown."""
-    norm = largest_norm(diff, 0.0)
-    _, epsilon = _LIMITS[diff.dtype]
-    if not norm or diff.max_abs is None:
-        return math.inf
+    root_mean_square = largest_norm(diff, 0.0) / math.sqrt(min(diff.numel, MEASURED))
     # Short floats and complex numbers have no limit of this kind.
-    if not epsilon:
+    epsilon = _LIMITS[diff.dtype].epsilon * root_mean_square
+    if not epsilon or diff.max_abs is None:
         return math.inf
-    root_mean_square = norm / math.sqrt(min(diff.numel, MEASURED))
-    return float(diff.max_abs) / (epsilon * root_mean_square)
+    return float(diff.max_abs) / epsilon

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.averaging import Averaging, find_averaging
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import with_agreeing_ranks
 from syncheck.diagnose.optimizer_names import parameter_of
 from syncheck.diagnose.selection import exclude_names, select_names
 from syncheck.messages import Message, Sentence
@@ -64,13 +66,20 @@ class Text(Sentence, topic=CODE):
     SOME_EQUAL = "some ranks hold equal parameters, which ranks that train on their own do not"
 
 
+def _counts_agree(case: Case) -> bool:
+    """Whether the step counters agree. Other counts of steps show another cause."""
+    return case.agrees("optimizer_step")
+
+
+@requires(_counts_agree)
 def apply(case: Case) -> Match | None:
     """Match the differences of local SGD at this step: all trained tensors, or after an average all but parameters."""
     averaging = find_averaging(case.group)
-    if averaging is None or not case.agrees("optimizer_step"):
+    if averaging is None:
         return None
     # A difference that remains after the average may have caused all others.
-    if averaging.just_averaged and not case.agrees("parameter"):
+    remains_unequal = averaging.just_averaged and not case.agrees("parameter")
+    if remains_unequal:
         return None
     parameters = _find_trained(case)
     state = case.of_kind("optimizer")
@@ -78,27 +87,22 @@ def apply(case: Case) -> Match | None:
         return None
 
     # Other counts show other batches, which local SGD does not explain.
-    statistics: tuple[TensorDiff, ...] = ()
-    if case.agrees("bn_count"):
-        statistics = case.of_kind(*BN_STATISTICS)
+    statistics = case.of_kind(*BN_STATISTICS) if case.agrees("bn_count") else ()
+    have_equal = _some_equal(parameters)
     facts = [
         *_describe_averaging(averaging, has_parameters=bool(parameters)),
         *(case.parameter_facts(parameters) or [Text.PARAMETERS_AGREE()]),
+        *state_if(state, Text.STATE_DIFFERS(count=len(state))),
+        *state_if(statistics, Text.STATISTICS_DIFFER(count=len(statistics))),
+        *state_if(have_equal, Text.SOME_EQUAL()),
     ]
-    if state:
-        facts.append(Text.STATE_DIFFERS(count=len(state)))
-    if statistics:
-        facts.append(Text.STATISTICS_DIFFER(count=len(statistics)))
-    covered = (*parameters, *state, *statistics)
-    if not _some_equal(parameters):
-        return Match(covered, case.group.ranks, facts)
-    return Match(covered, case.group.ranks, [*facts, Text.SOME_EQUAL()]).as_consistent("SYN211", "SYN213")
+    match = Match((*parameters, *state, *statistics), case.group.ranks, facts)
+    return match.as_consistent("SYN211", "SYN213") if have_equal else match
 
 
 def _some_equal(parameters: Sequence[TensorDiff]) -> bool:
     """Whether ranks that should have trained on their own data hold equal values of most differing parameters."""
-    with_equal_ranks = [diff for diff in parameters if max(map(len, diff.clusters), default=0) > 1]
-    return 2 * len(with_equal_ranks) > len(parameters)
+    return 2 * len(with_agreeing_ranks(parameters)) > len(parameters)
 
 
 def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
@@ -115,7 +119,15 @@ def _describe_averaging(averaging: Averaging, *, has_parameters: bool) -> list[M
     """State since when the ranks train on their own. has_parameters: whether parameters differ."""
     summary = Text.OWN_STEPS(steps=averaging.own_steps) if has_parameters else Text.OWN_STATE()
     if averaging.last:
-        last = Text.AVERAGED(period=averaging.period, last=averaging.last, step=averaging.step)
+        average = Text.AVERAGED(
+            period=averaging.period,
+            last=averaging.last,
+            step=averaging.step,
+        )
     else:
-        last = Text.NOT_YET_AVERAGED(period=averaging.period, warmup=averaging.warmup, step=averaging.step)
-    return [summary, last]
+        average = Text.NOT_YET_AVERAGED(
+            period=averaging.period,
+            warmup=averaging.warmup,
+            step=averaging.step,
+        )
+    return [summary, average]

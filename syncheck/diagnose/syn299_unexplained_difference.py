@@ -19,10 +19,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, is_adapter
+from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.features import agreeing_within, kinds_of
 from syncheck.diagnose.history import suspects
-from syncheck.diagnose.measures import agrees_within, median_cosine
+from syncheck.diagnose.measures import median_cosine
 from syncheck.diagnose.moments import only_decay
-from syncheck.diagnose.selection import ranks_outside
+from syncheck.diagnose.selection import list_names, ranks_outside
 from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
@@ -137,20 +139,57 @@ class _Remainder(NamedTuple):
     """The codes of causes that are not excluded."""
 
 
+_KINDS_ALONE = {
+    "buffer": _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS),
+    "optimizer": _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, (Text.PARAMETERS_AGREE(),)),
+    "rng": _Remainder(Text.CAUSE_RNG, Text.FIX_RNG),
+}
+
+
+class _Gradients(NamedTuple):
+    """The cause of different gradients, and the codes of causes that are not excluded."""
+
+    cause: Sentence
+    fix: Sentence
+    of_model: tuple[str, ...]
+    """If the whole model differs."""
+    of_part: tuple[str, ...]
+    """If a part of the model differs."""
+
+
+_COUNTED = _Gradients(
+    Text.CAUSE_COUNTED,
+    Text.FIX_COUNTED,
+    of_model=("SYN211",),
+    of_part=("SYN212", "SYN224"),
+)
+# An optimizer without step counters.
+_UNCOUNTED = _Gradients(
+    Text.CAUSE_UNCOUNTED,
+    Text.FIX_UNCOUNTED,
+    of_model=("SYN214", "SYN215", "SYN213"),
+    of_part=("SYN225", "SYN212", "SYN224"),
+)
+
+
+def _is_unexplained(case: Case) -> bool:
+    """Whether any difference is left without an explanation."""
+    return bool(case.tensors or case.values)
+
+
+@requires(_is_unexplained)
 def apply(case: Case) -> Match | None:
     """Match all remaining differences."""
-    if not case.tensors and not case.values:
-        return None
-    facts: list[Message] = []
-    if case.tensors:
-        facts += [_describe_tensors(case), *case.agreement_facts(case.tensors)]
-    if case.values:
-        facts.append(_describe_values(case.of_values()))
     remainder = _diagnose_remainder(case)
+    facts = [
+        *state_if(case.tensors, _describe_tensors(case), *case.agreement_facts(case.tensors)),
+        *state_if(case.values, _describe_values(case.of_values())),
+        *remainder.facts,
+    ]
     return Match(
         case.tensors,
         _find_suspects(case),
-        (*facts, *remainder.facts),
+        facts,
         case.values,
         remainder.cause,
         remainder.fix,
@@ -160,11 +199,12 @@ def apply(case: Case) -> Match | None:
 
 def _describe_tensors(case: Case) -> Message:
     """State how many tensors of each kind differ, and by how much."""
-    counts = Counter(diff.kind for diff in case.tensors)
-    kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in counts.items())
+    kinds = []
+    for kind, count in Counter(diff.kind for diff in case.tensors).items():
+        kinds.append(Text.KIND(count=count, kind=kind))
     return Text.TENSORS(
         count=len(case.tensors),
-        kinds=kinds,
+        kinds=tuple(kinds),
         size=largest_difference(case.tensors),
     )
 
@@ -173,10 +213,10 @@ def _diagnose_remainder(case: Case) -> _Remainder:
     """Return what the kinds of the differing tensors show."""
     if not case.tensors:
         return _Remainder()
-    if all(is_code_constant(diff.name) for diff in case.tensors):
+    if all(map(is_code_constant, list_names(case.tensors))):
         return _Remainder(OtherCode.CAUSE, OtherCode.FIX)
 
-    kinds = {diff.kind for diff in case.tensors}
+    kinds = kinds_of(case.tensors)
     # Other tensors follow the parameters.
     followed = kinds & {"parameter"} or kinds
     _, since = case.trend_facts(*followed)
@@ -186,15 +226,9 @@ def _diagnose_remainder(case: Case) -> _Remainder:
         remainder = _diagnose_single_kind(case, since)
         if remainder is not None:
             return remainder
-
-    if not case.differing_parameters():
-        return _Remainder(facts=since)
-    if _are_copies_in_stages(case):
-        return _Remainder(Text.CAUSE_STAGES, Text.FIX_STAGES, since, ("SYN210", "SYN212"))
-    # With equal gradients, something else changed the parameters.
-    if case.is_in_sync("optimizer") or only_decay(case):
-        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
-    return _diagnose_parameters(case, since)
+    if case.differing_parameters():
+        return _diagnose_parameters(case, since)
+    return _Remainder(facts=since)
 
 
 def _is_digest(diff: TensorDiff) -> bool:
@@ -203,57 +237,79 @@ def _is_digest(diff: TensorDiff) -> bool:
 
 
 def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder | None:
-    """Return what is known if only optimizer state, RNG states or buffers differ; None for any other kind."""
+    """Return what is known if only optimizer state, RNG states or buffers differ; None if other tensors may."""
     kind = case.tensors[0].kind
-    if kind == "buffer":
-        return _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
-    if kind == "optimizer" and case.is_in_sync("parameter"):
-        facts = since or (Text.PARAMETERS_AGREE(),)
-        return _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, facts)
+    if kind not in _KINDS_ALONE or not _is_kind_alone(case, kind):
+        return None
+    remainder = _KINDS_ALONE[kind]
+    # The course of the difference says more than that the rest agrees.
+    return remainder._replace(facts=since or remainder.facts)
+
+
+def _is_kind_alone(case: Case, kind: str) -> bool:
+    """Whether the tensors of the kind are what their kind says, and differ alone."""
+    if kind == "optimizer":
+        return case.is_in_sync("parameter")
     # The error feedback of PowerSGD is listed with the RNG states, but is none.
     has_error_feedback = any(".error_dict." in f".{diff.name}" for diff in case.tensors)
-    if kind == "rng" and not has_error_feedback:
-        return _Remainder(Text.CAUSE_RNG, Text.FIX_RNG, since)
-    return None
+    return kind != "rng" or not has_error_feedback
 
 
 def _are_copies_in_stages(case: Case) -> bool:
     """Whether parameters differ only between pipeline stages, which have no other parameter in common."""
     stages = case.coordinates(PIPELINE)
-    if len(set(stages.values())) < 2:
-        return False
-    return all(agrees_within(diff, stages) for diff in case.differing_parameters().values())
+    differing = case.differing_parameters().values()
+    has_stages = len(set(stages.values())) > 1
+    return has_stages and len(agreeing_within(differing, stages)) == len(differing)
 
 
 def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Remainder:
-    """Return the causes of differing parameters that are not excluded, by the optimizer state that was compared."""
-    is_whole = _is_whole_model(case)
+    """Return the causes of differing parameters that are not excluded."""
+    if _are_copies_in_stages(case):
+        return _Remainder(
+            cause=Text.CAUSE_STAGES,
+            fix=Text.FIX_STAGES,
+            facts=since,
+            alternatives=("SYN210", "SYN212"),
+        )
+    # With equal gradients, something else changed the parameters.
+    if case.is_in_sync("optimizer") or only_decay(case):
+        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     if not case.compared("optimizer"):
-        alternatives = _list_stateless_alternatives(case, is_whole=is_whole)
-        return _Remainder(Text.CAUSE_STATELESS, Text.FIX_STATELESS, since, alternatives)
+        alternatives = _list_stateless_alternatives(case)
+        return _Remainder(
+            cause=Text.CAUSE_STATELESS,
+            fix=Text.FIX_STATELESS,
+            facts=since,
+            alternatives=alternatives,
+        )
     if not case.in_step():
         return _Remainder(facts=since)
+    return _diagnose_gradients(case, since)
 
-    facts = since
+
+def _diagnose_gradients(case: Case, since: tuple[Message, ...]) -> _Remainder:
+    """Return the causes of different gradients that are not excluded."""
     cosine = median_cosine(case.differing_moments().values())
-    if cosine is not None:
-        facts = (Text.MOMENTS(cosine=cosine), *since)
+    causes = _COUNTED if case.counts_steps() else _UNCOUNTED
     # A whole model that differs has other causes than a part of it.
-    if case.counts_steps():
-        alternatives = ("SYN211",) if is_whole else ("SYN212", "SYN224")
-        return _Remainder(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, alternatives)
-    alternatives = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
-    return _Remainder(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, alternatives)
+    alternatives = causes.of_model if _is_whole_model(case) else causes.of_part
+    return _Remainder(
+        causes.cause,
+        causes.fix,
+        facts=(*state_if(cosine is not None, Text.MOMENTS(cosine=cosine)), *since),
+        alternatives=alternatives,
+    )
 
 
-def _list_stateless_alternatives(case: Case, *, is_whole: bool) -> tuple[str, ...]:
-    """Return the causes that parameters alone do not exclude. is_whole: whether the whole model differs."""
-    if not is_whole:
+def _list_stateless_alternatives(case: Case) -> tuple[str, ...]:
+    """Return the causes that parameters alone do not exclude."""
+    if not _is_whole_model(case):
         return ("SYN212", "SYN225", "SYN210")
+    differing = case.differing_parameters().values()
     # A skipped step leaves all other ranks equal.
-    if case.number_of_ranks > 2 and case.ranks_differ(case.differing_parameters().values()):
-        return ("SYN211", "SYN213")
-    return ("SYN213", "SYN214", "SYN211")
+    all_differ = case.number_of_ranks > 2 and case.ranks_differ(differing)
+    return ("SYN211", "SYN213") if all_differ else ("SYN213", "SYN214", "SYN211")
 
 
 def _is_whole_model(case: Case) -> bool:
@@ -270,8 +326,13 @@ def _is_whole_model(case: Case) -> bool:
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:
     """State the first differing values by rank."""
-    values = limit_facts(list(map(_describe_value, differing)), _MOST, Text.MORE_VALUES)
-    return Text.VALUES(count=len(differing), values=tuple(values))
+    values = []
+    for diff in differing:
+        values.append(_describe_value(diff))
+    return Text.VALUES(
+        count=len(differing),
+        values=tuple(limit_facts(values, _MOST, Text.MORE_VALUES)),
+    )
 
 
 def _describe_value(diff: ValueDiff) -> Message:
@@ -288,7 +349,8 @@ def _find_suspects(case: Case) -> tuple[int, ...]:
     deviating_ranks: set[int] = set()
     for value in case.of_values():
         largest_set = max(_ranks_by_value(value).values(), key=len)
-        if 2 * len(largest_set) > len(value.by_rank):
+        has_majority = 2 * len(largest_set) > len(value.by_rank)
+        if has_majority:
             deviating_ranks.update(ranks_outside(value.by_rank, largest_set))
         else:
             # Without a majority, all ranks are suspects.
