@@ -9,6 +9,8 @@ from collections import defaultdict
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from syncheck.report.selections import find_out_of_sync
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,8 +37,7 @@ def _compare_verdict(check: Group) -> dict[str, bool]:
     softened, failing = codes["softened"], codes["failing"]
     # An allowed finding explains differences in a check in sync; nothing else does.
     explaining = failing + codes["allowed"]
-    differing = [diff.name for diff in check.tensors if diff.out_of_sync]
-    differs = check.counts.different + len(differing) > 0
+    differs = bool(check.counts.different or find_out_of_sync(check.tensors))
     # A check without compared tensors is undecided.
     unfounded = verdict == "in_sync" and not check.counts.compared
     return {
@@ -59,17 +60,14 @@ def _find_role(finding: Finding) -> str:
     return "neutral"
 
 
-def find_contradicted_check(event: Mapping[str, Any], check: Group | None) -> str:
+def find_contradicted_check(event: Mapping[str, Any], check: Group) -> str:
     """Return why an event `desync` or `end` contradicts the check before it, or an empty text."""
-    problems: dict[str, bool] = {}
-    if check is None:
-        return ""
     if event["event"] == "end":
-        problems = _compare_end(event, check)
+        return _first_problem(_compare_end(event, check))
     # An event `desync` belongs to the check of its step only.
-    elif event["step"] == check.step:
-        problems = _compare_desync(event, check)
-    return _first_problem(problems)
+    if event["step"] == check.step:
+        return _first_problem(_compare_desync(event, check))
+    return ""
 
 
 def _compare_end(event: Mapping[str, Any], check: Group) -> dict[str, bool]:
@@ -117,8 +115,7 @@ def _is_softened(finding: Finding) -> bool:
         return False
     from syncheck.diagnose.rules import RULES  # 30 modules, only needed for events with findings of severity info
 
-    severities = {}
     for rule in RULES:
-        severities[rule.code] = rule.severity
-    severity = severities.get(finding.code, "info")
-    return severity != "info"
+        if rule.code == finding.code:
+            return rule.severity != "info"
+    return False

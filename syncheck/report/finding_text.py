@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # The findings that name no cause.
 UNEXPLAINED = ("SYN299", "SYN399")
+_UNKNOWN = "unknown"
 
 
 class Title(Sentence):
@@ -73,7 +74,9 @@ def _why_ignored(finding: Finding) -> str:
         return ", does not fail"
     if finding.allowed:
         return ", allowed"
-    return ", accepted by the baseline" if finding.accepted else ""
+    if finding.accepted:
+        return ", accepted by the baseline"
+    return ""
 
 
 def more_text(finding: Finding) -> str:
@@ -97,12 +100,15 @@ def cause_text(finding: Finding, write: Writer = write_plain) -> str:
 def _describe_cause(finding: Finding) -> Message:
     if finding.certainty != "consistent":
         return finding.cause
-    others = _name_findings(finding.alternatives)
-    if finding.code in UNEXPLAINED:
-        return Cause.NOT_EXCLUDED(cause=finding.cause, others=others) if others else finding.cause
-    if others:
-        return Cause.ALSO_POSSIBLE(cause=finding.cause, others=others)
-    return Cause.UNNAMED_POSSIBLE(cause=finding.cause)
+    alternatives = _name_findings(finding.alternatives)
+    is_explained = finding.code not in UNEXPLAINED
+    if is_explained and alternatives:
+        return Cause.ALSO_POSSIBLE(cause=finding.cause, others=alternatives)
+    if is_explained:
+        return Cause.UNNAMED_POSSIBLE(cause=finding.cause)
+    if alternatives:
+        return Cause.NOT_EXCLUDED(cause=finding.cause, others=alternatives)
+    return finding.cause
 
 
 def _name_findings(codes: Sequence[str]) -> list[str]:
@@ -112,9 +118,11 @@ def _name_findings(codes: Sequence[str]) -> list[str]:
     # All rules are loaded only for a finding with alternatives.
     from syncheck.diagnose.rules import RULES
 
-    names = {rule.code: rule.slug for rule in RULES}
+    titles: dict[str, str] = {}
+    for rule in RULES:
+        titles[rule.code] = f"{rule.code} {rule.slug}"
     # A saved report may have codes of another version.
-    return [f"{code} {names[code]}" if code in names else code for code in codes]
+    return [titles.get(code, code) for code in codes]
 
 
 def describe_history(finding: Finding, write: Writer = write_plain) -> str:
@@ -135,14 +143,18 @@ def summarize_history(finding: Finding, write: Writer = write_plain) -> str:
 
 
 def _add_trend(fact: Message, history: History) -> Message:
-    return When.WITH_TREND(fact=fact, trend=history.trend) if history.trend else fact
+    if history.trend is None:
+        return fact
+    return When.WITH_TREND(fact=fact, trend=history.trend)
 
 
 def _since(history: History) -> Message:
     if history.agreed is None:
         return When.SINCE_FIRST_STEP(since=history.since)
-    others_differed = any(point.step == history.agreed and point.others_differ for point in history.points)
-    sentence = When.DIFFERENT_SINCE if others_differed else When.OUT_OF_SYNC_SINCE
+    sentence = When.OUT_OF_SYNC_SINCE
+    for point in history.points:
+        if point.step == history.agreed and point.others_differ:
+            sentence = When.DIFFERENT_SINCE
     return sentence(agreed=history.agreed, since=history.since)
 
 
@@ -159,9 +171,14 @@ def _first_difference(history: History) -> Message:
 
 def _steps_in_sync(history: History) -> list[Message]:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
-    later = [point for point in history.points if point.step > history.since and not point.differing]
-    in_sync = [point.step for point in later if not point.others_differ]
-    equal = [point.step for point in later if point.others_differ]
+    in_sync, equal = [], []
+    for point in history.points:
+        if point.step <= history.since or point.differing:
+            continue
+        if point.others_differ:
+            equal.append(point.step)
+        else:
+            in_sync.append(point.step)
     facts = []
     if in_sync:
         facts.append(When.IN_SYNC_AGAIN(count=len(in_sync), steps=in_sync))
@@ -172,17 +189,18 @@ def _steps_in_sync(history: History) -> list[Message]:
 
 def _differences(history: History) -> list[Message]:
     """Return the largest difference at the first step out of sync and at the last step; empty if both are unknown."""
-    points = [point for point in history.points if point.step >= history.since]
     # Points before the first difference have no size.
-    first, last = points[0].max_abs, points[-1].max_abs
-    if first is None and last is None:
+    sizes = [point.max_abs for point in history.points if point.step >= history.since]
+    first, last = _known_difference(sizes[0]), _known_difference(sizes[-1])
+    if first == last == _UNKNOWN:
         return []
-    if len(points) == 1:
-        fact = When.DIFFERENCE(first=_known_difference(first))
-    else:
-        fact = When.DIFFERENCES(first=_known_difference(first), last=_known_difference(last))
+    fact = When.DIFFERENCES(first=first, last=last)
+    if len(sizes) == 1:
+        fact = When.DIFFERENCE(first=first)
     return [_add_trend(fact, history)]
 
 
 def _known_difference(difference: float | None) -> str:
-    return "unknown" if difference is None else difference_text(difference)
+    if difference is None:
+        return _UNKNOWN
+    return difference_text(difference)

@@ -11,6 +11,8 @@ import hashlib
 from functools import cache
 from html import escape
 from importlib import resources
+from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.series import by_run, shown_steps
@@ -18,14 +20,15 @@ from syncheck.records import Counts
 from syncheck.report import finding_text, tables, words
 from syncheck.report.page_data import (
     bin_counts,
-    bin_label,
+    bin_titles,
     bins_in_use,
     encode,
     find_histograms,
     make_curves,
     make_data,
 )
-from syncheck.text import one_line, ranks_as_ranges
+from syncheck.report.selections import SEVERITIES, join_runs, list_codes, write_first
+from syncheck.text import make_unique_name, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +47,6 @@ _MOST_LINKS = 8
 _MOST_PLACES = 10
 _DOT = " \u00b7 "
 _COUNTS = ("identical", "equal", "close", "different", "not_compared")
-_SEVERITIES = ("error", "warning", "info")
 
 
 class _FindingOfRun(NamedTuple):
@@ -52,6 +54,11 @@ class _FindingOfRun(NamedTuple):
 
     finding: Finding
     group: Group
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """A sort key, the lowest for the most important finding."""
+        return _rank(self.finding)
 
 
 class _Definition(NamedTuple):
@@ -65,11 +72,10 @@ class _Definition(NamedTuple):
 def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page. about: labels and texts on how it was made. All texts from files are escaped."""
     runs = by_run(report.groups)
-    numbers = {run: number for number, run in enumerate(runs, 1)}
-    data = make_data(report, runs)
-    properties = [("syncheck", version), *about]
+    numbers = dict(zip(runs, count(1), strict=False))
+    properties = {"syncheck": version, **dict(about)}
     body = [
-        *_head(report, runs, dict(properties).get("written", "")),
+        *_head(report, runs, properties.get("written", "")),
         *_findings(runs, numbers),
         *_steps(report, runs),
         *_drift(report),
@@ -82,12 +88,12 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
     body += _paragraphs(words.omission_lines(report), "note")
-    about_definitions = [_Definition(label, text) for label, text in properties if text]
+    about_definitions = [_Definition(label, text) for label, text in properties.items() if text]
     body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
-    title = f"syncheck: {words.VERDICTS[report.verdict].lower()}"
-    if runs:
-        title += f", {next(iter(runs))}"
-    return _page(_escape(title), body, "" if data is None else encode(data))
+    title = ", ".join([f"syncheck: {words.VERDICTS[report.verdict].lower()}", *list(runs)[:1]])
+    data = make_data(report, runs)
+    encoded = "" if data is None else encode(data)
+    return _page(_escape(title), body, encoded)
 
 
 @cache
@@ -96,14 +102,18 @@ def _read(name: str) -> str:
 
 
 def _page(title: str, body: Sequence[str], data: str) -> str:
+    """Return the page with its scripts. data: for charts, may be empty."""
     scripts = [_read("page.js")]
     if data:
         scripts.insert(0, _read("echarts.js"))
-    # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
+        body = [*body, f'<script type="application/gzip" id="data">{data}</script>']
     sources = []
+    script_elements = []
     for script in scripts:
         digest = hashlib.sha256(script.encode()).digest()
         sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+        script_elements.append(f"<script>{script}</script>")
+    # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(sources)}"
     lines = [
         "<!doctype html>",
@@ -117,58 +127,57 @@ def _page(title: str, body: Sequence[str], data: str) -> str:
         "</head>",
         "<body>",
         *body,
+        *script_elements,
+        "</body>",
+        "</html>",
+        "",
     ]
-    if data:
-        lines.append(f'<script type="application/gzip" id="data">{data}</script>')
-    lines += [f"<script>{script}</script>" for script in scripts]
-    lines += ["</body>", "</html>", ""]
     return "\n".join(lines)
 
 
 def _head(report: Report, runs: Steps, written: str) -> list[str]:
-    groups = _all_groups(runs)
-    origin = _origin(runs, groups, written)
-    lines = [f'<header class="{report.verdict}">', f"<h1>{_escape(words.verdict_line(report))}</h1>"]
-    lines += _paragraphs(words.first_lines(report))
-    lines.append(f'<p class="where">{escape(origin)}</p>' if origin else "")
+    groups = join_runs(runs)
+    lines = [
+        f'<header class="{report.verdict}">',
+        f"<h1>{_escape(words.verdict_line(report))}</h1>",
+        *_paragraphs(words.first_lines(report)),
+        _origin(runs, groups, written),
+    ]
     if len(groups) <= 1:
-        lines.append(f"<p>{_escape(words.counts_line(report))}</p>")
+        lines += _paragraphs([words.counts_line(report)])
     elif len(runs) == 1:
         # A sum over steps would count each tensor several times.
         last = groups[-1]
-        lines.append(f"<p>{_escape(f'{words.step_text(last)}: {words.counts_text(last.counts)}')}</p>")
+        lines += _paragraphs([f"{words.step_text(last)}: {words.counts_text(last.counts)}"])
     if report.verdict == "in_sync" and not any(group.findings for group in groups):
         compared = max((group.counts.compared for group in groups), default=0)
-        lines.append(f"<p>No difference was found in {compared} compared tensors.</p>")
-    lines.append("</header>")
-    lines += _paragraphs([closure.sentence for closure in report.closures], "closure")
-    lines += _paragraphs(words.fixed_lines(report.groups))
-    return lines
+        lines += _paragraphs([f"No difference was found in {compared} compared tensors."])
+    return [
+        *lines,
+        "</header>",
+        *_paragraphs([closure.sentence for closure in report.closures], "closure"),
+        *_paragraphs(words.fixed_lines(report.groups)),
+    ]
 
 
 def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
     """Return texts as paragraphs of a class."""
-    attribute = f' class="{css_class}"' if css_class else ""
-    return [f"<p{attribute}>{_escape(text)}</p>" for text in texts]
-
-
-def _all_groups(runs: Steps) -> list[Group]:
-    groups: list[Group] = []
-    for steps in runs.values():
-        groups += steps
-    return groups
+    start = "<p>"
+    if css_class:
+        start = f'<p class="{css_class}">'
+    return [f"{start}{_escape(text)}</p>" for text in texts]
 
 
 def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
-    """Return runs, steps, ranks and time of a report. groups: of all runs."""
+    """Return runs, steps, ranks and time of a report in HTML; empty if nothing is known. groups: of all runs."""
     parts = []
     if len(runs) == 1:
         parts.append(one_line(groups[-1].run))
     elif runs:
         parts.append(f"{len(runs)} runs")
-    steps = list(dict.fromkeys(group.step for group in groups if group.step is not None))
+    steps = {group.step for group in groups if group.step is not None}
     if len(steps) == 1:
-        parts.append(f"step {steps[0]}")
+        parts.append(f"step {min(steps)}")
     elif steps:
         parts.append(f"{len(steps)} steps, {min(steps)} to {max(steps)}")
     ranks: set[int] = set()
@@ -179,19 +188,22 @@ def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
         parts.append(ranks_as_ranges(sorted(ranks)))
     if written:
         parts.append(written)
-    return _DOT.join(parts)
+    if not parts:
+        return ""
+    return f'<p class="where">{escape(_DOT.join(parts))}</p>'
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
     """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
     importance: tuple[int, ...] = (2,)
     for group in shown_steps(groups):
-        importance = min([importance, *map(_rank, group.findings)])
+        for finding in group.findings:
+            importance = min(importance, _rank(finding))
     return importance
 
 
 def _rank(finding: Finding) -> tuple[int, ...]:
-    return not finding.fails, _SEVERITIES.index(finding.severity)
+    return not finding.fails, SEVERITIES.index(finding.severity)
 
 
 def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
@@ -201,34 +213,29 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
             findings += [_FindingOfRun(finding, group) for finding in group.findings]
     if not findings:
         return []
-    findings.sort(key=lambda entry: _rank(entry.finding))
+    findings.sort(key=attrgetter("rank"))
     lines = ['<section id="findings">']
     anchors: set[str] = set()
     for entry in findings:
-        anchor = _choose_anchor(entry.finding.code, anchors)
+        # The first anchor has no number, so that links to a finding stay valid when another step has it too.
+        anchor = make_unique_name(entry.finding.code, anchors, "-")
         anchors.add(anchor)
         number = numbers[entry.group.run]
         lines.append(_finding(entry, anchor, number, is_one_of_many_runs=len(runs) > 1))
     return [*lines, "</section>"]
 
 
-def _choose_anchor(code: str, anchors: set[str]) -> str:
-    """Return an unused anchor: `SYN201`, then `SYN201-2`."""
-    # The first anchor has no number, so that links to a finding stay valid when another step has it too.
-    anchor, number = code, 1
-    while anchor in anchors:
-        number += 1
-        anchor = f"{code}-{number}"
-    return anchor
-
-
 def _finding(entry: _FindingOfRun, anchor: str, number: int, *, is_one_of_many_runs: bool) -> str:
     finding, group = entry
-    title = escape(one_line(finding_text.finding_title(finding)))
-    origin = [group.run] if is_one_of_many_runs else []
+    title = _escape(finding_text.finding_title(finding))
+    origin = []
+    if is_one_of_many_runs:
+        origin.append(group.run)
     if group.step is not None:
         origin.append(words.step_text(group))
-    note = f'<p class="note">{_escape(", ".join(origin))}</p>' if origin else ""
+    note = ""
+    if origin:
+        note = f'<p class="note">{_escape(", ".join(origin))}</p>'
     rows = [_Definition(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
     rows.append(_Definition("more", finding_text.more_text(finding)))
     return (
@@ -241,11 +248,11 @@ def _tensor_links(finding: Finding, number: int) -> str:
     """Return the definition of the tensors of a finding. number: of the run."""
     if not finding.tensors:
         return ""
-    links = []
-    for name in finding.tensors[:_MOST_LINKS]:
-        links.append(f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>')
-    if len(finding.tensors) > _MOST_LINKS:
-        links.append(f"and {len(finding.tensors) - _MOST_LINKS} more")
+
+    def link(name: str) -> str:
+        return f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
+
+    links = write_first(finding.tensors, _MOST_LINKS, link)
     return f"<dt>tensors</dt><dd>{', '.join(links)}</dd>"
 
 
@@ -261,15 +268,18 @@ def _definitions(rows: Iterable[_Definition], more: str = "") -> str:
 def _linked(text: str) -> str:
     """Return an escaped text, as a link if it is an address of the documentation."""
     escaped = escape(text)
-    return f'<a href="{escaped}">{escaped}</a>' if text.startswith(words.SITE) else escaped
+    if not text.startswith(words.SITE):
+        return escaped
+    return f'<a href="{escaped}">{escaped}</a>'
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
-    groups = _all_groups(runs)
+    """Return the counts of each step; of too many steps, only those with news."""
+    groups = join_runs(runs)
     if len(groups) < 2 or report.command != "compare":
         return []
     if len(groups) > _MOST_STEPS:
-        groups = _all_groups({run: shown_steps(steps) for run, steps in runs.items()})
+        groups = join_runs({run: shown_steps(steps) for run, steps in runs.items()})
     kinds = tables.list_kinds(groups)
     totals = sum((group.counts for group in groups), Counts())
     statuses = [name for name in _COUNTS if getattr(totals, name)]
@@ -284,13 +294,15 @@ def _steps(report: Report, runs: Steps) -> list[str]:
 def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> list[str]:
     cells = [
         group.run,
-        "-" if group.step is None else str(group.step),
+        tables.number_cell(group.step),
         words.VERDICTS[group.verdict],
-        ", ".join(finding.code for finding in group.findings) or "-",
+        ", ".join(list_codes(group.findings)) or "-",
         str(len(group.replicas)),
     ]
-    cells += [str(getattr(group.counts, name)) for name in statuses]
-    cells += [tables.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds]
+    for name in statuses:
+        cells.append(str(getattr(group.counts, name)))
+    for kind in kinds:
+        cells.append(tables.kind_cell(group.kinds.get(kind, Counts())))
     return cells
 
 
@@ -330,8 +342,14 @@ def _file_table(group: Group) -> str:
     columns = ("file", "model" if group.is_pair else "rank", "format", "tensors", "bytes")
     rows = []
     for replica in group.replicas:
-        rank, size = replica.label or str(replica.rank), words.bytes_text(replica.bytes)
-        rows.append((replica.path, rank, replica.format, str(replica.tensors), size))
+        row = (
+            replica.path,
+            replica.label or str(replica.rank),
+            replica.format,
+            str(replica.tensors),
+            words.bytes_text(replica.bytes),
+        )
+        rows.append(row)
     return _table(columns, rows, numbers=("rank", "tensors", "bytes"))
 
 
@@ -343,9 +361,14 @@ def _history(group: Group) -> list[str]:
     # All curves have a point for each compared step.
     for points in zip(*curves.values(), strict=False):
         step, _ = points[0]
-        rows.append((str(step), *(tables.difference_text(difference) for _, difference in points)))
-    title = "Max abs difference of each finding at each step"
-    return [f"<details><summary>{title}</summary>\n{_table(('step', *curves), rows, ('step', *curves))}</details>"]
+        cells = [tables.difference_text(difference) for _, difference in points]
+        rows.append((str(step), *cells))
+    table = _table(("step", *curves), rows, ("step", *curves))
+    return _fold("Max abs difference of each finding at each step", table)
+
+
+def _fold(title: str, content: str) -> list[str]:
+    return [f"<details><summary>{title}</summary>\n{content}</details>"]
 
 
 def _histograms(group: Group) -> list[str]:
@@ -356,17 +379,19 @@ def _histograms(group: Group) -> list[str]:
         return []
     bins = bins_in_use(histograms.values())
     rows = []
-    is_sampled = False
+    note = ""
     for diff in diffs:
         histogram = histograms.get(diff.name)
-        if histogram is not None:
-            differing, max_abs, *_ = tables.difference_cells(diff)
-            rows.append((diff.name, differing, max_abs, *map(str, bin_counts(histogram, bins))))
-            is_sampled = is_sampled or histogram.elements < diff.numel
-    note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if is_sampled else ""
-    columns = ("tensor", "differing", "max abs", "equal", *map(bin_label, bins), "not finite")
-    title = "Number of elements by absolute difference"
-    return [f"<details><summary>{title}</summary>\n{note}{_table(columns, rows, columns[2:])}</details>"]
+        if histogram is None:
+            continue
+        differing, max_abs, *_ = tables.difference_cells(diff)
+        counts = [str(elements) for elements in bin_counts(histogram, bins)]
+        rows.append((diff.name, differing, max_abs, *counts))
+        if histogram.elements < diff.numel:
+            note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>'
+    columns = ("tensor", "differing", "max abs", *bin_titles(bins))
+    table = _table(columns, rows, columns[2:])
+    return _fold("Number of elements by absolute difference", f"{note}{table}")
 
 
 def _tensor_table(group: Group) -> list[str]:

@@ -79,11 +79,12 @@ def _tensor(diff: TensorDiff) -> dict[str, Any]:
 
 def _value(value: ValueDiff) -> dict[str, Any]:
     fields = _slots(value)
-    # As Python prints them, because JSON has no NaN, bytes and complex numbers.
-    texts: dict[int, str | None] = {}
+    fields["by_rank"] = {}
     for rank, content in value.by_rank.items():
-        texts[rank] = None if content is None else brief(content, _MOST_VALUE)
-    return fields | {"by_rank": texts}
+        # As Python prints them, because JSON has no NaN, bytes and complex numbers.
+        text = None if content is None else brief(content, _MOST_VALUE)
+        fields["by_rank"][rank] = text
+    return fields
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
