@@ -34,6 +34,7 @@ def _compare_verdict(check: Group) -> dict[str, bool]:
     for finding in check.findings:
         role = _find_role(finding)
         codes[role].append(finding.code)
+
     softened, failing = codes["softened"], codes["failing"]
     # An allowed finding explains differences in a check in sync; nothing else does.
     explaining = failing + codes["allowed"]
@@ -106,6 +107,7 @@ def _compare_counts(check: Group, event: Mapping[str, Any]) -> dict[str, bool]:
         results = sum(numbers) - counts.tensors
         problems[f"a negative number of tensors of kind {kind:.40}"] = min(numbers) < 0
         problems[f"{counts.tensors} tensors of kind {kind:.40}, but {results} results"] = results != counts.tensors
+
     return problems
 
 
@@ -113,9 +115,11 @@ def _is_softened(finding: Finding) -> bool:
     """Whether a finding claims to be mere information, but its code never is. Later versions may have more codes."""
     if finding.severity != "info":
         return False
+
     from syncheck.diagnose.rules import RULES  # 30 modules, only needed for events with findings of severity info
 
     for rule in RULES:
         if rule.code == finding.code:
             return rule.severity != "info"
+
     return False

@@ -30,10 +30,13 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.report.selections import SEVERITIES, find_out_of_sync, list_codes, list_names, select_tensors
+from syncheck.report.selections import SEVERITIES, Item, find_out_of_sync, list_codes, list_names, select_tensors
 from syncheck.report.tables import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
+
+if TYPE_CHECKING:
+    from syncheck.messages import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +45,7 @@ ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
 _MOST_TENSORS, _MOST_NAMES = 40, 8
 _MOST_NOTE = 1000  # characters
+# A file that is no event file may have a line of gigabytes.
 _MOST_LINE = 1 << 22  # characters
 _MOST_PROBLEM = 80  # characters
 _STATUSES = ("different", "not_compared")
@@ -93,6 +97,7 @@ def describe_check(report: Report) -> dict[str, Any]:
         if group.not_finite is not None:
             not_finite_count += group.not_finite.count
             not_finite_names += group.not_finite.names
+
     worst_names = list_names(sort_worst_first(differing)[:_MOST_TENSORS])
     # The order of the model shows where a difference begins.
     worst = select_tensors(differing, frozenset(worst_names))
@@ -109,9 +114,7 @@ def _describe_diff(diff: TensorDiff) -> dict[str, Any]:
     for name in _READERS:
         row[name] = getattr(diff, name)
     row["reason"] = diff.reason
-    row["detail"] = None
-    if diff.detail is not None:
-        row["detail"] = str(diff.detail)
+    row["detail"] = None if diff.detail is None else str(diff.detail)
     row["nonfinite"] = list(diff.nonfinite.items())
     return row
 
@@ -131,9 +134,11 @@ def read_events(paths: Sequence[Any]) -> Report:
     for path in paths:
         for group in _EventFile(str(path)).read():
             runs.setdefault(group.run, []).append(group)
+
     groups: list[Group] = []
     for steps in runs.values():
         groups += [*steps[:-1], _add_history(steps[-1], steps)]
+
     followed = follow_not_finite(groups)
     return Report(overall(followed, ()), tuple(followed))
 
@@ -146,7 +151,9 @@ class _EventFile:
         self.run = Path(path).stem
         self.ranks: tuple[int, ...] = ()
         self.checks: list[Group] = []
-        self.checks_of_run: list[Group] = []
+        # The last check of the current run, and the highest step of its checks.
+        self.last_check: Group | None = None
+        self.last_step = 0
 
     def read(self) -> list[Group]:
         """Return the checks of the file."""
@@ -161,8 +168,10 @@ class _EventFile:
                     f"{self.path}, line {number}: {contradiction}; the file was edited or damaged, so it has no "
                     "verdict. Pass the file as SyncMonitor wrote it"
                 )
+
         if not self.checks:
             raise UsageError(f"{self.path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+
         return self.checks
 
     def _add_event(self, event: Mapping[str, Any], number: int) -> str:
@@ -173,20 +182,21 @@ class _EventFile:
         elif kind == "check":
             check = _make_group(event, self.run, self.ranks, self.path)
             self.checks.append(check)
-            self.checks_of_run.append(check)
+            self.last_check = check
+            self.last_step = max(check.step or 0, self.last_step)
             return find_contradiction(check, event)
-        elif kind in ("desync", "end") and self.checks_of_run:
-            return find_contradicted_check(event, self.checks_of_run[-1])
+        elif kind in ("desync", "end") and self.last_check is not None:
+            return find_contradicted_check(event, self.last_check)
+
         return ""
 
     def _start_run(self, event: Mapping[str, Any], number: int) -> None:
-        self.ranks = tuple(sorted(_read_naturals(event["ranks"])))
+        self.ranks = tuple(sorted(_read_list(event["ranks"], _read_natural)))
         first_step = _read_natural(event["step"])
-        last_step = max((check.step or 0 for check in self.checks_of_run), default=0)
         # A resumed run starts after the last step; any other run that appended to the file does not.
-        if last_step and last_step >= first_step:
+        if self.last_step and self.last_step >= first_step:
             self.run = f"{Path(self.path).stem} from line {number}"
-            self.checks_of_run = []
+            self.last_check, self.last_step = None, 0
 
 
 def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -216,18 +226,29 @@ def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path
     verdict = _read_choice("verdict", event["verdict"], _VERDICTS)
     tensors = _read_natural(event["tensors"])
     kinds = _read_kinds(event)
+    replicas = []
+    for rank in ranks:
+        replica = Replica(
+            path=path,
+            rank=rank,
+            format="memory",
+            tensors=tensors,
+            bytes=0,
+        )
+        replicas.append(replica)
+
     return Group(
         name=f"{run} step {step}",
         run=run,
         step=step,
-        replicas=tuple(Replica(path, rank, "memory", tensors, 0) for rank in ranks),
+        replicas=tuple(replicas),
         counts=sum(kinds.values(), Counts()),
-        tensors=tuple(_make_diff(row) for row in event.get("worst", ())),
+        tensors=_read_list(event.get("worst", ()), _make_diff),
         kinds=kinds,
         verdict=verdict,
-        findings=tuple(_make_finding(row) for row in event["findings"]),
+        findings=_read_list(event["findings"], _make_finding),
         not_finite=_make_not_finite(event.get("not_finite")),
-        notes=tuple(Note.STORED(text=note) for note in _read_texts(event.get("notes", ()))),
+        notes=_read_list(event.get("notes", ()), _make_note),
     )
 
 
@@ -238,52 +259,61 @@ def _read_kinds(event: Mapping[str, Any]) -> dict[str, Counts]:
     for kind, row in event.get("kinds", {}).items():
         numbers = [_read_natural(row[field.name]) for field in fields(Counts)]
         kinds[str(kind)] = Counts(*numbers)
+
     if kinds:
         return kinds
+
     # Version 0.1 wrote only how many tensors were compared.
     reported = sum(_read_natural(row["tensors"]) for row in event["findings"])
     different = min(compared, reported)
-    not_compared = tensors - compared
-    return {"all": Counts(tensors, compared - different, different=different, not_compared=not_compared)}
+    counts = Counts(
+        tensors=tensors,
+        identical=compared - different,
+        different=different,
+        not_compared=tensors - compared,
+    )
+    return {"all": counts}
+
+
+def _make_note(text: Any) -> Message:
+    return Note.STORED(text=str(text))
 
 
 def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
     """Return the tensors that are not finite; None if there are none, or if an older version wrote the event."""
     if row is None or not _read_natural(row["count"]):
         return None
-    return NotFinite(_read_texts(row["names"]), _read_natural(row["count"]))
+    return NotFinite(_read_list(row["names"], str), _read_natural(row["count"]))
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
     values: dict[str, Any] = {}
     for name, read in _READERS.items():
         values[name] = read(row[name])
+
     _read_choice("status", values["status"], _STATUSES)
     if row["reason"] is not None:
         values["reason"] = Reason(row["reason"])
     if row["detail"] is not None:
         values["detail"] = Fact.TEXT(text=str(row["detail"]))
+
     values["nonfinite"] = {}
     for rank, count in row["nonfinite"]:
         values["nonfinite"][_read_natural(rank)] = _read_natural(count)
+
     return TensorDiff(**values)
 
 
-def _read_texts(values: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(str(value) for value in values)
-
-
-def _read_naturals(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(_read_natural(value) for value in values)
+def _read_list(values: Iterable[Any], read: Callable[[Any], Item]) -> tuple[Item, ...]:
+    """Return the items of a list. read: converts an item, or raises ValueError."""
+    return tuple(read(value) for value in values)
 
 
 def _read_integers(value: Any) -> Any:
     """Return lists of integers as tuples; None stays."""
     if isinstance(value, list):
-        return tuple(_read_integers(item) for item in value)
-    if value is None:
-        return None
-    return _read_natural(value)
+        return _read_list(value, _read_integers)
+    return None if value is None else _read_natural(value)
 
 
 def _read_natural(value: Any) -> int:
@@ -297,6 +327,7 @@ def _read_size(value: Any) -> Any:
     """Return the size of a difference, None if it is unknown. Raises ValueError unless it is a finite number."""
     if value is None:
         return None
+    # `True` is an integer of Python, and its JSON may have NaN and Infinity.
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{brief(value)} is not a finite number")
     return value
@@ -318,8 +349,8 @@ def _make_finding(row: Mapping[str, Any]) -> Finding:
         code=code,
         slug=str(row["slug"]),
         severity=severity,
-        ranks=_read_naturals(row["ranks"]),
-        tensors=_read_texts(row.get("names", ())),
+        ranks=_read_list(row["ranks"], _read_natural),
+        tensors=_read_list(row.get("names", ()), str),
         facts=(Fact.TEXT(text=str(row["evidence"])),),
         cause=Fact.TEXT(text=str(row.get("cause", advice))),
         fix=Fact.TEXT(text=str(row.get("fix", advice))),
@@ -327,7 +358,7 @@ def _make_finding(row: Mapping[str, Any]) -> Finding:
         counts=bool(row.get("counts", True)),
         # Versions before 0.3 wrote no certainty.
         certainty=_read_choice("certainty", row.get("certainty", "likely"), _CERTAINTIES),
-        alternatives=_read_texts(row.get("alternatives", ())),
+        alternatives=_read_list(row.get("alternatives", ()), str),
     )
 
 
@@ -352,8 +383,15 @@ def _follow(finding: Finding, steps: Sequence[Group]) -> History:
         if differing:
             largest = _find_largest([diff.max_abs for diff in diffs])
             differing_positions.append(position)
-        points.append(HistoryPoint(check.step or 0, differing, largest, check.verdict != "in_sync"))
+        point = HistoryPoint(
+            step=check.step or 0,
+            differing=differing,
+            max_abs=largest,
+            others_differ=check.verdict != "in_sync",
+        )
+        points.append(point)
         diffs_of_steps.append(diffs)
+
     # The finding is at the last step at least.
     first = differing_positions[0]
     return History(
@@ -384,9 +422,11 @@ def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group
         return len(diffs)
     if finding.code in list_codes(group.findings):
         return 1
+
     lists_all_tensors = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
     if group.verdict == "in_sync" or lists_all_tensors:
         return 0
+
     return 1
 
 

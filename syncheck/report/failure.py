@@ -41,16 +41,20 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
         codes.update(dict.fromkeys(list_codes(find_failing(group.findings))))
         if group.verdict == "out_of_sync":
             worst_groups.append(group)
+        # A report accepts refused tensors beside others that agree; an assertion does not.
         elif group.verdict != "in_sync" or _find_refused(group.tensors):
             other_groups.append(group)
+
     failing = [*worst_groups, *other_groups]
     cut_groups = [_cut_group(group, limit) for group in failing[:MOST_GROUPS]]
     body = text_of.comparison_body(replace(report, groups=tuple(cut_groups)), limit)
     lines = [_title(report, ", ".join(codes)), "", *plain.render(body).splitlines()]
     if len(failing) > MOST_GROUPS:
         lines += [f"and {len(failing) - MOST_GROUPS} more groups not in sync", ""]
+
     for file in report.unreadable[:MOST_UNREADABLE]:
         lines.append(f"unreadable: {shorten(file.path, _NAME)}: {shorten(file.reason, _SENTENCE)}")
+
     lines += [_verdict(report), words.counts_line(report)]
     return logged(_shorten_lines(lines))
 
@@ -66,9 +70,7 @@ def _title(report: Report, codes: str) -> str:
     if report.verdict == "out_of_sync":
         return f"{subject} are out of sync: {codes}"
     title = f"{subject} are not known to be in sync"
-    if codes:
-        title += f": {codes}"
-    return title
+    return f"{title}: {codes}" if codes else title
 
 
 def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
@@ -95,10 +97,12 @@ def _verdict(report: Report) -> str:
     refused = uncompared_tensors(report)
     if report.verdict == "out_of_sync" or report.unreadable or not refused:
         return words.verdict_line(report)
+
     names = []
     for diff in refused:
         detail = str(diff.detail or "")
         names.append(f"{shorten(diff.name, _NAME)} ({shorten(detail, _NAME)})")
+
     return f"{words.VERDICTS['undecided']}: {Undecided.REFUSED(count=len(refused), tensors=names_text(names))}"
 
 
@@ -110,9 +114,11 @@ def _cut_group(group: Group, limit: int) -> Group:
     if limit:
         shards = [diff for diff in group.tensors if diff.reason is Reason.SHARDED]
         worst, beyond_limit = worst[:limit], [*worst[limit:], *shards]
+
     replicas = []
     for replica in group.replicas:
         replicas.append(replace(replica, path=shorten(replica.path, _NAME)))
+
     return replace(
         group,
         name=shorten(group.name, _NAME),

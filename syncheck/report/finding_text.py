@@ -66,6 +66,7 @@ def finding_title(finding: Finding, write: Writer = write_plain) -> str:
     )
     if finding.ranks:
         title = Title.ON_RANKS(title=title, ranks=finding.ranks)
+
     return title.render(write)
 
 
@@ -74,9 +75,7 @@ def _why_ignored(finding: Finding) -> str:
         return ", does not fail"
     if finding.allowed:
         return ", allowed"
-    if finding.accepted:
-        return ", accepted by the baseline"
-    return ""
+    return ", accepted by the baseline" if finding.accepted else ""
 
 
 def more_text(finding: Finding) -> str:
@@ -100,6 +99,7 @@ def cause_text(finding: Finding, write: Writer = write_plain) -> str:
 def _describe_cause(finding: Finding) -> Message:
     if finding.certainty != "consistent":
         return finding.cause
+
     alternatives = _name_findings(finding.alternatives)
     is_explained = finding.code not in UNEXPLAINED
     if is_explained and alternatives:
@@ -108,6 +108,7 @@ def _describe_cause(finding: Finding) -> Message:
         return Cause.UNNAMED_POSSIBLE(cause=finding.cause)
     if alternatives:
         return Cause.NOT_EXCLUDED(cause=finding.cause, others=alternatives)
+
     return finding.cause
 
 
@@ -115,12 +116,14 @@ def _name_findings(codes: Sequence[str]) -> list[str]:
     """Return codes with their names in words, as in 'SYN211 gradients-not-reduced'."""
     if not codes:
         return []
+
     # All rules are loaded only for a finding with alternatives.
     from syncheck.diagnose.rules import RULES
 
     titles: dict[str, str] = {}
     for rule in RULES:
         titles[rule.code] = f"{rule.code} {rule.slug}"
+
     # A saved report may have codes of another version.
     return [titles.get(code, code) for code in codes]
 
@@ -143,47 +146,51 @@ def summarize_history(finding: Finding, write: Writer = write_plain) -> str:
 
 
 def _add_trend(fact: Message, history: History) -> Message:
-    if history.trend is None:
-        return fact
-    return When.WITH_TREND(fact=fact, trend=history.trend)
+    return When.WITH_TREND(fact=fact, trend=history.trend) if history.trend else fact
 
 
 def _since(history: History) -> Message:
     if history.agreed is None:
         return When.SINCE_FIRST_STEP(since=history.since)
-    sentence = When.OUT_OF_SYNC_SINCE
-    for point in history.points:
-        if point.step == history.agreed and point.others_differ:
-            sentence = When.DIFFERENT_SINCE
-    return sentence(agreed=history.agreed, since=history.since)
+    # Other tensors may have differed when these agreed.
+    steps_with_others = {point.step for point in history.points if point.others_differ}
+    if history.agreed in steps_with_others:
+        return When.DIFFERENT_SINCE(agreed=history.agreed, since=history.since)
+    return When.OUT_OF_SYNC_SINCE(agreed=history.agreed, since=history.since)
 
 
 def _first_difference(history: History) -> Message:
     since = _since(history)
     if not history.tensors:
         return since
+
+    # A sentence with all tensors could be megabytes long.
     first = one_line(history.tensors[0])
     count = len(history.tensors)
     if count == 1:
         return When.FIRST_IN(since=since, tensor=first, ranks=history.ranks)
-    return When.FIRST_IN_SEVERAL(since=since, count=count, tensor=first, ranks=history.ranks)
+
+    return When.FIRST_IN_SEVERAL(
+        since=since,
+        count=count,
+        tensor=first,
+        ranks=history.ranks,
+    )
 
 
 def _steps_in_sync(history: History) -> list[Message]:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
-    in_sync, equal = [], []
+    steps: dict[When, list[int]] = {When.IN_SYNC_AGAIN: [], When.EQUAL_AGAIN: []}
     for point in history.points:
-        if point.step <= history.since or point.differing:
-            continue
-        if point.others_differ:
-            equal.append(point.step)
-        else:
-            in_sync.append(point.step)
+        if point.step > history.since and not point.differing:
+            sentence = When.EQUAL_AGAIN if point.others_differ else When.IN_SYNC_AGAIN
+            steps[sentence].append(point.step)
+
     facts = []
-    if in_sync:
-        facts.append(When.IN_SYNC_AGAIN(count=len(in_sync), steps=in_sync))
-    if equal:
-        facts.append(When.EQUAL_AGAIN(count=len(equal), steps=equal))
+    for sentence, numbers in steps.items():
+        if numbers:
+            facts.append(sentence(count=len(numbers), steps=numbers))
+
     return facts
 
 
@@ -194,13 +201,13 @@ def _differences(history: History) -> list[Message]:
     first, last = _known_difference(sizes[0]), _known_difference(sizes[-1])
     if first == last == _UNKNOWN:
         return []
+
     fact = When.DIFFERENCES(first=first, last=last)
     if len(sizes) == 1:
         fact = When.DIFFERENCE(first=first)
+
     return [_add_trend(fact, history)]
 
 
 def _known_difference(difference: float | None) -> str:
-    if difference is None:
-        return _UNKNOWN
-    return difference_text(difference)
+    return _UNKNOWN if difference is None else difference_text(difference)

@@ -58,6 +58,7 @@ def describe_run(settings: Any) -> list[tuple[str, str]]:
     command = [name]
     if name == "__main__.py":
         command = ["python", "-m", os.path.basename(folder)]
+
     _, system, libraries, _ = list_versions()
     return [
         ("written", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")),
@@ -75,6 +76,7 @@ def _describe_settings(settings: Any) -> str:
 
     if settings is None:
         return ""
+
     defaults = type(settings)()
     texts = []
     for field in fields(settings):
@@ -84,6 +86,7 @@ def _describe_settings(settings: Any) -> str:
         if isinstance(value, tuple):
             value = ", ".join(map(str, value))
         texts.append(f"{field.name} = {value}")
+
     return "; ".join(texts)
 
 

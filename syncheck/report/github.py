@@ -8,7 +8,7 @@ https://docs.github.com/en/actions/reference/workflow-commands-for-github-action
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
@@ -44,12 +44,15 @@ class Annotation:
 
 def render(report: Report) -> str:
     """Return at most MOST commands per level, then the verdict and the counts for the log."""
-    by_level: dict[Level, list[Annotation]] = {level: [] for level in LEVELS}
+    # GitHub counts the annotations of each level by themselves.
+    by_level: dict[Level, list[Annotation]] = defaultdict(list)
     for annotation in [*_problems(report), *_findings(report), *_fixed(report)]:
         by_level[annotation.level].append(annotation)
+
     lines: list[str] = []
-    for annotations_of_level in by_level.values():
-        lines += [_command(annotation) for annotation in _limit(annotations_of_level)]
+    for level in LEVELS:
+        lines += [_command(annotation) for annotation in _limit(by_level[level])]
+
     lines += [words.verdict_line(report), words.counts_line(report), ""]
     return "\n".join(lines)
 
@@ -88,19 +91,34 @@ def _problems(report: Report) -> Iterator[Annotation]:
     facts = words.not_finite_lines(report)
     if facts:
         yield Annotation("warning", "syncheck: not finite", tuple(facts))
+
     for file in report.unreadable:
-        yield Annotation("error", "syncheck: unreadable file", (f"{file.path}: {file.reason}",), file.path)
-    undecided = find_groups(report, "undecided")
+        yield Annotation(
+            level="error",
+            title="syncheck: unreadable file",
+            text=(f"{file.path}: {file.reason}",),
+            file=file.path,
+        )
+
+    undecided = find_groups(report.groups, "undecided")
     if report.verdict == "undecided" and not report.unreadable:
         yield Annotation("error", "syncheck: could not tell", (words.verdict_line(report),))
     elif undecided:
         names = write_first(undecided, MOST, attrgetter("name"))
         yield Annotation("warning", "syncheck: could not tell for some groups", tuple(names))
+
     omitted = words.omission_lines(report)
     if omitted:
-        # Files that are not checkpoints have no paths in a report.
-        paths = [*list_first_paths(find_groups(report, "alone")), *[alias.path for alias in report.aliases], ""]
-        yield Annotation("warning", "syncheck: some files were not compared", tuple(omitted), paths[0])
+        paths = list_first_paths(find_groups(report.groups, "alone"))
+        for alias in report.aliases:
+            paths.append(alias.path)
+        yield Annotation(
+            level="warning",
+            title="syncheck: some files were not compared",
+            text=tuple(omitted),
+            # Files that are not checkpoints have no paths in a report.
+            file=paths[0] if paths else "",
+        )
 
 
 def _fixed(report: Report) -> Iterator[Annotation]:
@@ -147,11 +165,16 @@ def _findings(report: Report) -> list[Annotation]:
         # The name comes last, because it may be long.
         title = f"{finding_text.finding_title(occurrence.finding)}, {occurrence.group.name}"
         count_by_level[occurrence.level] += 1
-        text: tuple[str, ...] = ()
         # Annotations beyond the limit are listed by title only.
-        if count_by_level[occurrence.level] <= MOST:
-            text = _text(occurrence)
-        annotations.append(Annotation(occurrence.level, title, text, occurrence.path))
+        is_complete = count_by_level[occurrence.level] <= MOST
+        annotation = Annotation(
+            level=occurrence.level,
+            title=title,
+            text=_text(occurrence) if is_complete else (),
+            file=occurrence.path,
+        )
+        annotations.append(annotation)
+
     return annotations
 
 
@@ -161,6 +184,7 @@ def _last_occurrences(report: Report) -> list[_Occurrence]:
     for group in report.groups:
         for finding in group.findings:
             by_run_and_code.setdefault((group.run, finding.code, finding.fails), []).append((group, finding))
+
     occurrences = []
     for pairs in by_run_and_code.values():
         steps = sorted({step_order(group) for group, _ in pairs})
@@ -169,6 +193,7 @@ def _last_occurrences(report: Report) -> list[_Occurrence]:
             if step_order(group) == steps[-1]:
                 history = finding_text.summarize_history(finding) or earlier
                 occurrences.append(_Occurrence(group, finding, history))
+
     return occurrences
 
 
@@ -185,7 +210,7 @@ def _text(occurrence: _Occurrence) -> tuple[str, ...]:
     lines = [
         finding.evidence,
         occurrence.history,
-        *write_first(worst, _MOST_TENSORS, _row, "- and {} more"),
+        *write_first(worst, _MOST_TENSORS, _row, ending="- and {} more"),
         *tables.place_lines(worst[:_MOST_TENSORS], group),
         finding_text.cause_text(finding),
         f"Fix: {finding.fix}",

@@ -27,7 +27,7 @@ from syncheck.report.page_data import (
     make_curves,
     make_data,
 )
-from syncheck.report.selections import SEVERITIES, join_runs, list_codes, write_first
+from syncheck.report.selections import SEVERITIES, join_runs, join_shown_steps, list_codes, write_first
 from syncheck.text import make_unique_name, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
@@ -84,9 +84,11 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
     opened_run = min(runs, key=lambda run: _importance(runs[run]), default="")
     for run, groups in runs.items():
         body += _run(groups, numbers[run], is_open=run == opened_run)
+
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
+
     body += _paragraphs(words.omission_lines(report), "note")
     about_definitions = [_Definition(label, text) for label, text in properties.items() if text]
     body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
@@ -104,15 +106,18 @@ def _read(name: str) -> str:
 def _page(title: str, body: Sequence[str], data: str) -> str:
     """Return the page with its scripts. data: for charts, may be empty."""
     scripts = [_read("page.js")]
+    # The script of the page needs ECharts from its first line on.
     if data:
         scripts.insert(0, _read("echarts.js"))
         body = [*body, f'<script type="application/gzip" id="data">{data}</script>']
+
     sources = []
     script_elements = []
     for script in scripts:
         digest = hashlib.sha256(script.encode()).digest()
         sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
         script_elements.append(f"<script>{script}</script>")
+
     # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(sources)}"
     lines = [
@@ -152,6 +157,7 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
     if report.verdict == "in_sync" and not any(group.findings for group in groups):
         compared = max((group.counts.compared for group in groups), default=0)
         lines += _paragraphs([f"No difference was found in {compared} compared tensors."])
+
     return [
         *lines,
         "</header>",
@@ -162,39 +168,48 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
 
 def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
     """Return texts as paragraphs of a class."""
-    start = "<p>"
-    if css_class:
-        start = f'<p class="{css_class}">'
+    start = f'<p class="{css_class}">' if css_class else "<p>"
     return [f"{start}{_escape(text)}</p>" for text in texts]
 
 
 def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
     """Return runs, steps, ranks and time of a report in HTML; empty if nothing is known. groups: of all runs."""
-    parts = []
-    if len(runs) == 1:
-        parts.append(one_line(groups[-1].run))
-    elif runs:
-        parts.append(f"{len(runs)} runs")
-    steps = {group.step for group in groups if group.step is not None}
-    if len(steps) == 1:
-        parts.append(f"step {min(steps)}")
-    elif steps:
-        parts.append(f"{len(steps)} steps, {min(steps)} to {max(steps)}")
+    if not runs:
+        return _where([written])
+
+    steps: set[int] = set()
     ranks: set[int] = set()
     for group in groups:
+        if group.step is not None:
+            steps.add(group.step)
         if not group.is_pair:
             ranks.update(group.ranks)
-    if ranks:
-        parts.append(ranks_as_ranges(sorted(ranks)))
-    if written:
-        parts.append(written)
-    if not parts:
-        return ""
-    return f'<p class="where">{escape(_DOT.join(parts))}</p>'
+
+    steps_of_runs = ""
+    if len(steps) > 1:
+        steps_of_runs = f"{len(steps)} steps, {min(steps)} to {max(steps)}"
+    elif steps:
+        steps_of_runs = f"step {min(steps)}"
+
+    return _where(
+        [
+            one_line(groups[-1].run) if len(runs) == 1 else f"{len(runs)} runs",
+            steps_of_runs,
+            ranks_as_ranges(sorted(ranks)) if ranks else "",
+            written,
+        ]
+    )
+
+
+def _where(texts: Iterable[str]) -> str:
+    """Return the texts that are not empty on one line in HTML; empty if all are."""
+    line = _DOT.join(text for text in texts if text)
+    return f'<p class="where">{escape(line)}</p>' if line else ""
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
     """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
+    # The keys of findings begin with 0 or 1.
     importance: tuple[int, ...] = (2,)
     for group in shown_steps(groups):
         for finding in group.findings:
@@ -211,8 +226,10 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
     for groups in runs.values():
         for group in reversed(shown_steps(groups)):
             findings += [_FindingOfRun(finding, group) for finding in group.findings]
+
     if not findings:
         return []
+
     findings.sort(key=attrgetter("rank"))
     lines = ['<section id="findings">']
     anchors: set[str] = set()
@@ -222,6 +239,7 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
         anchors.add(anchor)
         number = numbers[entry.group.run]
         lines.append(_finding(entry, anchor, number, is_one_of_many_runs=len(runs) > 1))
+
     return [*lines, "</section>"]
 
 
@@ -233,9 +251,8 @@ def _finding(entry: _FindingOfRun, anchor: str, number: int, *, is_one_of_many_r
         origin.append(group.run)
     if group.step is not None:
         origin.append(words.step_text(group))
-    note = ""
-    if origin:
-        note = f'<p class="note">{_escape(", ".join(origin))}</p>'
+
+    note = f'<p class="note">{_escape(", ".join(origin))}</p>' if origin else ""
     rows = [_Definition(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
     rows.append(_Definition("more", finding_text.more_text(finding)))
     return (
@@ -268,9 +285,7 @@ def _definitions(rows: Iterable[_Definition], more: str = "") -> str:
 def _linked(text: str) -> str:
     """Return an escaped text, as a link if it is an address of the documentation."""
     escaped = escape(text)
-    if not text.startswith(words.SITE):
-        return escaped
-    return f'<a href="{escaped}">{escaped}</a>'
+    return f'<a href="{escaped}">{escaped}</a>' if text.startswith(words.SITE) else escaped
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
@@ -279,7 +294,8 @@ def _steps(report: Report, runs: Steps) -> list[str]:
     if len(groups) < 2 or report.command != "compare":
         return []
     if len(groups) > _MOST_STEPS:
-        groups = join_runs({run: shown_steps(steps) for run, steps in runs.items()})
+        groups = join_shown_steps(runs)
+
     kinds = tables.list_kinds(groups)
     totals = sum((group.counts for group in groups), Counts())
     statuses = [name for name in _COUNTS if getattr(totals, name)]
@@ -301,8 +317,10 @@ def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> li
     ]
     for name in statuses:
         cells.append(str(getattr(group.counts, name)))
+
     for kind in kinds:
         cells.append(tables.kind_cell(group.kinds.get(kind, Counts())))
+
     return cells
 
 
@@ -311,11 +329,13 @@ def _open_part(name: str, title: str, *, is_open: bool = True, kind: str = "h2")
 
 
 def _drift(report: Report) -> list[str]:
-    if not report.drift or report.command != "compare":
+    if not report.drift:
         return []
+
     heading = _open_part("drift", "Drift of BatchNorm's running statistics")
     if not any(point.max_abs for point in report.drift):
         return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
+
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
     table = _table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
     return [heading, table, "</details>"]
@@ -350,6 +370,7 @@ def _file_table(group: Group) -> str:
             words.bytes_text(replica.bytes),
         )
         rows.append(row)
+
     return _table(columns, rows, numbers=("rank", "tensors", "bytes"))
 
 
@@ -357,12 +378,14 @@ def _history(group: Group) -> list[str]:
     curves = make_curves(group)
     if not curves:
         return []
+
     rows = []
     # All curves have a point for each compared step.
     for points in zip(*curves.values(), strict=False):
         step, _ = points[0]
         cells = [tables.difference_text(difference) for _, difference in points]
         rows.append((str(step), *cells))
+
     table = _table(("step", *curves), rows, ("step", *curves))
     return _fold("Max abs difference of each finding at each step", table)
 
@@ -377,6 +400,7 @@ def _histograms(group: Group) -> list[str]:
     histograms = find_histograms(diffs)
     if not histograms:
         return []
+
     bins = bins_in_use(histograms.values())
     rows = []
     note = ""
@@ -389,6 +413,7 @@ def _histograms(group: Group) -> list[str]:
         rows.append((diff.name, differing, max_abs, *counts))
         if histogram.elements < diff.numel:
             note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>'
+
     columns = ("tensor", "differing", "max abs", *bin_titles(bins))
     table = _table(columns, rows, columns[2:])
     return _fold("Number of elements by absolute difference", f"{note}{table}")
@@ -399,6 +424,7 @@ def _tensor_table(group: Group) -> list[str]:
     diffs = tables.tensors_to_list(group)
     if not diffs:
         return []
+
     rows = [tables.cells(diff, group) for diff in diffs[:MOST_ROWS]]
     parts = [
         "<h3>Tensors that are not identical</h3>",
@@ -408,6 +434,7 @@ def _tensor_table(group: Group) -> list[str]:
     if len(diffs) > MOST_ROWS:
         more = len(diffs) - MOST_ROWS
         parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
+
     parts += _paragraphs(tables.place_lines(diffs[:_MOST_PLACES], group), "note")
     return [*parts, "</div>"]
 
@@ -436,6 +463,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
     head = ""
     for css_class, column in zip(classes, columns, strict=True):
         head += f'<th scope="col" class="{css_class}">{_escape(column)}</th>'
+
     body = "\n".join(f"<tr>{_row(row, classes)}</tr>" for row in rows)
     # A region that scrolls needs the focus of the keyboard.
     return (

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from syncheck.records import Counts, Report
 from syncheck.report import finding_text, words
-from syncheck.report.selections import find_failing, list_codes
+from syncheck.report.selections import find_failing, list_codes, select_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Finding, Group, ValueDiff
+    from syncheck.records import Finding, Group
 
 # Item of each kind; other kinds have an item of the same name.
 ITEMS = {
@@ -43,20 +43,17 @@ def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[F
     siblings: all items of the group. A finding without an item is reported by all items, because a failing
     finding must fail some test; an informational finding is then reported by the first item only.
     """
-    item_of_tensor: dict[str, str] = {}
-    for diff in group.tensors:
-        item_of_tensor[diff.name] = item_of(diff.kind)
     findings = []
     for finding in group.findings:
-        affected = {item_of_tensor.get(name) for name in finding.tensors}
+        tensors = select_tensors(group.tensors, frozenset(finding.tensors))
+        affected = {item_of(diff.kind) for diff in tensors}
         if finding.values:
             affected.add(VALUES)
         affected.intersection_update(siblings)
-        default = siblings
-        if finding.severity == "info":
-            default = siblings[:1]
+        default = siblings[:1] if finding.severity == "info" else siblings
         if item in (affected or default):
             findings.append(finding)
+
     return findings
 
 
@@ -80,16 +77,14 @@ def _select_part(group: Group, item: str, siblings: Sequence[str]) -> Group:
     tensors = group.tensors
     if item != NOTHING:
         tensors = tuple(diff for diff in group.tensors if diff.kind in kinds)
-    values: tuple[ValueDiff, ...] = ()
-    if item == VALUES:
-        values = group.values
+
     return replace(
         group,
         kinds=kinds,
         tensors=tensors,
         findings=tuple(findings_of_item(group, item, siblings)),
         counts=sum(kinds.values(), Counts()),
-        values=values,
+        values=group.values if item == VALUES else (),
     )
 
 
@@ -105,31 +100,36 @@ def headline(findings: Sequence[Finding]) -> str:
 
 def _undecided_reason(part: Group, *, is_values: bool) -> str:
     """Return why a part without failing findings has no verdict; empty if it has one."""
-    unusable_checksums = 0
-    has_uncompared_tensor = False
-    for diff in part.tensors:
-        unusable_checksums += diff.unknown and diff.reason == "checksum"
-        has_uncompared_tensor |= part.is_pair and diff.uncompared
-    if unusable_checksums:
-        return f"{unusable_checksums} of {part.counts.tensors} tensors have no usable stored checksum"
+    unknown = [diff for diff in part.tensors if diff.unknown and diff.reason == "checksum"]
+    if unknown:
+        return f"{len(unknown)} of {part.counts.tensors} tensors have no usable stored checksum"
     if not is_values and not part.counts.compared:
         return _describe_uncompared(part)
-    if part.evidence.inferred or part.evidence.guessed or has_uncompared_tensor:
+    if _is_unproven(part):
         return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"
     return ""
 
 
+def _is_unproven(part: Group) -> bool:
+    """Whether equal tensors of two models rest on a guess, or a tensor of them could not be compared."""
+    if part.evidence.inferred or part.evidence.guessed:
+        return True
+    return part.is_pair and any(diff.uncompared for diff in part.tensors)
+
+
 def _describe_uncompared(part: Group) -> str:
     """Return the most common reasons of a part without a compared tensor."""
     if not part.tensors:
         return "no tensor was compared; options may exclude all"
+
     reasons: Counter[str] = Counter()
     for diff in part.tensors:
         reason = str(diff.reason)
         if diff.detail:
             reason += f": {diff.detail}"
         reasons[reason] += 1
+
     details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
     return f"no tensor was compared ({details})"

@@ -34,14 +34,18 @@ def render(report: Report) -> str:
     root = ET.Element("testsuites", name="syncheck")
     for group in report.groups:
         _add_group(_add_suite(root, group.name), group, report)
+
     _add_unreadable(root, report)
     _add_uncompared(root, report)
     if not report.groups and not report.unreadable:
         case = _add_case(_add_suite(root, "syncheck"), "syncheck", items.NOTHING)
         _add_result(case, "error", "undecided", words.verdict_line(report))
+
     for suite in root:
         _set_counts(suite)
+        # The schema has no such attribute of the root.
         suite.set("skipped", _count_elements(suite, "skipped"))
+
     _set_counts(root)
     ET.indent(root)
     # Characters beyond ASCII become character references.
@@ -65,10 +69,12 @@ def _add_uncompared(root: ET.Element, report: Report) -> None:
     """Add a suite for the links and other files that were not compared."""
     if not report.aliases and not report.skipped:
         return
+
     suite = _add_suite(root, "files that were not compared")
     for alias in report.aliases:
         case = _add_case(suite, alias.path, "alias")
         _add_result(case, "skipped", "alias", f"a link to {alias.of}, which was compared instead")
+
     if report.skipped:
         case = _add_case(suite, "syncheck", "skipped")
         _add_result(case, "skipped", "skipped", f"{report.skipped} files are not checkpoints")
@@ -80,7 +86,8 @@ def _add_suite(root: ET.Element, name: str) -> ET.Element:
 
 def _add_case(suite: ET.Element, subject: str, name: str) -> ET.Element:
     """Add a case without a result. subject: the file or group that it tests."""
-    return ET.SubElement(suite, "testcase", classname=shorten(subject, _MOST), name=shorten(name, _MOST))
+    attributes = {"classname": shorten(subject, _MOST), "name": shorten(name, _MOST)}
+    return ET.SubElement(suite, "testcase", attributes)
 
 
 def _set_counts(element: ET.Element) -> None:
@@ -102,15 +109,18 @@ def _add_group(suite: ET.Element, group: Group, report: Report) -> None:
         tag = "error" if report.verdict == "undecided" else "skipped"
         _add_result(case, tag, "alone", reason, "\n".join(words.note_lines(group)))
         return
+
     # The order of the kinds is the order of the model.
     siblings = list(dict.fromkeys(items.item_of(kind) for kind in group.kinds))
     if any(value.counts for value in group.values):
         siblings.append(items.VALUES)
+
     is_decisive = report.verdict == group.verdict == "undecided"
     siblings = siblings or [items.NOTHING]
     for item in siblings:
         part, reason = items.judge_item(group, item, siblings)
-        _add_judgement(_add_case(suite, group.name, item), part, reason, is_decisive=is_decisive)
+        case = _add_case(suite, group.name, item)
+        _add_judgement(case, part, reason, is_decisive=is_decisive)
 
 
 def _add_properties(suite: ET.Element, group: Group) -> None:
@@ -119,6 +129,7 @@ def _add_properties(suite: ET.Element, group: Group) -> None:
         values["replicas"] = str(len(group.replicas))
     if group.step is not None:
         values["step"] = str(group.step)
+
     # The counts that decide the verdict.
     values["tensors"] = str(group.counts.tensors)
     values["different"] = str(group.counts.different)
@@ -127,9 +138,11 @@ def _add_properties(suite: ET.Element, group: Group) -> None:
         values["left_out"] = str(group.left_out)
     if group.fixed:
         values["fixed"] = "; ".join(words.fixed_lines([group]))
+
     properties = ET.SubElement(suite, "properties")
     for name, value in values.items():
-        ET.SubElement(properties, "property", name=f"syncheck_{name}", value=shorten(value, _MOST))
+        attributes = {"name": f"syncheck_{name}", "value": shorten(value, _MOST)}
+        ET.SubElement(properties, "property", attributes)
 
 
 def _add_judgement(case: ET.Element, part: Group, reason: str, *, is_decisive: bool) -> None:

@@ -70,11 +70,14 @@ def _render_groups(report: Report, room: int) -> list[str]:
     page = _Page(room)
     for group in last_steps:
         page.add(group, _RENDERERS)
+
     for group in earlier_steps:
         page.add(group, _RENDERERS[-1:])
+
     hidden = len(last_steps) + len(earlier_steps) - len(page.blocks)
     if not hidden:
         return page.blocks
+
     note = f"... and {hidden} more groups, omitted to keep the comment short; the .json report lists all."
     return [*page.blocks, note]
 
@@ -115,7 +118,7 @@ def _join_blocks(blocks: Sequence[str]) -> str:
 def _list(items: Sequence[Item], write_item: Callable[[Item], str] = str) -> str:
     """Return the first items as a list, with the number of further items."""
     texts = write_first(items, _MOST_ITEMS, write_item)
-    return "\n".join(f"- {item}" for item in texts)
+    return "- " + "\n- ".join(texts)
 
 
 def _head(report: Report) -> list[str]:
@@ -125,8 +128,10 @@ def _head(report: Report) -> list[str]:
     fixed = words.fixed_lines(report.groups, write)
     if fixed:
         blocks.append(_list(fixed))
+
     for closure in report.closures[:_MOST_ITEMS]:
         blocks.append(_bold(closure.message.render(write)))
+
     return blocks
 
 
@@ -139,12 +144,15 @@ def _tail(report: Report) -> list[str]:
     blocks = []
     if report.unreadable:
         blocks.append(f"Unreadable files:\n\n{_list(report.unreadable, _unreadable_file)}")
+
     names_in_sync = []
-    for group in find_groups(report, "in_sync"):
+    for group in find_groups(report.groups, "in_sync"):
         if not group.findings:
             names_in_sync.append(name(group.name))
+
     if names_in_sync:
         blocks.append(f"In sync: {names_text(names_in_sync, _MOST_ITEMS)}")
+
     return [*blocks, *words.omission_lines(report, write)]
 
 
@@ -158,10 +166,14 @@ def _has_section(group: Group) -> bool:
 
 def _groups_with_section(report: Report) -> tuple[list[Group], list[Group]]:
     """Return the groups with a section: at the last step of each run, and at earlier steps."""
-    groups = [group for group in report.groups if _has_section(group)]
+    groups: list[Group] = []
     last_step: dict[str, int] = {}
-    for group in groups:
+    for group in report.groups:
+        if not _has_section(group):
+            continue
+        groups.append(group)
         last_step[group.run] = max(step_order(group), last_step.get(group.run, -1))
+
     last_steps: list[Group] = []
     earlier_steps: list[Group] = []
     for group in groups:
@@ -169,6 +181,7 @@ def _groups_with_section(report: Report) -> tuple[list[Group], list[Group]]:
             last_steps.append(group)
         else:
             earlier_steps.append(group)
+
     return last_steps, earlier_steps
 
 
@@ -178,6 +191,7 @@ def _title(group: Group) -> str:
 
 def _with_table(group: Group) -> str:
     findings, table = _with_findings(group), _table(group)
+    # A group with findings on Python values only has no table.
     if not table:
         return findings
     return f"{findings}\n\n{table}"
@@ -216,17 +230,21 @@ def _table(group: Group) -> str:
     diffs = tables.tensors_to_list(group)
     if not diffs:
         return ""
+
     titles = tables.columns(group)
     rules = [_COLUMN_RULES.get(title, "---") for title in titles]
     lines = [_table_line(titles), f"|{'|'.join(rules)}|"]
     lines += [_row(diff, group) for diff in diffs[:MOST_ROWS]]
     for place_line in tables.place_lines(diffs[:_MOST_PLACES], group, write):
         lines += ["", place_line]
+
     if len(diffs) > MOST_ROWS:
         lines += ["", f"... and {len(diffs) - MOST_ROWS} more; the .json report lists all."]
+
     table = "\n".join(lines)
     if len(diffs) <= _OPEN_ROWS:
         return table
+
     # The blank lines end the HTML block; otherwise the table would not be parsed as Markdown.
     return f"<details><summary>{len(diffs)} tensors, worst first</summary>\n\n{table}\n\n</details>"
 
@@ -258,9 +276,7 @@ def name(raw: str) -> str:
     # Code spans end at backticks and table cells at bars, so both are escaped like control characters.
     escaped = logged(one_line(raw)).replace("`", "\\x60").replace("|", "\\x7c")
     shortened = shorten(escaped, _MOST_NAME)
-    if not shortened.strip():
-        return "`(blank)`"
-    return f"`{shortened}`"
+    return f"`{shortened}`" if shortened.strip() else "`(blank)`"
 
 
 def text(raw: str) -> str:
@@ -272,16 +288,19 @@ def text(raw: str) -> str:
         room -= len(escaped[-1]) + 1
         if room < 0:
             return " ".join([*escaped[:-1], "..."])
+
     return " ".join(escaped)
 
 
 def _word(word: str) -> str:
     if len(word) <= _MOST_NAME and _PLAIN.fullmatch(word) and not _CONVERTED.search(word):
         return word
+
     without_opening = word.lstrip(_OPENING)
     span = without_opening.rstrip(_CLOSING)
     # A closing parenthesis without an opening one in the word belongs to the sentence: "(rank.0)", but "call(x)".
     while span.endswith(")") and span.count(")") > span.count("("):
         span = span[:-1].rstrip(_CLOSING)
+
     opening = word[: len(word) - len(without_opening)]
     return f"{opening}{name(span)}{without_opening[len(span) :]}"

@@ -47,9 +47,8 @@ def make_data(report: Report, runs: Mapping[str, Sequence[Group]]) -> dict[str, 
         data = _make_run(groups, most)
         data_of_runs.append(data)
         drawings += [*data["names"], *data["curves"], *data["stored"]]
-    if not drawings:
-        return None
-    return {"runs": data_of_runs, "drift": drift}
+
+    return {"runs": data_of_runs, "drift": drift} if drawings else None
 
 
 def _make_drift(report: Report) -> dict[str, list[list[float]]]:
@@ -62,9 +61,12 @@ def _make_drift(report: Report) -> dict[str, list[list[float]]]:
         run = one_line(point.run)
         points_of_run.setdefault(run, []).append([point.step, point.max_abs])
         largest_of_run[run] = max(point.max_abs, largest_of_run.get(run, 0))
+
+    # A run in sync has nothing to draw.
     for run, largest in largest_of_run.items():
         if not largest:
             del points_of_run[run]
+
     return points_of_run
 
 
@@ -78,6 +80,7 @@ class _Index:
     """The number of each different object, in the order of the first occurrence."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
+        # A page has thousands of rows with the same few texts.
         self.numbers: dict[Any, int] = dict(zip(items, count(), strict=False))
 
     def __getitem__(self, item: Any) -> int:
@@ -118,6 +121,7 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
     names: set[str] = set()
     for diffs in diffs_of_steps:
         names.update(list_names(diffs[:most]))
+
     columns = _list_columns(groups)
     rows = _Rows(_model_order(groups, names), columns)
     steps = []
@@ -129,6 +133,7 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
             "identical": group.counts.identical,
         }
         steps.append(step)
+
     last, last_diffs = groups[-1], diffs_of_steps[-1]
     return {
         "columns": columns.titles,
@@ -147,9 +152,11 @@ def _list_columns(groups: Sequence[Group]) -> _Columns:
     """Return the columns of a run; of many ranks, several share a column."""
     if groups[-1].is_pair:
         return _Columns(["difference"], "", [])
+
     all_ranks: set[int] = set()
     for group in groups:
         all_ranks.update(group.ranks)
+
     ranks = sorted(all_ranks)
     size = math.ceil(len(ranks) / MOST_COLUMNS)
     columns = _Columns([], "rank", [])
@@ -157,21 +164,26 @@ def _list_columns(groups: Sequence[Group]) -> _Columns:
         ranks_of_column = ranks[start : start + size]
         columns.titles.append(ranges_text(ranks_of_column))
         columns.ranks.append(ranks_of_column)
+
     return columns
 
 
 def _differing_columns(diff: TensorDiff, group: Group, columns: _Columns) -> tuple[int, ...]:
     """Return the columns of the ranks outside the majority; without a majority, of all compared ranks."""
+    # A map of two models has one column.
     if group.is_pair:
         return (0,)
+
     compared = set(group.ranks)
     if diff.clusters:
         compared = set().union(*diff.clusters)
+
     differing = set(diff.minority) or compared
     numbers = []
     for column, ranks in enumerate(columns.ranks):
         if not differing.isdisjoint(ranks):
             numbers.append(column)
+
     return tuple(numbers)
 
 
@@ -190,9 +202,11 @@ def difference_of(diff: TensorDiff) -> float:
         return UNKNOWN if diff.out_of_sync else 0
     if diff.status == "equal":
         return 0
+
     is_partly_nonfinite = len(set(diff.nonfinite.values())) > 1
     if is_partly_nonfinite or diff.max_abs is None or not math.isfinite(diff.max_abs):
         return UNKNOWN
+
     return float(f"{diff.max_abs:.4g}")
 
 
@@ -209,6 +223,7 @@ def make_curves(group: Group) -> dict[str, Curve]:
         title = f"{finding.code} on {ranks_text(finding.ranks)}"
         curves[title] = tuple((point.step, point.max_abs) for point in finding.history.points)
         drawn_count += 1
+
     return curves
 
 
@@ -228,6 +243,7 @@ def _make_stored(group: Group, diffs: Sequence[TensorDiff]) -> list[dict[str, An
     places_of_tensor: dict[str, Mapping[int, Place]] = {}
     for diff in group.tensors:
         places_of_tensor[diff.name] = diff.places
+
     rows = []
     for name in dict.fromkeys([*list_names(diffs), *stored]):
         if name in stored:
@@ -235,6 +251,7 @@ def _make_stored(group: Group, diffs: Sequence[TensorDiff]) -> list[dict[str, An
             stored_a, stored_b = stored[name]
             sides = [_describe_side(stored_a, places.get(Side.A)), _describe_side(stored_b, places.get(Side.B))]
             rows.append({"name": one_line(name), "sides": sides})
+
     return rows
 
 
@@ -245,16 +262,19 @@ def _describe_side(side: Stored | None, place: Place | None) -> dict[str, Any] |
     """
     if side is None:
         return None
+
     starts = [start for start, _, _ in side.boxes if start is not None]
     dimensions = _choose_dimensions(starts, len(side.shape))
     worst = None
     if place is not None and place.index:
         worst = _project(place.index, dimensions)
+
     boxes = []
     for start, size, holders in side.boxes[:_MOST_BOXES]:
         if start is not None and size is not None:
             corner, extent = _project(start, dimensions), _project(size, dimensions)
             boxes.append([*corner, *extent, one_line(holders)])
+
     return {
         "name": one_line(side.name),
         "type": f"{side.dtype} {list(side.shape)}",
@@ -282,6 +302,7 @@ def _choose_dimensions(starts: Sequence[Sequence[int]], dimension_count: int) ->
             divided.append(dimension)
         else:
             undivided.append(dimension)
+
     return sorted((divided + undivided)[:2])
 
 

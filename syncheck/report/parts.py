@@ -57,9 +57,7 @@ class Sparkline:
 
     def render(self, width: int, *, ascii_only: bool = False) -> str:
         """Return the line, at most `width` columns wide unless the curve would be narrower than eight columns."""
-        scale = ""
-        if _needs_log_scale(self.values):
-            scale = ", log scale"
+        scale = ", log scale" if _needs_log_scale(self.values) else ""
         room = width - len(self.before) - len(self.after) - len(scale) - 4
         marks = _marks(self.values, max(_LEAST, min(room, _WIDEST)), ascii_only)
         return f"{self.before} |{marks}| {self.after}{scale}"
@@ -117,9 +115,8 @@ def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
     points = _downsample(values, room)
     repetitions = max(1, min(_CELL, room // len(points)))
     low, high = _find_range(points)
-    levels, no_difference = _BLOCKS, _AGREES
-    if ascii_only:
-        levels, no_difference = _ASCII, _AGREES_ASCII
+    levels = _ASCII if ascii_only else _BLOCKS
+    no_difference = _AGREES_ASCII if ascii_only else _AGREES
     is_log_scale = _needs_log_scale(values)
     marks = ""
     for value in points:
@@ -128,11 +125,10 @@ def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
         elif not value:
             mark = no_difference
         else:
-            height = value / high
-            if is_log_scale:
-                height = _log_height(value, low, high)
+            height = _log_height(value, low, high) if is_log_scale else value / high
             mark = levels[max(0, math.ceil(height * len(levels) - _ROUNDING) - 1)]
         marks += mark * repetitions
+
     return marks
 
 

@@ -37,7 +37,7 @@ def _lines(part: Part) -> Iterator[str]:
 
 
 def _labels(labels: Labels) -> Iterator[str]:
-    widest = max(len(label) for label, _ in labels.rows)
+    widest = len(max(dict(labels.rows), key=len))
     for label, text in labels.rows:
         if not isinstance(text, str):
             text = text.render(_WIDTH, ascii_only=True)
@@ -48,8 +48,9 @@ def _grid(grid: Grid) -> Iterator[str]:
     texts_of_columns = []
     for number, title in enumerate(grid.columns):
         texts = [title, *grid.list_texts(number)]
-        width = max(len(text) for text in texts)
+        width = len(max(texts, key=len))
         alignment = ">" if title in grid.right else "<"
         texts_of_columns.append([f"{text:{alignment}{width}}" for text in texts])
+
     for cells in zip(*texts_of_columns, strict=True):
         yield "  ".join(cells)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from syncheck.diagnose.series import shown_steps
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -39,9 +41,9 @@ def list_names(diffs: Iterable[TensorDiff]) -> list[str]:
     return [diff.name for diff in diffs]
 
 
-def find_groups(report: Report, verdict: str) -> list[Group]:
+def find_groups(groups: Iterable[Group], verdict: str) -> list[Group]:
     """Return the groups with a verdict."""
-    return [group for group in report.groups if group.verdict == verdict]
+    return [group for group in groups if group.verdict == verdict]
 
 
 def list_first_paths(groups: Iterable[Group]) -> list[str]:
@@ -54,6 +56,14 @@ def join_runs(runs: Mapping[str, Sequence[Group]]) -> list[Group]:
     groups: list[Group] = []
     for steps in runs.values():
         groups += steps
+    return groups
+
+
+def join_shown_steps(runs: Mapping[str, Sequence[Group]]) -> list[Group]:
+    """Return the last step of each run, and its earlier steps with news (see `series.shown_steps`)."""
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += shown_steps(steps)
     return groups
 
 

@@ -66,14 +66,15 @@ def cells(diff: TensorDiff, group: Group, write: Writer = write_plain) -> tuple[
 def clusters_text(diff: TensorDiff) -> str:
     """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
     sets_by_group = sets_within(diff)
+    # Sets of different replica groups must not look like replicas that differ.
     if len(sets_by_group) < 2:
         return _sets_text(diff.clusters)
-    return "; ".join(write_first(sets_by_group, _MOST_SETS, _sets_text, "{} more"))
+    return "; ".join(write_first(sets_by_group, _MOST_SETS, _sets_text, ending="{} more"))
 
 
 def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
     # Each rank may have its own value, on thousands of ranks.
-    return " | ".join(write_first(sets, _MOST_SETS, ranges_text, "{} more"))
+    return " | ".join(write_first(sets, _MOST_SETS, ranges_text, ending="{} more"))
 
 
 def difference_cells(diff: TensorDiff, write: Writer = write_plain) -> tuple[str, str, str, str]:
@@ -96,6 +97,7 @@ def _describe_difference(diff: TensorDiff) -> Message:
         return _describe_mismatches(diff, diff.mismatched)
     if diff.reason:
         return Cell.BY_REASON(reason=diff.reason, detail=diff.detail)
+
     # Tensors of different dtypes that are close after a conversion have no reason.
     return Cell.CLOSE(tolerance=diff.tolerance)
 
@@ -103,16 +105,13 @@ def _describe_difference(diff: TensorDiff) -> Message:
 def _describe_mismatches(diff: TensorDiff, count: int) -> Message:
     """Return how many elements differ. count: their number."""
     cell = Cell.DIFFERING(count=count, total=diff.numel)
-    owners = "on some ranks"
-    are_finite = set()
-    for rank, nonfinite in diff.nonfinite.items():
-        are_finite.add(nonfinite == 0)
-        if isinstance(rank, Side):
-            owners = "in one model"
-    if len(are_finite) > 1:
+    ranks_not_finite = [rank for rank, nonfinite in diff.nonfinite.items() if nonfinite]
+    if 0 < len(ranks_not_finite) < len(diff.nonfinite):
+        owners = "in one model" if isinstance(ranks_not_finite[0], Side) else "on some ranks"
         cell = Cell.NOT_FINITE(cell=cell, owners=owners)
     if diff.status == "close":
         return Cell.DIFFERING_CLOSE(cell=cell, tolerance=diff.tolerance)
+
     return cell
 
 
@@ -123,15 +122,14 @@ def difference_text(difference: float | None) -> str:
 
 def number_cell(number: float | None, format_spec: str = "") -> str:
     """Return a number in a format of `str.format`, or a dash if it is unknown."""
-    if number is None:
-        return "-"
-    return format(number, format_spec)
+    return "-" if number is None else format(number, format_spec)
 
 
 def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write_plain) -> list[str]:
     """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
     if not group.is_pair:
         return []
+
     # The paths of two models in one file each, without a map, are known.
     is_worth_a_line = any(replica.files > 1 for replica in group.replicas)
     lines = []
@@ -143,9 +141,8 @@ def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write
             is_worth_a_line |= bool(place.tensor)
         if descriptions:
             lines.append(Location.LARGEST(tensor=diff.name, places=descriptions).render(write))
-    if not is_worth_a_line:
-        return []
-    return lines
+
+    return lines if is_worth_a_line else []
 
 
 def _describe_place(place: Place, side: int, *, in_memory: bool) -> Message:
@@ -157,10 +154,9 @@ def _describe_place(place: Place, side: int, *, in_memory: bool) -> Message:
         file = Location.FILE_OF_RANK(side=(side,), path=place.path, rank=place.rank)
     if not place.tensor:
         return file
-    element = place.tensor
-    if place.index:
-        element += str(list(place.index))
-    return Location.STORED(file=file, element=element)
+
+    index = list(place.index) if place.index else ""
+    return Location.STORED(file=file, element=f"{place.tensor}{index}")
 
 
 def sort_worst_first(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
@@ -219,13 +215,13 @@ def kind_cell(counts: Counts) -> str:
     """Return the result of one kind of tensor: '20 agree', '9/20 differ'."""
     if not counts.tensors:
         return "-"
-    parts = []
-    if counts.different:
-        parts.append(f"{counts.different}/{counts.tensors} differ")
-    if counts.not_compared:
-        parts.append(f"{counts.not_compared} not compared")
-    if counts.close:
-        parts.append(f"{counts.close} close")
+
+    number_of_text = {
+        f"{counts.different}/{counts.tensors} differ": counts.different,
+        f"{counts.not_compared} not compared": counts.not_compared,
+        f"{counts.close} close": counts.close,
+    }
+    parts = [text for text, number in number_of_text.items() if number]
     return ", ".join(parts) or f"{counts.tensors} agree"
 
 

@@ -60,17 +60,21 @@ def render(parts: Iterable[Part], width: int | None, color: bool, *, ascii_only:
             _print_table(console, part, ascii_only)
         else:
             console.print(make_renderable(part, ruled=width is not None, ascii_only=ascii_only))
+
     lines = out.getvalue().split("\n")
     if not color:
         lines = [line.rstrip() for line in lines]
+
     return logged("\n".join(lines))
 
 
 def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
     """Print a table, with names above their rows if the first column is too narrow for them."""
+    # Rich would cut a table that is wider than the terminal.
     layout = _choose_layout(console, grid)
     if layout.grid is not grid:
         _print_name(console, Span(grid.columns[0], "bold"), grid.indent)
+
     table = _table(layout.grid, True, ascii_only, min_name_width=_min_width(layout.grid))
     options = console.options.update(width=layout.width)
     names = iter(layout.names)
@@ -105,21 +109,30 @@ def _choose_layout(console: Console, grid: Grid) -> _Layout:
     width = _find_width(console, grid, room, _min_width(grid))
     if width:
         return _Layout(grid, width, [])
+
     names = [row[0] for row in grid.rows]
     narrow_grid = _without_first_columns(grid, 1)
     width = _find_width(console, narrow_grid, room)
+    # Kinds are words of a few letters, so a name and its kind fit on a line.
     if not width and grid.columns[1] == "kind":
         names = [Span(f"{row[0].text}  {row[1].text}") for row in grid.rows]
         narrow_grid = _without_first_columns(grid, 2)
         width = _find_width(console, narrow_grid, room)
+
     return _Layout(narrow_grid, width or room, names)
 
 
 def _without_first_columns(grid: Grid, count: int) -> Grid:
     """Return a table with a placeholder for its first columns. count: number of these columns."""
+    # As wide as the placeholder.
     columns = (" ", *grid.columns[count:])
     rows = [(Span(_PLACEHOLDER), *row[count:]) for row in grid.rows]
-    return Grid(columns, grid.right, grid.indent, rows)
+    return Grid(
+        columns,
+        right=grid.right,
+        indent=grid.indent,
+        rows=rows,
+    )
 
 
 def _print_name(console: Console, name: Span, indent: int) -> None:
@@ -151,6 +164,7 @@ def _find_width(console: Console, grid: Grid, room: int, min_name_width: int = 0
         text = "".join(segment.text for segment in segments)
         if _longest(text.split("\n")) <= room:
             return width
+
     return 0
 
 
@@ -158,18 +172,20 @@ def _longest_rows(grid: Grid) -> list[tuple[Span, ...]]:
     """Return the rows with the longest cell or the longest word of a column."""
     if not grid.rows:
         return []
+
     rows: dict[int, tuple[Span, ...]] = {}
     for column in range(len(grid.columns)):
         texts = grid.list_texts(column)
         for measure in (cell_len, _longest_word):
             number = texts.index(max(texts, key=measure))
             rows[number] = grid.rows[number]
+
     return list(rows.values())
 
 
 def _longest(texts: Iterable[str]) -> int:
     """Return the number of columns of the longest text. Wide characters take two columns."""
-    return max((cell_len(text) for text in texts), default=0)
+    return cell_len(max(texts, key=cell_len, default=""))
 
 
 def _longest_word(text: str) -> int:
@@ -187,6 +203,7 @@ def make_renderable(part: Part, ruled: bool = True, *, ascii_only: bool = False)
         renderable = _table(part, ruled, ascii_only)
     if not part.indent:
         return renderable
+
     return Padding(renderable, (0, 0, 0, part.indent), expand=False)
 
 
@@ -199,6 +216,7 @@ def _labels(labels: Labels, ascii_only: bool) -> Table:
             table.add_row(label, Text(text))
         else:
             table.add_row(label, _Curve(text, ascii_only))
+
     return table
 
 
@@ -213,11 +231,18 @@ class _Curve:
 
 
 def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -> Table:
-    table = Table(pad_edge=False, show_edge=False, header_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        pad_edge=False,
+        show_edge=False,
+        header_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     if ruled:
         table.box = _ASCII_RULE if ascii_only else box.SIMPLE_HEAD
         # Narrow padding saves space on a terminal of 80 columns.
         table.padding = (0, 1, 0, 0)
+
     for number, title in enumerate(grid.columns):
         min_width = _min_column_width(grid, number)
         if number == 0:
@@ -229,11 +254,13 @@ def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -
             no_wrap=not ruled,
             min_width=min_width,
         )
+
     for row in grid.rows:
         cells: list[RenderableType] = []
         for title, cell in zip(grid.columns, row, strict=True):
             cells.append(_TensorName(cell) if title == "tensor" else _text(cell))
         table.add_row(*cells)
+
     return table
 
 
@@ -246,6 +273,7 @@ def _min_column_width(grid: Grid, number: int) -> int:
         return min(_longest_cell(grid, number), _MIN_WRAP_WIDTH)
     if number and title == "tensor":
         return min(_MOST_LINES * _min_width(grid, number), _TENSOR_WIDTH)
+
     return _longest_word(title)
 
 
@@ -272,6 +300,7 @@ class _TensorName:
         while cell_len(name) > width and (end := name.rfind(".", 0, width) + 1):
             parts.append(name[:end])
             name = name[end:]
+
         # If breaking after dots takes too many lines, rich breaks the name anywhere.
         fits = len(parts) < _MOST_LINES and cell_len(name) <= width
         broken = "\n".join([*parts, name]) if fits else self.cell.text

@@ -6,7 +6,8 @@ Functions with a parameter `write` render messages: it writes the names and code
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Hint, Note, Undecided
 from syncheck.records import Reason
@@ -15,7 +16,7 @@ from syncheck.sentences import Part, Sentence, write_plain
 from syncheck.text import one_line, ranks_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
     from syncheck.sentences import Message, Writer
@@ -30,6 +31,7 @@ VERDICTS = {
 # The documentation site. tools/set_address.py replaces this placeholder everywhere when the project is released; its
 # host is reserved and resolves nowhere (RFC 2606).
 SITE = "https://syncheck.invalid/docs/latest"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_RUNS = 6
 _MOST_NAME = 80
 _MOST_NAME_IN_TEXT = 120
@@ -49,6 +51,14 @@ class Headline(Sentence):
     UNDECIDED = "{line}: {reason}"
     UNREADABLE = "{line}, and {count:count file} could not be read"
     RUN_NOT_FINITE = "{run:name}: {fact}"
+
+
+# Whether findings are allowed, and whether the baseline has some.
+_IGNORED_FINDINGS = {
+    (True, False): Headline.ALLOWED,
+    (False, True): Headline.ACCEPTED,
+    (True, True): Headline.ALLOWED_AND_ACCEPTED,
+}
 
 
 class Omission(Sentence):
@@ -77,9 +87,7 @@ def _shorten_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def write_short(text: str, part: Part) -> str:
     """Write names in plain text, on one line and without the middle of a long name."""
-    if part is Part.NAME:
-        return _shorten_name(text)
-    return text
+    return _shorten_name(text) if part is Part.NAME else text
 
 
 def counts_line(report: Report) -> str:
@@ -103,6 +111,7 @@ def counts_text(counts: Counts) -> str:
     # Tensors are rarely equal without being identical.
     if not counts.equal:
         del texts[1]
+
     return f"{counts.tensors} tensors: {', '.join(texts)}"
 
 
@@ -114,9 +123,7 @@ def first_lines(report: Report, write: Writer = write_plain) -> list[str]:
 def unaffected_lines(report: Report, write: Writer = write_plain) -> list[str]:
     """Return a line if the replicas differ, but neither the training nor the file of rank 0 is affected."""
     kinds = {(finding.code, finding.severity) for finding in find_failing(report.findings)}
-    if kinds != _HARMLESS:
-        return []
-    return [Note.RANK_0_UNAFFECTED().render(write)]
+    return [Note.RANK_0_UNAFFECTED().render(write)] if kinds == _HARMLESS else []
 
 
 def not_finite_lines(report: Report, write: Writer = write_plain) -> list[str]:
@@ -126,11 +133,14 @@ def not_finite_lines(report: Report, write: Writer = write_plain) -> list[str]:
         fact = describe_not_finite(group)
         if fact is not None:
             fact_of_run[group.run] = fact
+
     lines = []
     for run, fact in fact_of_run.items():
+        # The name of the only run is no news.
         if len(fact_of_run) > 1:
             fact = Headline.RUN_NOT_FINITE(run=_shorten_name(run), fact=fact)
         lines.append(fact.render(write))
+
     return write_first(lines, _MOST_RUNS, ending="{} more runs")
 
 
@@ -139,13 +149,20 @@ def describe_not_finite(group: Group) -> Message | None:
     record = group.not_finite
     if record is None:
         return None
+
     fact = Note.NOT_FINITE(count=record.count, names=_shorten_names(record.names))
     first = _shorten_names(record.first)
     if record.since is None:
         return fact
     if record.finite is None:
         return Note.NOT_FINITE_FROM_START(fact=fact, since=record.since, first=first)
-    return Note.NOT_FINITE_SINCE(fact=fact, since=record.since, finite=record.finite, first=first)
+
+    return Note.NOT_FINITE_SINCE(
+        fact=fact,
+        since=record.since,
+        finite=record.finite,
+        first=first,
+    )
 
 
 def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = "") -> str:
@@ -159,28 +176,22 @@ def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = 
         line = Headline.BY_CHECKSUM(verdict=verdict)
     if report.verdict == "in_sync":
         line = _add_ignored_findings(line, report)
-        if any(group.not_finite for group in report.groups):
+        if _first_value(report, attrgetter("not_finite")):
             line = Headline.NOT_FINITE(line=line)
     if report.unreadable:
         line = Headline.UNREADABLE(line=line, count=len(report.unreadable))
+
     return line.render(write)
 
 
 def _add_ignored_findings(line: Message, report: Report) -> Message:
-    allowed: set[str] = set()
-    accepted: set[str] = set()
-    for finding in report.findings:
-        if finding.allowed:
-            allowed.add(finding.code)
-        if finding.accepted:
-            accepted.add(finding.code)
-    if allowed and accepted:
-        return Headline.ALLOWED_AND_ACCEPTED(line=line, allowed=sorted(allowed), accepted=sorted(accepted))
-    if allowed:
-        return Headline.ALLOWED(line=line, allowed=sorted(allowed))
-    if accepted:
-        return Headline.ACCEPTED(line=line, accepted=sorted(accepted))
-    return line
+    """Add the codes that the user allows, and those of the baseline."""
+    allowed = {finding.code for finding in report.findings if finding.allowed}
+    accepted = {finding.code for finding in report.findings if finding.accepted}
+    sentence = _IGNORED_FINDINGS.get((bool(allowed), bool(accepted)))
+    if sentence is None:
+        return line
+    return sentence(line=line, allowed=sorted(allowed), accepted=sorted(accepted))
 
 
 def undecided_reason(report: Report) -> Message:
@@ -192,13 +203,22 @@ def undecided_reason(report: Report) -> Message:
     return Undecided.NOTHING()
 
 
+def _first_value(report: Report, get_value: Callable[[Group], Any]) -> Any:
+    """Return the first value of a group that is not empty; None if all are empty."""
+    for group in report.groups:
+        value = get_value(group)
+        if value:
+            return value
+    return None
+
+
 def _find_unreadable(report: Report) -> Iterator[Message]:
     if report.unreadable:
         yield Undecided.UNREADABLE(count=len(report.unreadable))
 
 
 def _find_alone(report: Report) -> Iterator[Message]:
-    alone = find_groups(report, "alone")
+    alone = find_groups(report.groups, "alone")
     if not alone:
         return
     # Advice for a single file is shorter, and links to it explain a missing replica.
@@ -213,9 +233,9 @@ def _find_alone(report: Report) -> Iterator[Message]:
 
 
 def _find_claimed_twice(report: Report) -> Iterator[Message]:
-    for group in report.groups:
-        if group.evidence.claimed_twice:
-            yield Undecided.RANKS_TWICE(ranks=group.evidence.claimed_twice)
+    ranks = _first_value(report, attrgetter("evidence.claimed_twice"))
+    if ranks:
+        yield Undecided.RANKS_TWICE(ranks=ranks)
 
 
 def _find_uncompared_of_models(report: Report) -> Iterator[Message]:
@@ -232,27 +252,32 @@ def _not_compared(diffs: Sequence[TensorDiff]) -> Iterator[Message]:
 
 
 def _find_guesses(report: Report) -> Iterator[Message]:
-    if any(group.evidence.inferred for group in report.groups):
+    if _first_value(report, attrgetter("evidence.inferred")):
         yield Undecided.INFERRED_MAP()
-    for group in report.groups:
-        if group.evidence.guessed:
-            yield Undecided.GUESSED_HEADS(names=group.evidence.guessed)
+    guessed = _first_value(report, attrgetter("evidence.guessed"))
+    if guessed:
+        yield Undecided.GUESSED_HEADS(names=guessed)
 
 
 def _find_unknown_tensors(report: Report) -> Iterator[Message]:
-    unknown = [diff for diff in report.tensors if diff.unknown]
+    unknown = 0
     diffs_of_reason: dict[Reason | None, list[TensorDiff]] = defaultdict(list)
-    for diff in unknown:
-        diffs_of_reason[diff.reason].append(diff)
+    for diff in report.tensors:
+        if diff.unknown:
+            unknown += 1
+            diffs_of_reason[diff.reason].append(diff)
+
     ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
     if ambiguous:
         name, detail = ambiguous[0].name[:_MOST_NAME], ambiguous[0].detail
+        # The caller uses only the first reason.
         if len(ambiguous) == 1:
             yield Undecided.AMBIGUOUS(name=name, detail=detail)
         yield Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
+
     yield from _not_compared(diffs_of_reason[Reason.REFUSED])
     if unknown:
-        yield Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
+        yield Undecided.NO_CHECKSUMS(unknown=unknown, tensors=report.counts.tensors)
 
 
 def _find_unknown_values(report: Report) -> Iterator[Message]:
@@ -264,10 +289,10 @@ def _find_unknown_values(report: Report) -> Iterator[Message]:
 
 
 def _find_shards(report: Report) -> Iterator[Message]:
-    for group in report.groups:
-        if group.uncompared:
-            yield Undecided.RANKS_NOT_COMPARED(ranks=group.uncompared)
-    if any(group.shards for group in report.groups):
+    uncompared = _first_value(report, attrgetter("uncompared"))
+    if uncompared:
+        yield Undecided.RANKS_NOT_COMPARED(ranks=uncompared)
+    if _first_value(report, attrgetter("shards")):
         yield Undecided.ONLY_SHARDS()
 
 
@@ -293,7 +318,7 @@ _REASONS = (
 def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
     """Return one line per reason why some of the given paths were not compared."""
     lines = []
-    alone = list_first_paths(find_groups(report, "alone"))
+    alone = list_first_paths(find_groups(report.groups, "alone"))
     if alone and len(report.groups) > 1:
         lines.append(Omission.ALONE(count=len(alone), paths=alone).render(write))
     # Links are listed with their targets, because both were given.
@@ -302,6 +327,7 @@ def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
         lines.append(Omission.LINKS(count=len(links), links=links).render(write))
     if report.skipped:
         lines.append(Omission.SKIPPED(count=report.skipped).render(write))
+
     return lines
 
 
@@ -310,9 +336,14 @@ def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[st
     lines = []
     for group in groups:
         for fixed in group.fixed:
-            run, hint = group.label or group.run, Hint.UPDATE_BASELINE()
-            message = Omission.FIXED(run=run, code=fixed.code, names=fixed.names, hint=hint)
+            message = Omission.FIXED(
+                run=group.label or group.run,
+                code=fixed.code,
+                names=fixed.names,
+                hint=Hint.UPDATE_BASELINE(),
+            )
             lines.append(message.render(write))
+
     return lines
 
 
@@ -336,16 +367,12 @@ def group_title(group: Group) -> str:
 
 def replica_count(group: Group) -> str:
     """Return the end of the title of a group: ', 2 replicas', or nothing for two models."""
-    if group.is_pair:
-        return ""
-    return f", {count_text(len(group.replicas), 'replica')}"
+    return "" if group.is_pair else f", {count_text(len(group.replicas), 'replica')}"
 
 
 def count_text(count: int, noun: str) -> str:
     """Return a count with its noun: '1 replica', '2 replicas'."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}s"
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def replica_title(replica: Replica) -> str:
@@ -366,18 +393,12 @@ def replica_text(replica: Replica) -> str:
 
 def step_text(group: Group) -> str:
     """Return 'step 300', or the name of the group without a step."""
-    if group.step is None:
-        return one_line(group.name)
-    return f"step {group.step}"
+    return one_line(group.name) if group.step is None else f"step {group.step}"
 
 
 def bytes_text(size: int) -> str:
     """Return a size in bytes with a decimal unit: 46833547 gives '46.8 MB'."""
-    if size < 1000:
+    thousands = min((len(str(size)) - 1) // 3, len(_UNITS) - 1)
+    if not thousands:
         return f"{size} B"
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.1f} {unit}"
+    return f"{size / 1000**thousands:.1f} {_UNITS[thousands]}"
