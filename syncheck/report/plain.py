@@ -49,8 +49,8 @@ def _grid(grid: Grid) -> Iterator[str]:
     for number, title in enumerate(grid.columns):
         texts = [title, *grid.list_texts(number)]
         width = len(max(texts, key=len))
-        alignment = ">" if title in grid.right else "<"
-        texts_of_columns.append([f"{text:{alignment}{width}}" for text in texts])
+        align = str.rjust if title in grid.right else str.ljust
+        texts_of_columns.append([align(text, width) for text in texts])
 
     for cells in zip(*texts_of_columns, strict=True):
         yield "  ".join(cells)
