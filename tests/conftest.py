@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import Done, network, save
+from support.checkpoints import Done, network, save
 
 from syncheck.cli import main
 

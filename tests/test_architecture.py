@@ -46,14 +46,14 @@ LAYERS = (
 
 def imported(source: Path) -> set[str]:
     """Return the absolute names of all modules and names imported in a file, at any level."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{source}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            result |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return result
 
 
 def find_levels() -> dict[str, int]:
@@ -191,16 +191,16 @@ def opens_for_writing(call: ast.Call) -> bool:
 
 def find_writing(source: Path) -> list[str]:
     """Return the expressions of a module that write files."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and opens_for_writing(node):
-            found.append(ast.unparse(node))
+            result.append(ast.unparse(node))
         if isinstance(node, ast.Attribute) and node.attr in WRITING:
             owner = ast.unparse(node.value)
             # Names such as `copy` and `rename` are also methods of other objects.
             if owner in WRITING_MODULES or node.attr.startswith(("write_", "O_", "touch")) or "Path(" in owner:
-                found.append(ast.unparse(node))
-    return found
+                result.append(ast.unparse(node))
+    return result
 
 
 def test_one_module_opens_outputs() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,10 +36,10 @@ def measurements(check: float, sent: int = 100, **more: Any) -> dict[str, Any]:
     """Return numbers of two ranks: reading takes 10 ms, a step 50 ms. check: seconds; sent: bytes of 10 tensors."""
     times = {"read": [0.01], "check": [check], "read parameters": [0.005], "check parameters": [check]}
     times |= {"megatron": [0.1], "naive": [0.2]}
-    of = {"tensors": 10, "parameters": 5, "bytes": 8e7, "times": times, "phases": {"digests": [0.008]}}
+    source_value = {"tensors": 10, "parameters": 5, "bytes": 8e7, "times": times, "phases": {"digests": [0.008]}}
     traffic = {"sent": [sent, sent - 1], "calls": {"all_gather": 4}, "tensors": 10, "bytes": 0}
     return {
-        "models": {"a model": of, "5,000 small tensors": of},
+        "models": {"a model": source_value, "5,000 small tensors": source_value},
         "traffic": {"a model": {"in sync": traffic}},
         "training": {"check": [check], "step": [0.05]},
         **more,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from required import unavailable
+from support.required import unavailable
 
 from syncheck.cli.parser import build_parser
 from syncheck.options import PYTEST, list_options, to_flag
@@ -66,9 +66,9 @@ def test_inputs_reach_the_steps() -> None:
     used = {name for step in steps for name in re.findall(r"inputs\.([\w-]+)", str(step))}
     assert used == set(ACTION["inputs"])
     assert all("${{" not in step.get("run", "") for step in steps)
-    assert all(one["description"] for one in ACTION["inputs"].values())
-    listed = re.findall(r"^\| `([\w-]+)` \|", GUIDE, re.MULTILINE)
-    assert listed == list(ACTION["inputs"])
+    assert all(first["description"] for first in ACTION["inputs"].values())
+    listing = re.findall(r"^\| `([\w-]+)` \|", GUIDE, re.MULTILINE)
+    assert listing == list(ACTION["inputs"])
     assert re.fullmatch(r"actions/setup-python@[0-9a-f]{40}", steps[0]["uses"])
 
 
@@ -98,11 +98,11 @@ def test_exit_codes_of_the_action(runner: Callable[..., Any], tmp_path: Path) ->
 def test_the_action_takes_a_baseline(runner: Callable[..., Any], tmp_path: Path) -> None:
     """Known findings are a warning with exit code 0; a missing baseline is exit code 2."""
     shutil.copytree(DESYNC, tmp_path / "work" / "out")
-    given = {"PATHS": "out/*.pth", "BASELINE": "known findings.json"}
-    assert runner(2, **given).returncode == 2
-    assert runner(2, **given, ARGS="--update-baseline").returncode == 0
-    known = runner(2, **given)
-    assert (known.returncode, levels(known.stdout)) == (0, ["warning"])
+    settings = {"PATHS": "out/*.pth", "BASELINE": "known findings.json"}
+    assert runner(2, **settings).returncode == 2
+    assert runner(2, **settings, ARGS="--update-baseline").returncode == 0
+    known_values = runner(2, **settings)
+    assert (known_values.returncode, levels(known_values.stdout)) == (0, ["warning"])
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def test_the_hook_runs(tmp_path: Path) -> None:
     """pre-commit installs the hook from a copy of this repository, and the hook fails for ranks out of sync."""
     pytest.importorskip("pre_commit")
     copy, project = tmp_path / "copy", tmp_path / "project"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listing.stdout.splitlines():
         if not name.startswith(("fixtures/", "tests/", "train/", "benchmarks/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
@@ -167,7 +167,7 @@ def _workflow(name: str) -> Any:
 
 def _commands() -> list[tuple[str, str]]:
     """Return each command line of syncheck and pytest in the workflows, with the first line of its file."""
-    found = []
+    result = []
     for kind, text in BLOCKS:
         if kind == "groovy":
             lines = re.findall(r"sh '''(.*?)'''", text, re.DOTALL)
@@ -177,8 +177,8 @@ def _commands() -> list[tuple[str, str]]:
             lines = [step["run"] for step in steps if "run" in step]
             lines += [line for job in jobs.values() if isinstance(job, dict) for line in job.get("script", [])]
         typed = [line.strip() for line in "\n".join(lines).split("\n")]
-        found += [(text.split("\n", 1)[0], line) for line in typed if line and not line.startswith(OTHER_PROGRAMS)]
-    return found
+        result += [(text.split("\n", 1)[0], line) for line in typed if line and not line.startswith(OTHER_PROGRAMS)]
+    return result
 
 
 def test_the_workflows_are_complete() -> None:
@@ -228,15 +228,17 @@ def test_the_commands_of_the_workflows_run(tmp_path: Path) -> None:
     assert [code(line) for line in lines] == [0] * len(lines)
     written = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert written == {"syncheck-baseline.json", "syncheck.md", "syncheck.xml", "syncheck.html"}
-    listed = (tmp_path / "syncheck-baseline.json").read_text()
-    (tmp_path / "syncheck-baseline.json").write_text(listed.replace('"bn1.running_mean",', ""))
+    listing = (tmp_path / "syncheck-baseline.json").read_text()
+    (tmp_path / "syncheck-baseline.json").write_text(listing.replace('"bn1.running_mean",', ""))
     assert [code(line) for line in lines] == [1] * len(lines)
 
 
 def test_options_in_the_guide_exist() -> None:
     """Each long option in docs/ci.md belongs to `syncheck compare`, to the plugin, or to another documented program."""
-    others = {"--nproc-per-node", "--save-per-rank", "--index-url", "--all-files"}
-    known = set(re.findall(r"--[\w-]+", build_parser()._subparsers._group_actions[0].choices["compare"].format_help()))  # type: ignore[union-attr, index, call-overload]
+    remaining = {"--nproc-per-node", "--save-per-rank", "--index-url", "--all-files"}
+    known_values = set(
+        re.findall(r"--[\w-]+", build_parser()._subparsers._group_actions[0].choices["compare"].format_help())
+    )  # type: ignore[union-attr, index, call-overload]
     plugin = {
         "--syncheck",
         "--syncheck-diff",
@@ -244,4 +246,4 @@ def test_options_in_the_guide_exist() -> None:
         *(to_flag(name, "--syncheck-") for name in list_options(PYTEST)),
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"\]\([^)]*\)", "]", GUIDE)))
-    assert named - known - plugin == others
+    assert named - known_values - plugin == remaining

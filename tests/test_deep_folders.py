@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
-from checkpoints import save_safetensors
+from support.checkpoints import save_safetensors
 
 import syncheck
 
@@ -20,15 +20,15 @@ def test_an_unreachable_folder_is_reported(tmp_path: Path) -> None:
     for rank in range(2):
         save_safetensors(tmp_path / f"w_rank{rank}.safetensors", {"w": np.ones(2, np.float32)})
     assert syncheck.compare(tmp_path).verdict == "in_sync"
-    here = os.open(".", os.O_RDONLY)
+    first_folder = os.open(".", os.O_RDONLY)
     try:
         os.chdir(tmp_path)
         for _ in range(20):
             os.mkdir("d" * 250)
             os.chdir("d" * 250)
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(first_folder)
+        os.close(first_folder)
     report = syncheck.compare(tmp_path)
     assert report.verdict == "undecided"
     (unreadable,) = report.unreadable

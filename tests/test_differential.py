@@ -12,9 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
 from hypothesis import strategies as st
-from strategies import DTYPES, EXAMPLES, SAFETENSORS, SLOW, for_all, from_bytes, library, packed, patterns, torch
+from support.exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
+from support.strategies import (
+    DTYPES,
+    EXAMPLES,
+    SAFETENSORS,
+    SLOW,
+    for_all,
+    from_bytes,
+    library,
+    packed,
+    patterns,
+    torch,
+)
 
 import syncheck
 
@@ -50,9 +61,9 @@ LAYOUTS = ["plain", "reversed", "gaps", "offset", "conj"]
 def replicated_tensors(draw: Any, ranks: int, dtypes: list[str]) -> ReplicatedTensor:
     """Return a tensor with up to three versions that differ in some elements; each replica has any of the versions."""
     dtype = draw(st.sampled_from(dtypes))
-    of, shape = FORMATS[dtype], draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
-    count = torch.Size(shape).numel() * of.parts
-    any_bits = patterns(of, dtype)
+    source_value, shape = FORMATS[dtype], draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
+    count = torch.Size(shape).numel() * source_value.parts
+    any_bits = patterns(source_value, dtype)
     base = draw(st.lists(any_bits, min_size=count, max_size=count))
     versions = [base]
     for _ in range(draw(st.integers(1, 2))):
@@ -60,10 +71,13 @@ def replicated_tensors(draw: Any, ranks: int, dtypes: list[str]) -> ReplicatedTe
         if count:
             first = draw(st.integers(0, count - 1))
             last = draw(st.sampled_from([first, min(first + 3, count - 1), count - 1]))
-            for at in range(first, last + 1, draw(st.integers(1, 3))):
+            for position in range(first, last + 1, draw(st.integers(1, 3))):
                 # Any number, a neighbour, or the number with the other sign.
-                changes = [version[at] ^ 1, version[at] ^ (0 if dtype == "bool" else 1 << (of.width - 1))]
-                version[at] = draw(st.one_of(any_bits, st.sampled_from(changes)))
+                changes = [
+                    version[position] ^ 1,
+                    version[position] ^ (0 if dtype == "bool" else 1 << (source_value.width - 1)),
+                ]
+                version[position] = draw(st.one_of(any_bits, st.sampled_from(changes)))
         versions.append(version)
     bits = draw(st.lists(st.sampled_from(versions), min_size=ranks, max_size=ranks))
     if draw(st.integers(0, 9)) == 0:
@@ -126,17 +140,19 @@ def expected(tensor: ReplicatedTensor, tolerance: dict[str, Any]) -> tuple[str, 
     present = [bits for bits in tensor.bits if bits is not None]
     if len(clusters_of(present)) < 2:
         return ("identical" if len(present) == len(tensor.bits) else "not_compared"), None
-    found = numbers(present, tensor.of, tolerance=bool(tolerance))
-    close = is_close(found, tensor.of, **{"rtol": None, "atol": None, "ulp": None} | tolerance)
-    status = "equal" if not found.mismatched else "" if close is None else "close" if close else "different"
-    return ("not_compared" if status in ("equal", "close") else status) if None in tensor.bits else status, found
+    result = numbers(present, tensor.of, tolerance=bool(tolerance))
+    close = is_close(result, tensor.of, **{"rtol": None, "atol": None, "ulp": None} | tolerance)
+    status = "equal" if not result.mismatched else "" if close is None else "close" if close else "different"
+    return ("not_compared" if status in ("equal", "close") else status) if None in tensor.bits else status, result
 
 
 def assert_numbers(diff: syncheck.TensorDiff, tensor: ReplicatedTensor, found: Numbers) -> None:
     """Assert that the reported numbers of a tensor equal the direct computation."""
     ranks = [rank for rank, bits in enumerate(tensor.bits) if bits is not None]
-    assert {frozenset(ranks.index(rank) for rank in same) for same in diff.clusters} == found.clusters
-    assert [len(same) for same in diff.clusters] == sorted((len(same) for same in diff.clusters), reverse=True)
+    assert {frozenset(ranks.index(rank) for rank in is_same) for is_same in diff.clusters} == found.clusters
+    assert [len(is_same) for is_same in diff.clusters] == sorted(
+        (len(is_same) for is_same in diff.clusters), reverse=True
+    )
     if found.minority or None not in tensor.bits:
         assert diff.minority == tuple(ranks[i] for i in found.minority)
     assert (diff.mismatched, diff.numel) == (found.mismatched, torch.Size(tensor.shape).numel())
@@ -164,10 +180,10 @@ def check(case: Case) -> None:
     for name, tensor in case.tensors.items():
         if not any(bits is not None for bits in tensor.bits):
             continue
-        status, found = expected(tensor, case.tolerance)
+        status, result = expected(tensor, case.tolerance)
         assert status in ("", diffs[name].status if name in diffs else "identical"), name
-        if found is not None:
-            assert_numbers(diffs[name], tensor, found)
+        if result is not None:
+            assert_numbers(diffs[name], tensor, result)
         missing = None in tensor.bits
         assert missing == (name in diffs and diffs[name].reason == "missing")
         out_of_sync |= missing or (name in diffs and diffs[name].status == "different")
@@ -181,13 +197,23 @@ def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: l
     swapped = {diff.name: diff for diff in group.tensors}
     assert swapped.keys() == diffs.keys()
     for name, diff in diffs.items():
-        other = swapped[name]
-        for of in ("status", "reason", "mismatched", "numel", "max_abs", "max_rel", "max_ulp", "index", "extent"):
-            assert getattr(other, of) == getattr(diff, of), (name, of)
-        clusters = {tuple(sorted(order[rank] for rank in same)) for same in other.clusters}
+        second = swapped[name]
+        for source_value in (
+            "status",
+            "reason",
+            "mismatched",
+            "numel",
+            "max_abs",
+            "max_rel",
+            "max_ulp",
+            "index",
+            "extent",
+        ):
+            assert getattr(second, source_value) == getattr(diff, source_value), (name, source_value)
+        clusters = {tuple(sorted(order[rank] for rank in is_same)) for is_same in second.clusters}
         assert clusters == set(diff.clusters)
-        assert sorted(order[rank] for rank in other.minority) == list(diff.minority)
-        assert {order[rank]: count for rank, count in other.nonfinite.items()} == dict(diff.nonfinite)
+        assert sorted(order[rank] for rank in second.minority) == list(diff.minority)
+        assert {order[rank]: count for rank, count in second.nonfinite.items()} == dict(diff.nonfinite)
 
 
 TOLERANCES = st.one_of(
@@ -214,12 +240,12 @@ def test_any_tolerance(examples: int) -> None:
 def test_the_direct_computation_reads_numbers_like_torch() -> None:
     """The direct computation reads the bits of formats of up to 16 bits as torch does."""
     for dtype in DTYPES:
-        of = FORMATS[dtype]
-        if of.width > 16 or dtype == "bool":
+        source_value = FORMATS[dtype]
+        if source_value.width > 16 or dtype == "bool":
             continue
-        bits = list(range(0, 1 << of.width, 1 if of.width == 8 else 37))
-        mine = [float(value(pattern, of)) for pattern in bits]
-        torchs = from_bytes(packed(bits, of), dtype).to(torch.float64).tolist()
+        bits = list(range(0, 1 << source_value.width, 1 if source_value.width == 8 else 37))
+        mine = [float(value(pattern, source_value)) for pattern in bits]
+        torchs = from_bytes(packed(bits, source_value), dtype).to(torch.float64).tolist()
         assert list(map(repr, mine)) == [repr(number + 0.0) for number in torchs], dtype
 
 
@@ -234,19 +260,23 @@ def test_zeros_hide_no_relative_difference(dtype: str) -> None:
 def long_tensors(draw: Any) -> Case:
     """Return two or three replicas of a tensor of several blocks, with few changes anywhere in it."""
     dtype = draw(st.sampled_from(["float32", "int64", "complex64", "float64"]))
-    of = FORMATS[dtype]
-    count = draw(st.sampled_from([1_200_000, (1 << 20) + 8, 1 << 21])) // (of.width // 8)  # bytes; a block is 1 MiB
-    base = [(at * 37 + 11) & 0x3F for at in range(count)]
+    source_value = FORMATS[dtype]
+    count = draw(st.sampled_from([1_200_000, (1 << 20) + 8, 1 << 21])) // (
+        source_value.width // 8
+    )  # bytes; a block is 1 MiB
+    base = [(position * 37 + 11) & 0x3F for position in range(count)]
     ranks = draw(st.integers(2, 3))
     bits = []
     for _ in range(ranks):
         version = list(base)
-        for at in draw(st.lists(st.integers(0, count - 1), max_size=3)):
-            run = min(draw(st.integers(1, 3)), count - at)
-            version[at : at + run] = draw(st.lists(patterns(of, dtype), min_size=run, max_size=run))
+        for position in draw(st.lists(st.integers(0, count - 1), max_size=3)):
+            run = min(draw(st.integers(1, 3)), count - position)
+            version[position : position + run] = draw(
+                st.lists(patterns(source_value, dtype), min_size=run, max_size=run)
+            )
         bits.append(version)
     layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=ranks, max_size=ranks))
-    shape = draw(st.sampled_from([(count // of.parts,), (1, count // of.parts)]))
+    shape = draw(st.sampled_from([(count // source_value.parts,), (1, count // source_value.parts)]))
     return Case({"w": ReplicatedTensor(dtype, shape, bits, layouts)}, [".pth"] * ranks)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.diagnose import baseline, series
@@ -179,7 +179,7 @@ def test_every_given_file_is_reported(row: str, tmp_path: Path, monkeypatch: pyt
 
 def render_all(report: syncheck.Report) -> list[str]:
     """Return a report in every text format."""
-    drawn = [plain.render(of(report, 0)) for of in (text.comparison, text.overview)]
+    drawn = [plain.render(source_value(report, 0)) for source_value in (text.comparison, text.overview)]
     return [
         *drawn,
         github.render(report),
@@ -194,9 +194,9 @@ def test_links_beside_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     save("c/rank0/model.pth"), save("c/rank2/model.pth")
     os.symlink("rank0", "c/rank1")
-    for path, of in (("c/rank1", "c/rank0"),):
+    for path, source_value in (("c/rank1", "c/rank0"),):
         report = syncheck.compare("c")
-        assert (report.exit_code, [(alias.path, alias.of) for alias in report.aliases]) == (0, [(path, of)])
+        assert (report.exit_code, [(alias.path, alias.of) for alias in report.aliases]) == (0, [(path, source_value)])
         assert all(path in drawn for drawn in render_all(report))
     save("c/rank2/model.pth", 1)
     assert syncheck.compare("c").exit_code == 1
@@ -240,11 +240,13 @@ def test_a_failing_step_is_shown_before_a_later_known_step(tmp_path: Path, monke
         weights = {"w": np.ones(3, np.float32) + np.float32(rank), "b": np.zeros(2, np.float32)}
         save(f"c/step_1/rank_{rank}.pth", model=weights)
         save(f"c/step_2/rank_{rank}.pth", 5.0 + rank)
-    found = syncheck.compare("c")
-    first, last = found.groups
+    findings = syncheck.compare("c")
+    first, last = findings.groups
     assert {finding.code for finding in first.findings} == {finding.code for finding in last.findings}
-    known = frozenset(known for known in baseline.update_baseline(found, frozenset()) if "b" in known)
-    report = baseline.apply_baseline(found, known)
+    known_values = frozenset(
+        known_values for known_values in baseline.update_baseline(findings, frozenset()) if "b" in known_values
+    )
+    report = baseline.apply_baseline(findings, known_values)
     assert [finding.fails for group in report.groups for finding in group.findings] == [True, False]
     assert [group.step for group in series.shown_steps(report.groups)] == [1, 2]
 
@@ -276,18 +278,18 @@ def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
         bystander.write_text("text")
     if rng.random() < 0.3:
         (root / "latest").symlink_to(os.path.relpath(files[-1].parent, root))
-    given = [str(root)] if rng.random() < 0.6 else [str(file) for file in files]
-    return given, files
+    settings = [str(root)] if rng.random() < 0.6 else [str(file) for file in files]
+    return settings, files
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_folder(seed: int, tmp_path: Path) -> None:
     """Equal replicas are in sync in any folders; a changed element, a damaged file or a lost replica is noticed."""
-    given, files = random_folder(seed, tmp_path / "c")
-    before = syncheck.compare(*given)
+    settings, files = random_folder(seed, tmp_path / "c")
+    before = syncheck.compare(*settings)
     assert before.exit_code == 0, [(group.name, group.notes) for group in before.groups] + list(before.unreadable)
-    found = sorted(replica.path for group in before.groups for replica in group.replicas)
-    assert len(found) == len(files)
+    matches = sorted(replica.path for group in before.groups for replica in group.replicas)
+    assert len(matches) == len(files)
     rng = random.Random(seed)
     victim = rng.choice(files)
     intact = victim.read_bytes()
@@ -295,18 +297,18 @@ def test_any_folder(seed: int, tmp_path: Path) -> None:
     step = next(int(part[5:]) for part in victim.parts if part.startswith("step_"))
     rank = next(replica.rank for g in before.groups for replica in g.replicas if replica.path == str(victim))
     save(str(victim), 2.0**-20, **(metadata(rank, step, 9) if seed % 2 else {}))
-    assert syncheck.compare(*given).exit_code == 1
+    assert syncheck.compare(*settings).exit_code == 1
     # A damaged file.
     victim.write_bytes(rng.choice([b"", bytes(len(intact)), intact[: len(intact) // 2]]))
-    assert syncheck.compare(*given).exit_code == 2
+    assert syncheck.compare(*settings).exit_code == 2
     # A link to another replica.
-    other = next(file for file in files if file != victim and f"step_{step}" in file.parts)
+    second = next(file for file in files if file != victim and f"step_{step}" in file.parts)
     victim.unlink()
-    victim.symlink_to(other)
-    again = syncheck.compare(*given)
+    victim.symlink_to(second)
+    again = syncheck.compare(*settings)
     assert again.exit_code == 2 or str(victim) in {alias.path for alias in again.aliases}
     # An unsupported format.
     victim.unlink()
     np.savez(victim.with_suffix(".npz"), w=np.ones(3))
-    if len(given) == 1:
-        assert syncheck.compare(*given).exit_code == 2
+    if len(settings) == 1:
+        assert syncheck.compare(*settings).exit_code == 2

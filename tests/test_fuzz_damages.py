@@ -31,11 +31,11 @@ INTACT = {"tensors": {"w": TENSOR, "v": TENSOR}, "values": {"epoch": "2", "note"
 
 def answer(code: int, tensors: tuple[tuple[str, str], ...] = (), **more: Any) -> dict[str, Any]:
     """Return an answer of syncheck. tensors: name and status of all differing tensors."""
-    listed = [{"name": name, "status": status, "reason": None} for name, status in tensors]
+    listing = [{"name": name, "status": status, "reason": None} for name, status in tensors]
     codes = more.pop("codes", ("SYN299",) if code else ())
     findings = [{"code": c, "severity": "error", "ranks": [1], "tensors": [n for n, _ in tensors]} for c in codes]
     values = [{"name": name} for name in more.pop("values", ())]
-    out = json.dumps({"groups": [{"tensors": listed, "values": values, "findings": findings}]})
+    out = json.dumps({"groups": [{"tensors": listing, "values": values, "findings": findings}]})
     return {"code": code, "out": "" if code == 2 else out, "err": "", "faults": [], **more}
 
 
@@ -52,7 +52,7 @@ def test_every_format_is_damaged() -> None:
 def read(**changed: Any) -> dict[str, Any]:
     """Return the contents of the damaged file as read by the libraries. None removes a tensor or value."""
     kinds = {kind: {name: changed.get(name, value) for name, value in INTACT[kind].items()} for kind in INTACT}
-    return {kind: {name: value for name, value in found.items() if value} for kind, found in kinds.items()}
+    return {kind: {name: value for name, value in result.items() if value} for kind, result in kinds.items()}
 
 
 OTHER = ["torch.float32", [2], "others", "other numbers"]
@@ -91,7 +91,7 @@ ONE_LINE = "syncheck: error: f.pth: broken\n"
 def test_wrong_answers_are_faults(reply: dict[str, Any], damaged: dict[str, Any], fault: str) -> None:
     """Each wrong answer to damaged tensor data in a zip is a fault, and correct answers are not."""
     faults = judge_comparison("torch-zip", {DATA}, reply, INTACT, damaged).faults
-    assert any(fault in found for found in faults) if fault else faults == []
+    assert any(fault in result for result in faults) if fault else faults == []
 
 
 def test_damage_without_effect() -> None:
@@ -182,8 +182,8 @@ def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     for read, fault in expected.items():
         monkeypatch.setattr(torch_zip, "read", read)
         trials = run_trials(0, range(4 * len(KINDS)), tmp_path / read.__name__, ["torch-zip"])
-        faults = [found for trial in trials for found in trial.verdict.faults]
-        assert any(fault in found for found in faults), (fault, faults)
+        faults = [result for trial in trials for result in trial.verdict.faults]
+        assert any(fault in result for result in faults), (fault, faults)
 
 
 def test_security_states_the_number_of_damages() -> None:

@@ -51,8 +51,10 @@ def test_every_format_of_files_is_fuzzed() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds(name: str, every: bool, tmp_path: Path) -> None:
     """The property holds for the seeds; the slow test includes valid and malformed fixtures."""
-    own = len(list((SEEDS / name).iterdir()))  # they come first
-    outcomes = [TARGETS[name].check(data, tmp_path) for data in islice(TARGETS[name].seeds(), None if every else own)]
+    own_values = len(list((SEEDS / name).iterdir()))  # they come first
+    outcomes = [
+        TARGETS[name].check(data, tmp_path) for data in islice(TARGETS[name].seeds(), None if every else own_values)
+    ]
     assert any(isinstance(outcome, Snapshot) for outcome in outcomes)
 
 
@@ -185,8 +187,8 @@ def test_mutations_keep_the_frame() -> None:
     pickled = next(content for name, content in records if name.endswith("data.pkl"))
     assert pickled + b"x" in [content for _, content in changed]
     header = json.dumps({"w": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}}).encode()
-    made = mutate_safetensors(bytes(8) + b"{", lambda *_: header, Numbers(1))
-    assert made == len(header).to_bytes(8, "little") + header + bytes(5)
+    created = mutate_safetensors(bytes(8) + b"{", lambda *_: header, Numbers(1))
+    assert created == len(header).to_bytes(8, "little") + header + bytes(5)
 
 
 def test_dictionaries() -> None:

@@ -93,7 +93,7 @@ def test_messages_compare_by_code_and_parameters() -> None:
 
 def test_templates_are_unique() -> None:
     """Templates are unique, because enum members with equal values would be one member."""
-    enums = [found for found in vars(messages).values() if isinstance(found, type) and issubclass(found, Sentence)]
+    enums = [result for result in vars(messages).values() if isinstance(result, type) and issubclass(result, Sentence)]
     assert {Note, Refusal, Hint, Undecided} <= set(enums)
     for enum in enums:
         assert len(enum.__members__) == len(enum)

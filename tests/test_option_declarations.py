@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import network, save
+from support.checkpoints import network, save
 
 import syncheck
 from syncheck import api, config, option_kinds, options

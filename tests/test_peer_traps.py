@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth, save_records, save_safetensors
+from support.checkpoints import changed, network, save, save_pth, save_records, save_safetensors
 
 import syncheck
 
@@ -137,7 +137,7 @@ def test_each_case_has_the_right_result(tmp_path: Path, case: str, endings: tupl
     (group,) = report.groups
     assert report.exit_code == code
     assert {diff.name: diff.status for diff in group.tensors if diff.kind != "rng"} == statuses
-    assert [found.code for found in group.findings] == ([finding] if finding else [])
+    assert [found_codes.code for found_codes in group.findings] == ([finding] if finding else [])
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_empty_dicts_are_not_in_sync(tmp_path: Path) -> None:
 
 def test_the_odd_rank_is_reported(tmp_path: Path) -> None:
     """The odd rank of eight is reported, even if it is rank 0."""
-    for odd in (0, 5):
+    for outlier in (0, 5):
         for rank in range(8):
-            save_pth(tmp_path / f"{odd}/rank{rank}.pth", changed(network(), "fc.bias", by=float(rank == odd)))
-        (finding,) = syncheck.compare(tmp_path / str(odd)).groups[0].findings
-        assert finding.ranks == (odd,)
+            save_pth(tmp_path / f"{outlier}/rank{rank}.pth", changed(network(), "fc.bias", by=float(rank == outlier)))
+        (finding,) = syncheck.compare(tmp_path / str(outlier)).groups[0].findings
+        assert finding.ranks == (outlier,)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, network, save, save_pth, save_records, save_safetensors
+from support.checkpoints import Call, Global, network, save, save_pth, save_records, save_safetensors
 
 import syncheck
 
@@ -67,7 +67,7 @@ def test_broken_files_are_reported(tmp_path: Path, kind: str) -> None:
     bad = tmp_path / f"rank1{ending}"
     bad.write_bytes(data)
     report = syncheck.compare(good, bad)
-    assert (report.exit_code, [found.path for found in report.unreadable]) == (2, [str(bad)])
+    assert (report.exit_code, [result.path for result in report.unreadable]) == (2, [str(bad)])
     assert words in report.unreadable[0].reason
     assert "\n" not in report.unreadable[0].reason
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
-from groups import make_finding
-from groups import text as message_of
+from support.checkpoints import changed, network, save_pth
+from support.groups import make_finding
+from support.groups import text as message_of
 
 from syncheck.diagnose.statements import Common
 from syncheck.errors import UsageError
@@ -113,10 +113,10 @@ def test_texts_spell_options_in_python(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_arrays_in_memory_are_replicas(ranks: Ranks) -> None:
     """State dicts of arrays are compared by position, and one changed element is found."""
-    other = network()
-    assert_in_sync(network(), other, network())
-    other["fc.bias"][3] += 1
-    error = failing(network(), other, network())
+    second = network()
+    assert_in_sync(network(), second, network())
+    second["fc.bias"][3] += 1
+    error = failing(network(), second, network())
     [diff] = error.report.groups[0].tensors
     assert (diff.name, diff.mismatched, diff.index, diff.minority) == ("fc.bias", 1, (3,), (1,))
     assert "rank 1: things[1], dict (memory, 14 tensors" in str(error)
@@ -140,8 +140,8 @@ def test_an_unreadable_file_beside_memory_never_passes(tmp_path: Path) -> None:
 def test_array_layouts_and_byte_orders_do_not_count() -> None:
     """Equal values in Fortran order, reversed or big-endian are equal."""
     plain = np.arange(24, dtype=np.float32).reshape(4, 6)
-    for other in (np.asfortranarray(plain), plain[::-1].copy()[::-1], plain.astype(">f4")):
-        report = assert_in_sync({"w": plain}, {"w": other})
+    for second in (np.asfortranarray(plain), plain[::-1].copy()[::-1], plain.astype(">f4")):
+        report = assert_in_sync({"w": plain}, {"w": second})
         assert report.counts.identical == 1
     assert failing({"w": plain}, {"w": np.asfortranarray(plain + 1)}).report.counts.different == 1
 
@@ -164,17 +164,17 @@ def test_names_equal_the_names_of_the_file(tmp_path: Path) -> None:
 
 def test_an_array_of_objects_is_counted_as_not_compared() -> None:
     """An object array is counted as not compared, and alone it fails."""
-    odd = {"names": np.array(["a", "b"])}
-    report = compare(odd, odd)
+    outlier = {"names": np.array(["a", "b"])}
+    report = compare(outlier, outlier)
     assert report.verdict == "undecided"
     assert report.groups[0].tensors[0].detail == Detail.REFUSED(refusal=Refusal.NUMPY_DTYPE(name="U1"))
 
 
 def test_keys_with_the_same_text() -> None:
     """The keys 1 and "1" of a mapping keep their tensors in any order."""
-    one, text = np.zeros(2), np.ones(2)
-    assert_in_sync({1: one, "1": text}, {"1": text, 1: one})
-    assert failing({1: one, "1": text}, {1: text, "1": one}).report.counts.different == 2
+    first, text = np.zeros(2), np.ones(2)
+    assert_in_sync({1: first, "1": text}, {"1": text, 1: first})
+    assert failing({1: first, "1": text}, {1: text, "1": first}).report.counts.different == 2
 
 
 def test_recursive_containers() -> None:
@@ -301,8 +301,8 @@ def test_a_failure_skips_groups_in_sync(ranks: Ranks) -> None:
 def test_the_error_can_be_sent_to_another_process(ranks: Ranks) -> None:
     """The error can be pickled with text and report."""
     error = failing(*ranks(network(), network(1)))
-    sent = pickle.loads(pickle.dumps(error))
-    assert (str(sent), sent.report) == (str(error), error.report)
+    messages = pickle.loads(pickle.dumps(error))
+    assert (str(messages), messages.report) == (str(error), error.report)
 
 
 def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:

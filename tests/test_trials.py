@@ -30,16 +30,16 @@ def train_with_ddp(setup: Setup, rank: int) -> nn.Module:
     """Train a rank of a real process group, and return its module."""
     model = MODELS[setup.model]
     torch.manual_seed(setup.seed)
-    own = Rank(setup, rank, model.build(setup.sizes))
-    wrapped = DistributedDataParallel(own.module)
+    own_values = Rank(setup, rank, model.build(setup.sizes))
+    wrapped = DistributedDataParallel(own_values.module)
     for _ in range(STEPS):
-        x, y = model.draw(setup.sizes, setup.samples, own.data)
-        for optimizer in own.optimizers:
+        x, y = model.draw(setup.sizes, setup.samples, own_values.data)
+        for optimizer in own_values.optimizers:
             optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
-        for optimizer in own.optimizers:
+        for optimizer in own_values.optimizers:
             optimizer.step()
-    return own.module
+    return own_values.module
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -62,7 +62,7 @@ def test_each_part_has_models_of_its_own() -> None:
     """Parts of the design have no model in common, and every fault occurs in every part."""
     trajectories = draw_trajectories(3 * len(FAULTS), seed=3)
     sizes = {part: {(t.setup.model, t.setup.sizes.width) for t in trajectories if t.part == part} for part in PARTS}
-    assert all(sizes[one].isdisjoint(sizes[other]) for one in PARTS for other in PARTS if one != other)
+    assert all(sizes[first].isdisjoint(sizes[second]) for first in PARTS for second in PARTS if first != second)
     assert all({t.fault for t in trajectories if t.part == part} == set(FAULTS) for part in PARTS)
     assert draw_trajectories(5, seed=3) == trajectories[:5]
 

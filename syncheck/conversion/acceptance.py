@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.adapted_tensors import Merged, Replaced, are_comparable, find_adapted
 from syncheck.conversion.casts import is_conversion
-from syncheck.conversion.merges import Merged, Replaced, are_comparable, find_adapted, is_merge
+from syncheck.conversion.merges import is_merge
 from syncheck.messages import Detail
 from syncheck.records import Counts, Reason
 
@@ -37,11 +38,22 @@ def accept_conversions(
     for diff in comparison.tensors:
         accepted = diff
         if diff.out_of_sync:
-            accepted = _accept(diff, models, dtype, doubts, files)
+            accepted = _accept(
+                diff,
+                models,
+                dtype,
+                doubts,
+                files,
+            )
             kinds[diff.kind] = _move_count(kinds[diff.kind], diff.status, accepted.status)
         tensors.append(accepted)
     counts = sum(kinds.values(), Counts())
-    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
+    return replace(
+        comparison,
+        tensors=tuple(tensors),
+        kinds=kinds,
+        counts=counts,
+    )
 
 
 def _move_count(counts: Counts, old_status: Status, new_status: Status) -> Counts:
@@ -60,11 +72,15 @@ def _accept(
     # A tensor that one model lacks is no conversion.
     if len(pair) == len(models):
         a, b = pair
-        explained = _explain_conversion(diff, a, b, dtype, files)
+        explained = _explain_conversion(
+            diff,
+            a,
+            b,
+            dtype,
+            files,
+        )
     # Doubts come last: a proven conversion needs no explanation.
-    if explained is None:
-        explained = doubts.apply(diff)
-    return explained
+    return doubts.apply(diff) if explained is None else explained
 
 
 def _mark_close(diff: TensorDiff, tolerance: str) -> TensorDiff:
@@ -72,18 +88,35 @@ def _mark_close(diff: TensorDiff, tolerance: str) -> TensorDiff:
     # The number of different elements is unknown if the dtypes differ, which is the reason of the difference then.
     mismatched = diff.mismatched if diff.reason is None else None
     plain = _drop_explanation(diff)
-    return replace(plain, status="close", tolerance=tolerance, mismatched=mismatched)
+    return replace(
+        plain,
+        status="close",
+        tolerance=tolerance,
+        mismatched=mismatched,
+    )
 
 
 def _mark_not_compared(diff: TensorDiff, detail: Message) -> TensorDiff:
     """Return a tensor as not compared. detail: why its difference may come from an adapter."""
     plain = _drop_explanation(diff)
-    return replace(plain, status="not_compared", reason=Reason.REFUSED, detail=detail, mismatched=None)
+    return replace(
+        plain,
+        status="not_compared",
+        reason=Reason.REFUSED,
+        detail=detail,
+        mismatched=None,
+    )
 
 
 def _drop_explanation(diff: TensorDiff) -> TensorDiff:
     """Return a tensor without the evidence for a difference that is no difference any more."""
-    return replace(diff, reason=None, detail=None, facts=(), minority=())
+    return replace(
+        diff,
+        reason=None,
+        detail=None,
+        facts=(),
+        minority=(),
+    )
 
 
 def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | None, files: Files) -> TensorDiff | None:
@@ -92,12 +125,28 @@ def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | Non
     The tensor is not compared if rounding hides the product of an adapter.
     """
     if isinstance(find_adapted(a), Merged):
-        return _explain_merge(diff, a, b, dtype, files, to_partner=True)
+        return _explain_merge(
+            diff,
+            merged=a,
+            partner=b,
+            dtype=dtype,
+            files=files,
+            to_partner=True,
+        )
     if isinstance(find_adapted(b), Merged):
-        return _explain_merge(diff, b, a, dtype, files, to_partner=False)
-    if dtype is not None and are_comparable(a, b) and is_conversion(a, b, dtype, files):
-        return _mark_close(diff, f"cast {dtype}")
-    return None
+        return _explain_merge(
+            diff,
+            merged=b,
+            partner=a,
+            dtype=dtype,
+            files=files,
+            to_partner=False,
+        )
+    # Without the option, no conversion is accepted.
+    if dtype is None or not are_comparable(a, b):
+        return None
+    is_explained = is_conversion(a, b, dtype, files)
+    return _mark_close(diff, f"cast {dtype}") if is_explained else None
 
 
 def _explain_merge(
@@ -115,7 +164,13 @@ def _explain_merge(
     tolerances.setdefault(dtype, f"cast {dtype}, rounding of a merge")
     result: bool | None = False
     for conversion, tolerance in tolerances.items():
-        result = is_merge(merged, partner, conversion, files, to_partner=to_partner)
+        result = is_merge(
+            merged,
+            partner,
+            dtype=conversion,
+            files=files,
+            to_partner=to_partner,
+        )
         if result:
             return _mark_close(diff, tolerance)
     # Neither a merge nor a difference: the bounds of rounding include weights without the product.

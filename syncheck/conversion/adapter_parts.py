@@ -58,6 +58,11 @@ class PartGroup:
     stored_names: dict[str, str] = field(default_factory=dict)
     """By role."""
 
+    @property
+    def module(self) -> str:
+        """The module of the tensor."""
+        return self.target.rpartition(".")[0]
+
 
 def read_part_name(stored_name: str) -> PartName:
     """Read the name of a part."""
@@ -69,7 +74,12 @@ def read_part_name(stored_name: str) -> PartName:
         groups = match.groupdict(default="")
         leaf = groups.get("leaf", "weight")
         role = groups.get("role", "new")
-        return PartName(f"{match['module']}.{leaf}", kind, role, groups["adapter"])
+        return PartName(
+            f"{match['module']}.{leaf}",
+            kind,
+            role,
+            adapter=groups["adapter"],
+        )
     if has_adapter_segment(name):
         return PartName(name)
     # Files of adapters store replaced tensors under their own names.
@@ -116,10 +126,10 @@ def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     for name, tensor in tensors.items():
         if name in part_names:
             parts[name] = tensor
-        elif name in states:
-            base[name] = tensor
-        else:
-            base[strip_prefixes(name)] = tensor
+            continue
+        # The states of an optimizer have the names of parts, and keep them.
+        base_name = name if name in states else strip_prefixes(name)
+        base[base_name] = tensor
     return base, parts
 
 
@@ -165,12 +175,14 @@ def _find_beside_base(names: Collection[str]) -> set[str]:
     # The wrapped module itself belongs to the base model.
     outermost_modules: list[str] = []
     for module in sorted(wrapped_modules):
-        if not (outermost_modules and module.startswith(outermost_modules[-1])):
+        # In this order, a module comes before all modules within it.
+        if not module.startswith(tuple(outermost_modules[-1:])):
             outermost_modules.append(module)
     beside_base = set()
     for name in outer_names:
         # No module contains another module, so only the last module before the name may contain the name.
         position = bisect(outermost_modules, name)
-        if position and name.startswith(outermost_modules[position - 1]):
+        last_modules = outermost_modules[max(position - 1, 0) : position]
+        if name.startswith(tuple(last_modules)):
             beside_base.add(name)
     return beside_base

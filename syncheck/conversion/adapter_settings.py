@@ -58,11 +58,10 @@ class AdapterSettings:
         kind = self.content.get("peft_type", _LORA)
         if kind != _LORA:
             return AdapterProblem.KIND(kind=brief(kind))
-        unsupported = [name for name, value in self.content.items() if not _is_supported(name, value)]
-        if unsupported:
+        for name, value in self.content.items():
             # One setting is enough to refuse the merge.
-            name = unsupported[0]
-            return AdapterProblem.SETTING(name=brief(name), value=brief(self.content[name]))
+            if not _is_supported(name, value):
+                return AdapterProblem.SETTING(name=brief(name), value=brief(value))
         return None
 
     def find_obstacle(self, module: str, *, linear: bool = True) -> Message | None:
@@ -76,11 +75,11 @@ class AdapterSettings:
             return AdapterProblem.PATTERN(problem=str(error))
         return None if setting is None else self.refuse_module(module, setting)
 
-    def find_obstacle_of_bias(self, module: str, *, linear: bool) -> Message | None:
-        """Return the same for the bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
-        if not self._read("lora_bias"):
-            return self.refuse_module(module, "lora_bias")
-        return self.find_obstacle(module, linear=linear)
+    def refuse_bias(self, module: str) -> Message | None:
+        """Return the problem of a bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
+        if self._read("lora_bias"):
+            return None
+        return self.refuse_module(module, "lora_bias")
 
     def find_obstacle_of_tokens(self, module: str) -> Message | None:
         """Return the same for the rows of an embedding."""
@@ -102,19 +101,16 @@ class AdapterSettings:
             expected_rank = self._find_value("rank_pattern", module, self.content.get("r", rank))
         except UnsupportedPatternError as error:
             return AdapterProblem.PATTERN(problem=str(error))
-        scale = math.nan
         # The shapes of the factors must confirm the settings.
-        if expected_rank == rank:
-            scale = _divide(alpha, self._find_divisor(rank))
+        is_confirmed = expected_rank == rank
+        scale = _divide(alpha, self._find_divisor(rank)) if is_confirmed else math.nan
         if not math.isfinite(scale):
             return AdapterProblem.SCALE(alpha=brief(alpha), rank=brief(expected_rank), shape=rank)
         return scale
 
     def _find_divisor(self, rank: int) -> float:
         """Return the number by which lora_alpha is divided."""
-        if self.content.get("use_rslora"):
-            return math.sqrt(rank)
-        return float(rank)
+        return math.sqrt(rank) if self.content.get("use_rslora") else float(rank)
 
     def _find_value(self, table_name: str, module: str, default: object) -> object:
         """Return the value for a module in a table of patterns.
@@ -138,14 +134,14 @@ class AdapterSettings:
 
     def find_tokens(self, module: str) -> list[int] | None:
         """Return the rows of an embedding that the adapter replaces, None if they are unknown."""
-        tokens = self.content.get("trainable_token_indices")
-        if self.content.get("peft_type") == _TOKENS:
-            tokens = self.content.get("token_indices")
-        if isinstance(tokens, dict):
-            # Keys are ends of the names of modules. Two keys of one module contradict each other.
-            rows = [tokens[name] for name in tokens if module.endswith(name)]
-            tokens = rows[0] if len(rows) == 1 else None
-        return _read_rows(tokens)
+        is_for_tokens = self.content.get("peft_type") == _TOKENS
+        setting = "token_indices" if is_for_tokens else "trainable_token_indices"
+        tokens = self.content.get(setting)
+        if not isinstance(tokens, dict):
+            return _read_rows(tokens)
+        # Keys are ends of the names of modules. Two keys of one module contradict each other.
+        rows = [tokens[name] for name in tokens if module.endswith(name)]
+        return _read_rows(rows[0]) if len(rows) == 1 else None
 
 
 def _is_anything(_value: object) -> bool:
@@ -199,6 +195,4 @@ def _read_rows(tokens: object) -> list[int] | None:
         return None
     rows = [token for token in tokens if type(token) is int and token >= 0]
     # A row that is listed twice has two values.
-    if len(set(rows)) < len(tokens):
-        return None
-    return rows
+    return rows if len(set(rows)) == len(tokens) else None

@@ -5,12 +5,14 @@ Every part of an adapter is merged, or it remains with its problem: then the mod
 
 from __future__ import annotations
 
+import itertools
 import os
 from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.adapted_tensors import LowRank, Merged, are_comparable, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.adapter_parts import (
     PartGroup,
     find_path,
@@ -19,16 +21,14 @@ from syncheck.conversion.adapter_parts import (
     strip_prefixes,
 )
 from syncheck.conversion.adapter_settings import AdapterSettings
-from syncheck.conversion.merges import LowRank, Merged, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.name_maps import read_json, split_tensor
-from syncheck.conversion.recognition import are_readable
 from syncheck.conversion.replacements import replace_rows, replace_tensor
 from syncheck.messages import AdapterProblem, Refusal
 from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.conversion.name_maps import NameMap
     from syncheck.messages import Message
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
 _MOST_FACTOR = 1 << 23
+# The roles of the parts of a product.
+_FACTOR_ROLES = {"A", "B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,21 @@ class AdaptedModel:
     adapter: Adapter | None = None
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Of mapped tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The parts of an adapter that change a tensor of the base model."""
+
+    group: PartGroup
+    """The names of the parts."""
+    parts: Mapping[str, Tensor]
+    """The parts by role."""
+    base: Tensor
+    """The tensor of the base model."""
+    settings: AdapterSettings
+    """The settings beside the parts."""
+    files: Files
 
 
 @dataclass(slots=True)
@@ -115,109 +132,179 @@ class Adapter:
         base, partner = tensors.get(group.target), partners.get(group.target)
         settings = self._find_settings(next(iter(parts.values())))
         if group.kind == "saved":
-            return self._merge_saved(group, base, partner, settings, files)
+            return self._merge_saved(
+                group,
+                base=base,
+                partner=partner,
+                settings=settings,
+                files=files,
+            )
         if base is None:
             return AdapterProblem.NO_MODULE()
         # PEFT refuses two products of one weight, or adds them in an unknown order.
         if isinstance(find_adapted(base), Merged):
             return AdapterProblem.TAKEN()
-        module = group.target.rpartition(".")[0]
-        if group.kind == "tokens":
-            obstacle = settings.find_obstacle_of_tokens(module)
-            return obstacle or replace_rows(base, parts["delta"], settings.find_tokens(module), files)
-        problem = settings.find_problem() or self._find_obstacle(group, module, settings)
-        if problem is not None:
-            return problem
-        if group.kind == "bias":
-            return self._add_bias(module, base, parts["B"], settings, files)
-        return self._add_product(group, base, parts, settings, files)
+        change = _Change(
+            group,
+            parts=parts,
+            base=base,
+            settings=settings,
+            files=files,
+        )
+        merge_parts = _MERGES[group.kind]
+        return merge_parts(self, change)
 
     def _merge_saved(
-        self, group: PartGroup, base: Tensor | None, partner: Tensor | None, settings: AdapterSettings, files: Files
+        self,
+        group: PartGroup,
+        base: Tensor | None,
+        partner: Tensor | None,
+        settings: AdapterSettings,
+        files: Files,
     ) -> Tensor | Message:
         """Return a tensor that the adapter stores as a whole, or the reason why PEFT does not load it."""
         new = self._find_parts(group)["new"]
         if base is not None:
-            obstacle = self._find_wrapper(group, group.target.rpartition(".")[0], settings)
-            return obstacle or replace_tensor(group.target, base, new, partner, files)
+            obstacle = self._find_wrapper(group, settings)
+            return obstacle or replace_tensor(
+                group.target,
+                base,
+                new,
+                partner,
+                files,
+            )
         if partner is None:
             return AdapterProblem.NO_MODULE()
         # A tensor that the adapter adds to the model, like a new head.
         return replace(new, name=group.target)
 
-    def _find_obstacle(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
-        """Return the reason why PEFT does not load the factors of a module, None if it loads them."""
-        factor = self._factors.get(module)
-        # The factors of a convolution have more dimensions, and those of an embedding have another name.
-        is_linear = factor is not None and len(factor.shape) == 2
-        if group.kind == "bias":
-            return settings.find_obstacle_of_bias(module, linear=is_linear)
-        return settings.find_obstacle(module, linear=is_linear)
-
-    def _find_wrapper(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
+    def _find_wrapper(self, group: PartGroup, settings: AdapterSettings) -> Message | None:
         """Return the reason why PEFT does not load a whole tensor, None if it loads the tensor."""
+        module = group.module
         # In a model of PEFT, the tensors of a module with factors have another name.
         is_wrapped = module in self._factors and settings.find_obstacle(module) is None
         if is_wrapped and ".base_layer." not in group.stored_names["new"]:
             return settings.refuse_module(module, "target_modules")
         return None
 
-    def _add_product(
-        self, group: PartGroup, base: Tensor, parts: Mapping[str, Tensor], settings: AdapterSettings, files: Files
-    ) -> Tensor | Message:
-        """Return a weight with the product of two factors."""
-        if parts.keys() != {"A", "B"}:
+    def merge_tokens(self, change: _Change) -> Tensor | Message:
+        """Return an embedding with rows of the adapter, or the reason why PEFT does not load them."""
+        settings, module = change.settings, change.group.module
+        obstacle = settings.find_obstacle_of_tokens(module)
+        return obstacle or replace_rows(
+            change.base,
+            new=change.parts["delta"],
+            rows=settings.find_tokens(module),
+            files=change.files,
+        )
+
+    def merge_embedding(self, change: _Change) -> Tensor | Message:
+        """Return an embedding with the product of two factors, or the reason why it is unknown."""
+        problem = self._find_problem_of_factors(change)
+        # The factors of an embedding are always transposed.
+        return problem or self._add_product(change, transposed=True)
+
+    def merge_linear(self, change: _Change) -> Tensor | Message:
+        """Return the weight of a layer with the product of two factors, or the reason why it is unknown."""
+        problem = self._find_problem_of_factors(change)
+        if problem is not None:
+            return problem
+        orientation = _find_orientation(change.base, change.parts)
+        # Only for square weights, the setting is needed: PEFT corrects it for each module.
+        if orientation is not None:
+            return self._add_product(change, transposed=orientation)
+        if self._contradicted:
+            return AdapterProblem.ORIENTATION()
+        return self._add_product(change, transposed=change.settings.transposed)
+
+    def merge_bias(self, change: _Change) -> Tensor | Message:
+        """Return a bias with the bias of lora_B (`lora_bias`), or the reason why PEFT does not load it."""
+        obstacle = change.settings.refuse_bias(change.group.module)
+        problem = self._find_problem(change, obstacle)
+        return problem or self._add_bias(change)
+
+    def _find_problem(self, change: _Change, first_obstacle: Message | None = None) -> Message | None:
+        """Return the reason why PEFT does not load the factors of a module, None if it loads them.
+
+        first_obstacle: the reason of this kind of factors.
+        """
+        module = change.group.module
+        factor = self._factors.get(module)
+        # The factors of a convolution have more dimensions, and those of an embedding have another name.
+        is_linear = factor is not None and len(factor.shape) == 2
+        settings = change.settings
+        problem = settings.find_problem() or first_obstacle
+        return problem or settings.find_obstacle(module, linear=is_linear)
+
+    def _find_problem_of_factors(self, change: _Change) -> Message | None:
+        """Return the reason why two factors are not merged, None if there is none."""
+        problem = self._find_problem(change)
+        if problem is None and change.parts.keys() != _FACTOR_ROLES:
             return AdapterProblem.INCOMPLETE()
-        transposed = True  # the factors of an embedding always are
-        if group.kind == "linear":
-            orientation = _find_orientation(base, parts)
-            if orientation is None and self._contradicted:
-                return AdapterProblem.ORIENTATION()
-            # Only for square weights, the setting is needed: PEFT corrects it for each module.
-            transposed = settings.transposed
-            if orientation is not None:
-                transposed = orientation
-        if not fits_weight(base, parts["B"], parts["A"], _MOST_FACTOR, transposed=transposed):
+        return problem
+
+    def _add_product(self, change: _Change, *, transposed: bool) -> Tensor | Message:
+        """Return a weight with the product of two factors."""
+        base, up, down = change.base, change.parts["B"], change.parts["A"]
+        has_fitting_shapes = fits_weight(
+            base,
+            up,
+            down,
+            most=_MOST_FACTOR,
+            transposed=transposed,
+        )
+        if not has_fitting_shapes:
             return AdapterProblem.SHAPES()
-        module = group.target.rpartition(".")[0]
-        scale = settings.find_scale(module, parts["A"].shape[0])
+        scale = change.settings.find_scale(change.group.module, down.shape[0])
         if not isinstance(scale, float):
             return scale
-        columns = base.numel // base.shape[0]
-        product = LowRank(parts["B"], parts["A"], scale, transposed, columns, files)
-        return make_adapted(group.target, Merged(base, product, files))
+        product = LowRank(
+            up,
+            down,
+            scale,
+            transposed,
+            columns=base.numel // base.shape[0],
+            files=change.files,
+        )
+        return make_adapted(change.group.target, Merged(base, product, change.files))
 
-    def _add_bias(
-        self, module: str, base: Tensor, addend: Tensor, settings: AdapterSettings, files: Files
-    ) -> Tensor | Message:
-        """Return a bias with the bias of lora_B (`lora_bias`), whose scale is that of the module's product."""
-        factor = self._factors.get(module)
+    def _add_bias(self, change: _Change) -> Tensor | Message:
+        """Return a bias with the bias of lora_B, whose scale is that of the module's product."""
+        base, addend = change.base, change.parts["B"]
+        factor = self._factors.get(change.group.module)
         if factor is None:
             return AdapterProblem.INCOMPLETE()
-        if base.shape != addend.shape or not are_readable(base, addend):
+        if not are_comparable(base, addend):
             return AdapterProblem.SHAPES()
-        scale = settings.find_scale(module, factor.shape[0])
+        scale = change.settings.find_scale(change.group.module, factor.shape[0])
         if not isinstance(scale, float):
             return scale
-        product = LowRank(addend, None, scale, transposed=False, columns=1, files=files)
-        return make_adapted(f"{module}.bias", Merged(base, product, files))
+        product = LowRank(
+            addend,
+            down=None,
+            scale=scale,
+            transposed=False,
+            columns=1,
+            files=change.files,
+        )
+        return make_adapted(change.group.target, Merged(base, product, change.files))
 
     def _survey_modules(self, tensors: Mapping[str, Tensor]) -> None:
         """Note a factor of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
-        for group in self._list_groups():
+        linear_groups = [group for group in self._list_groups() if group.kind == "linear"]
+        for group in linear_groups:
             parts = self._find_parts(group)
-            if group.kind != "linear" or parts.keys() != {"A", "B"}:
+            if parts.keys() != _FACTOR_ROLES:
                 continue
             # The bias of a module has the scale of its product, which may be merged before it.
             factor = parts["A"]
             if factor.shape:
-                self._factors[group.target.removesuffix(".weight")] = factor
-            base = tensors.get(group.target)
-            if base is None:
-                continue
-            orientation = _find_orientation(base, parts)
-            if orientation is not None:
-                self._contradicted |= orientation != self._find_settings(factor).transposed
+                self._factors[group.module] = factor
+            # Without a base, nothing shows the orientation.
+            if group.target in tensors:
+                orientation = _find_orientation(tensors[group.target], parts)
+                setting = self._find_settings(factor).transposed
+                self._contradicted |= orientation not in (None, setting)
 
     def _find_settings(self, part: Tensor) -> AdapterSettings:
         """Return the settings beside the file of a part."""
@@ -237,11 +324,18 @@ class Adapter:
         split_names = set()
         stored_names = [name for name, tensor in tensors.items() if not tensor.refused]
         for name, rule, values in names.match_names(stored_names):
-            # A rule without parts ignores the tensor, and a single part is the tensor itself.
-            if not rule.parts or not rule.variables <= variables.keys():
+            # A rule without parts ignores the tensor.
+            if not rule.parts:
                 continue
-            parts = split_tensor(rule, values, tensors[name], variables) or {}
-            if len(parts) > 1 and not targets.isdisjoint(parts):
+            parts = split_tensor(
+                rule,
+                values,
+                tensor=tensors[name],
+                variables=variables,
+            )
+            part_names = set(parts or ())
+            # A single part is the tensor itself.
+            if len(part_names) > 1 and not targets.isdisjoint(part_names):
                 split_names.add(name)
         return split_names
 
@@ -285,15 +379,15 @@ def merge_adapters(
     split_models = [split_parts(model) for model in models]
     with_parts = [index for index, (_, parts) in enumerate(split_models) if parts]
     results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
-    if len(with_parts) == 2:
+    if len(with_parts) != 1:
         return results[0], results[1]
-    for index in with_parts:
-        # Without a base model, the names of the parts are all that can be compared.
-        base, parts = split_models[index]
-        if base:
-            adapter = Adapter(parts, frozenset(base), memory[index])
-            merged = adapter.merge(base, models[1 - index], files)
-            results[index] = AdaptedModel(merged, adapter)
+    (index,) = with_parts
+    base, parts = split_models[index]
+    # Without a base model, the names of the parts are all that can be compared.
+    if base:
+        adapter = Adapter(parts, frozenset(base), memory[index])
+        merged = adapter.merge(base, models[1 - index], files)
+        results[index] = AdaptedModel(merged, adapter)
     return results[0], results[1]
 
 
@@ -301,12 +395,27 @@ def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[Adapte
     """Merge the parts whose modules have mapped names, and add all other parts to both models, refused."""
     results = [dict(model.tensors) for model in models]
     for index, model in enumerate(models):
-        if model.adapter is not None and model.adapter.parts:
-            results[index] = model.adapter.merge(results[index], results[1 - index], files)
-            remaining = model.adapter.list_remaining()
-            for tensors in results:
-                tensors.update(remaining)
-    return [replace(model, tensors=tensors) for model, tensors in zip(models, results, strict=True)]
+        adapter = model.adapter
+        # Without parts that remain, nothing is left to merge.
+        if adapter is None or not adapter.parts:
+            continue
+        results[index] = adapter.merge(results[index], results[1 - index], files)
+        remaining = adapter.list_remaining()
+        for tensors in results:
+            tensors.update(remaining)
+    finished = []
+    for model, tensors in zip(models, results, strict=True):
+        finished.append(replace(model, tensors=tensors))
+    return finished
+
+
+# How the parts of each kind change a tensor, without those that replace it.
+_MERGES: dict[str, Callable[[Adapter, _Change], Tensor | Message]] = {
+    "linear": Adapter.merge_linear,
+    "embedding": Adapter.merge_embedding,
+    "bias": Adapter.merge_bias,
+    "tokens": Adapter.merge_tokens,
+}
 
 
 def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
@@ -320,8 +429,8 @@ def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
 def _find_common_start(name: str, partner: str) -> str:
     """Return the characters with which both names begin."""
     length = 0
-    for character, other_character in zip(name, partner, strict=False):
-        if character != other_character:
+    for character, partner_character in zip(name, partner, strict=False):
+        if character != partner_character:
             break
         length += 1
     return name[:length]
@@ -329,15 +438,15 @@ def _find_common_start(name: str, partner: str) -> str:
 
 def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:
     """Return whether the product of two factors is transposed, None if its shape does not show it."""
-    shapes = (base.shape, parts["B"].shape, parts["A"].shape)
+    up_shape, down_shape = parts["B"].shape, parts["A"].shape
+    dimensions = {len(base.shape), len(up_shape), len(down_shape)}
     # Kernels of convolutions are never transposed.
-    dimensions = set(map(len, shapes))
     if dimensions != {2}:
         return False
-    product = shapes[1][0], shapes[2][1]
-    if product[0] == product[1]:
+    rows, columns = up_shape[0], down_shape[1]
+    if rows == columns:
         return None
-    return base.shape == product[::-1]
+    return base.shape == (columns, rows)
 
 
 def _find_ties(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -346,10 +455,8 @@ def _find_ties(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     for name, tensor in tensors.items():
         if tensor.data is None and not tensor.shards:
             names_by_place[tensor.path, tensor.offset, tensor.shape, tensor.strides].append(name)
-    ties = {}
+    ties: dict[str, list[str]] = defaultdict(list)
     for tied_names in names_by_place.values():
-        if len(tied_names) == 1:
-            continue
-        for name in tied_names:
-            ties[name] = [tied_name for tied_name in tied_names if tied_name != name]
+        for name, tied_name in itertools.permutations(tied_names, 2):
+            ties[name].append(tied_name)
     return ties

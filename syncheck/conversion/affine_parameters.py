@@ -18,15 +18,13 @@ _LAST_PARTS = {
     "mean": ("running_mean", "moving_mean"),
     "variance": ("running_var", "moving_var", "moving_variance"),
 }
+_KINDS = {last: kind for kind, last_parts in _LAST_PARTS.items() for last in last_parts}
 
 
 def get_kind(name: str) -> str:
     """Return whether a tensor is a weight, a bias, a mean or a variance by its name; empty if it shows none."""
     _, _, last = name.rpartition(".")
-    for kind, last_parts in _LAST_PARTS.items():
-        if last in last_parts:
-            return kind
-    return ""
+    return _KINDS.get(last, "")
 
 
 def correct_kinds(pairings: Iterable[Pairing], models: Sequence[Mapping[str, Tensor]]) -> list[Pairing]:

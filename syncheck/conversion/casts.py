@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _LARGEST_E4M3FN = 448
 # Smaller numbers are rounded to the largest one; torch replaces all others by it, however large they are.
 _BEYOND_E4M3FN = 464
+# Bits of the significand by dtype; the fewest bits for a dtype of another kind.
+_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+_FEWEST_BITS = 2
 # Masks use the largest number of float32 for infinity, which it becomes in bfloat16.
 _AS_GOOD_AS_INFINITE = 3.38e38
 
@@ -69,13 +72,16 @@ class _Converted:
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
 
-        own, *others = self._dtypes
-        start, stop = (at // others[-1].size for at in (part.start, part.stop))
+        source_dtype, *target_dtypes = self._dtypes
+        size = target_dtypes[-1].size
+        start, stop = part.start // size, part.stop // size
         # A comparison of two tensors uses slots from 0 on in each of its threads.
-        values = np.frombuffer(self._files.read(self._source, start, stop - start, -get_ident()), own.dtype())
-        rounded = round_values(values, others)
+        data = self._files.read(self._source, start, stop - start, -get_ident())
+        values = np.frombuffer(data, source_dtype.dtype())
+        rounded = round_values(values, target_dtypes)
+        # One number beyond the range is enough.
         if not self.overflowed:
-            self.overflowed = _overflows(values, rounded, others)
+            self.overflowed = _overflows(values, rounded, target_dtypes)
         return bytes(rounded.tobytes())
 
 
@@ -103,3 +109,8 @@ def round_values(values: Any, dtypes: Sequence[DType]) -> Any:
                 values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
             values = values.astype(row.dtype())
     return values
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Return the unit roundoff of a dtype: half the distance between 1 and the next number."""
+    return 2.0 ** -_BITS.get(dtype, _FEWEST_BITS)

@@ -7,17 +7,24 @@ difference. Numerical relations come last: they need nearly all elements to diff
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.conditions import (
+    are_loaded,
+    are_matrices,
     are_weights,
     are_whole,
     differ_widely,
     have_floats,
     have_many_elements,
+    have_other_dtype,
+    have_rows,
     have_same_dtype,
+    have_same_row_shape,
     have_same_shape,
+    meet,
 )
 from syncheck.conversion.correlations import relate_unrelated
 from syncheck.conversion.factors import relate_blocks, relate_constants
@@ -39,7 +46,9 @@ from syncheck.tensors.blocks import has_elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncheck.conversion.conditions import Condition
     from syncheck.records import TensorDiff
+    from syncheck.snapshots import Tensor
 
 # Fewer different values than this in a rounded tensor may be its initial values.
 _FEWEST_VALUES = 3
@@ -50,7 +59,7 @@ class Step(NamedTuple):
 
     relate: Callable[[str, Models], dict[str, Relation]]
     """Returns the relation of the tensor, and the relations of other tensors with the same evidence; may be empty."""
-    conditions: tuple[Callable[[str, Models], bool], ...] = ()
+    conditions: tuple[Condition, ...] = ()
     """The search is skipped for tensors that do not meet all conditions."""
 
 
@@ -59,24 +68,24 @@ class Step(NamedTuple):
 _PROOFS = (
     Step(relate_copies, (have_same_dtype, have_many_elements, are_whole)),
     Step(relate_operation),
-    Step(relate_local, (have_same_shape, have_many_elements, have_floats)),
+    Step(relate_local, (have_same_shape, have_other_dtype, have_many_elements, have_floats)),
     Step(relate_stored),
     Step(relate_unscaled, (have_same_shape,)),
     Step(relate_tied, (differ_widely,)),
     Step(relate_elsewhere, (differ_widely,)),
     Step(relate_shards, (have_same_dtype,)),
-    Step(relate_rows, (are_whole,)),
-    Step(relate_columns, (have_same_shape, have_same_dtype, have_many_elements, are_whole)),
+    Step(relate_rows, (have_same_row_shape, are_whole)),
+    Step(relate_columns, (have_same_shape, have_same_dtype, have_many_elements, are_matrices, are_whole)),
 )
 _FITS = (
     Step(relate_merge, (differ_widely, are_weights)),
     Step(relate_quantized, (differ_widely, are_weights, have_same_shape)),
     Step(relate_grid, (differ_widely, are_weights, have_same_shape, have_floats)),
-    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_fitted, (differ_widely, are_weights, have_same_shape, have_rows, have_floats)),
     Step(relate_constants, (differ_widely, are_weights, have_same_shape, have_floats)),
-    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_rows, have_floats)),
     Step(relate_untied, (differ_widely, are_weights)),
-    Step(relate_unrelated, (differ_widely, are_weights, have_same_shape, have_floats)),
+    Step(relate_unrelated, (differ_widely, are_weights, are_loaded, have_same_shape, have_floats)),
 )
 
 
@@ -94,7 +103,8 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
     related_diffs = []
     for diff in diffs:
         relation = relations.get(diff.name)
-        related_diffs.append(diff if relation is None else _with_relation(diff, relation))
+        related = diff if relation is None else _with_relation(diff, relation)
+        related_diffs.append(related)
     return tuple(related_diffs)
 
 
@@ -102,9 +112,7 @@ def _run_steps(steps: Sequence[Step], names: Sequence[str], models: Models, rela
     """Add the relations of these tensors, from the first step with a result."""
     for step in steps:
         for name in names:
-            if name in relations:
-                continue
-            if all(is_met(name, models) for is_met in step.conditions):
+            if name not in relations and meet(step.conditions, name, models):
                 relations |= step.relate(name, models)
 
 
@@ -114,30 +122,30 @@ def _drop_chance_casts(relations: Mapping[str, Relation], models: Models) -> dic
     A step counter of 19 is 20 in an 8-bit dtype, a rounded bias of 4 elements is no evidence either, and a norm near 1
     is 1 in a dtype with few bits.
     """
-    evident_roundings: set[object] = set()
-    doubtful: dict[str, object] = {}
+    names_by_rounding: dict[tuple[object, object], list[str]] = defaultdict(list)
     for name, relation in relations.items():
-        if relation.kind is not RelationKind.CAST or not have_same_dtype(name, models):
-            continue
-        side = relation.parameters["side"]
-        rounding: object = (side, relation.parameters["dtype"])
-        rounded = (models.a if side == "A" else models.b)[name]
-        if rounded.numel < FEW or models.count_values(rounded) < _FEWEST_VALUES:
-            doubtful[name] = rounding
-        else:
-            evident_roundings.add(rounding)
-    kept_relations = dict(relations)
-    for name, rounding in doubtful.items():
-        if rounding not in evident_roundings:
-            del kept_relations[name]
-    return kept_relations
+        # Between tensors of different dtypes, a cast is no rounding to a dtype in between.
+        if relation.kind is RelationKind.CAST and have_same_dtype(name, models):
+            side, dtype = relation.parameters["side"], relation.parameters["dtype"]
+            names_by_rounding[side, dtype].append(name)
+    evident_relations = dict(relations)
+    for (rounded_side, _), names in names_by_rounding.items():
+        model = models.a if rounded_side == "A" else models.b
+        # One evident tensor is enough for all tensors with the same rounding.
+        if not any(_shows_rounding(model[name], models) for name in names):
+            for name in names:
+                del evident_relations[name]
+    return evident_relations
+
+
+def _shows_rounding(rounded: Tensor, models: Models) -> bool:
+    """Whether a tensor has too many values to be unchanged by a rounding by chance."""
+    return rounded.numel >= FEW and models.count_values(rounded) >= _FEWEST_VALUES
 
 
 def _is_comparable(name: str, models: Models) -> bool:
     """Whether both models have the elements of a tensor."""
-    if name not in models.a or name not in models.b:
-        return False
-    return has_elements(models.a[name]) and has_elements(models.b[name])
+    return all(name in model and has_elements(model[name]) for model in (models.a, models.b))
 
 
 def _with_relation(diff: TensorDiff, relation: Relation) -> TensorDiff:

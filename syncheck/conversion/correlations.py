@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.recognition import read_pairs
 from syncheck.findings import Relation, RelationKind
-from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from syncheck.conversion.model_pairs import Models
@@ -34,8 +33,7 @@ _BOUND = 3.0
 def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
     """Find the absence of a correlation, and a constant tensor."""
     a, b = models.a[name], models.b[name]
-    # The constants of other code are not loaded from A.
-    if is_code_constant(name) or a.numel < _LEAST:
+    if a.numel < _LEAST:
         return {}
     unit = max(unit_roundoff(a.dtype), unit_roundoff(b.dtype))
     plain, clipped = _Correlation(), _Correlation()

@@ -11,7 +11,7 @@ from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_ad
 from syncheck.conversion.mapped_sides import MappedSides, map_sides
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.side_evidence import add_relations_of_sides, describe_sides, describe_stored
-from syncheck.conversion.sides import LABELS, Side, Source, list_inputs, open_side
+from syncheck.conversion.sides import LABELS, Side, Source, list_inputs, list_snapshots, open_side
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
 from syncheck.layout.copies import accept_partitioned_files, list_ties, require_own_numbers
@@ -40,8 +40,15 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
     options = options or DiffOptions()
     if options.write_map is not None:
         outputs.check(options.write_map, outputs.MAP, inputs=list_inputs((a, b), options))
-    sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
-    return compare_sides(sides, [compare_copies(side, options) for side in sides], options, histograms=histograms)
+    label_a, label_b = LABELS
+    sides = open_side(label_a, a), open_side(label_b, b)
+    copies = [compare_copies(side, options) for side in sides]
+    return compare_sides(
+        sides,
+        copies,
+        options,
+        histograms=histograms,
+    )
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
@@ -51,25 +58,32 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     """
     _require_one_adapter(side, options)
     # The adapter of a model has other tensors, and its own run.
-    ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
-    if len(ranks) < 2:
+    group = _select_ranks(side, adapters=False)
+    if len(group.ranks) < 2:
         return None
-    copies = compare_group(replace(side.group, ranks=ranks), build_selection(options))
+    copies = compare_group(group, build_selection(options))
     copies = replace(copies, name=side.title, run=side.title)
-    require_own_numbers(side.title, [snapshot for _, snapshot in ranks], copies)
+    require_own_numbers(side.title, list_snapshots(group), copies)
     return judge_group(accept_partitioned_files(copies), (), _list_allowed(options))
+
+
+def _select_ranks(side: Side, *, adapters: bool) -> ReplicaGroup:
+    """Return the files of a side that hold adapters, or all other files."""
+    ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if is_adapter(snapshot) == adapters)
+    return replace(side.group, ranks=ranks)
 
 
 def _require_one_adapter(side: Side, options: DiffOptions) -> None:
     """Raise UsageError if a side has two adapters: other values under one name, or other settings."""
-    adapters = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if is_adapter(snapshot))
-    if len(adapters) < 2:
+    group = _select_ranks(side, adapters=True)
+    if len(group.ranks) < 2:
         return
-    copies = compare_group(replace(side.group, ranks=adapters), build_selection(options))
+    copies = compare_group(group, build_selection(options))
     differing = [tensor.name for tensor in copies.tensors if tensor.out_of_sync or tensor.unknown]
+    # Their settings are values.
     differing += [value.name for value in copies.values if value.counts or value.unknown]
     if differing:
-        (_, first), (_, second), *_ = adapters
+        first, second, *_ = list_snapshots(group)
         raise UsageError(
             f"{side.title}: the adapters of {first.path} and {second.path} are two: {differing[0]} "
             "differs. Merge an adapter first, and compare the result with the other adapter"
@@ -91,7 +105,12 @@ def compare_sides(
         files.close_all()  # the comparison of the pair opens as many files
         comparison = _compare_models(sides, options, histograms=histograms)
         comparison = describe_sides(comparison, sides, subset=options.subset)
-        comparison = accept_conversions(comparison, [_adapt(side) for side in sides], options.cast, files)
+        comparison = accept_conversions(
+            comparison,
+            models=[_adapt(side) for side in sides],
+            dtype=options.cast,
+            files=files,
+        )
         comparison = add_relations_of_sides(comparison, sides, options, files)
     if histograms:
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
@@ -106,12 +125,19 @@ def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[
     """Return how many tensors of each side in several files were compared with their copies."""
     notes = []
     for side, group in zip(sides, copies, strict=True):
-        if len(side.group.ranks) < 2:
+        files = len(side.group.ranks)
+        # A single file has no copies.
+        if files < 2:
             continue
         compared = 0 if group is None else group.counts.compared
         sentence = Note.COPIES if compared else Note.NO_COPIES
-        unit = "ranks" if side.model.format == "memory" else "files"
-        notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+        note = sentence(
+            side=side.label,
+            files=files,
+            unit="ranks" if side.model.format == "memory" else "files",
+            tensors=compared,
+        )
+        notes.append(note)
     return notes
 
 
@@ -121,7 +147,7 @@ def _complete_models(sides: Sequence[Side]) -> tuple[tuple[Side, ...], list[Mess
     check_layouts(models, LABELS)
     snapshots = []
     for side in sides:
-        snapshots += [snapshot for _, snapshot in side.group.ranks]
+        snapshots += list_snapshots(side.group)
     ties = list_ties(snapshots)
     completed_sides, notes = [], []
     for side, (model, names) in zip(sides, add_tied_names(models, ties.items()), strict=True):
@@ -133,9 +159,11 @@ def _complete_models(sides: Sequence[Side]) -> tuple[tuple[Side, ...], list[Mess
 
 def _merge_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
     """Return two sides with the values of quantized weights, and with merged adapters."""
-    stored_a, stored_b = (normalize_keys(side.model.tensors) for side in sides)
+    side_a, side_b = sides
+    stored_a, stored_b = normalize_keys(side_a.model.tensors), normalize_keys(side_b.model.tensors)
     models = [dequantize(stored_a, stored_b, files), dequantize(stored_b, stored_a, files)]
-    merged = merge_adapters(models, [side.model.format == "memory" for side in sides], files)
+    memory = [side.model.format == "memory" for side in sides]
+    merged = merge_adapters(models, memory, files)
     merged_sides = []
     for side, model, stored in zip(sides, merged, (stored_a, stored_b), strict=True):
         # Without a change, the names keep their prefixes, which are reported.
@@ -155,7 +183,8 @@ def _finish_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
         return tuple(sides)
     finished_sides = []
     for side, model in zip(sides, models, strict=True):
-        finished_sides.append(replace(side, model=replace(side.model, tensors=model.tensors)))
+        snapshot = replace(side.model, tensors=model.tensors)
+        finished_sides.append(replace(side, model=snapshot))
     return tuple(finished_sides)
 
 
@@ -167,10 +196,15 @@ def _adapt(side: Side) -> AdaptedModel:
 
 def _compare_models(sides: Sequence[Side], options: DiffOptions, *, histograms: bool) -> Comparison:
     """Compare the models of two sides, which stand in the place of ranks."""
-    title = " and ".join(side.model.path for side in sides)
-    ranks = tuple(zip(SIDES, (side.model for side in sides), strict=True))
+    models = [side.model for side in sides]
+    pair = ReplicaGroup(
+        " and ".join(model.path for model in models),
+        step=None,
+        ranks=tuple(zip(SIDES, models, strict=True)),
+        grouping=(),
+    )
     selection = replace(build_selection(options), histograms=histograms)
-    return compare_group(ReplicaGroup(title, None, ranks, ()), selection)
+    return compare_group(pair, selection)
 
 
 def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions) -> Comparison:
@@ -178,7 +212,12 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
     is_accepted = options.accept_inferred
     guessed = () if is_accepted else mapped.guessed
     is_proposal = mapped.inferred and not is_accepted
-    evidence = replace(comparison.evidence, inferred=is_proposal, guessed=guessed, cast=options.cast or "")
+    evidence = replace(
+        comparison.evidence,
+        inferred=is_proposal,
+        guessed=guessed,
+        cast=options.cast or "",
+    )
     return replace(comparison, evidence=evidence)
 
 

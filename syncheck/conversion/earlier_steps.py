@@ -67,11 +67,7 @@ def _index_by_path(groups: Sequence[ReplicaGroup]) -> dict[str, ReplicaGroup]:
 
 def _index_by_step(groups: Sequence[ReplicaGroup]) -> dict[int, ReplicaGroup]:
     """Return the groups of a run by step, without groups of an unknown step."""
-    groups_by_step = {}
-    for group in groups:
-        if group.step is not None:
-            groups_by_step[group.step] = group
-    return groups_by_step
+    return {group.step: group for group in groups if group.step is not None}
 
 
 def _make_pattern(path: str) -> str:

@@ -10,7 +10,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.recognition import are_finite, read_pairs
 from syncheck.findings import Relation, RelationKind
 
@@ -37,21 +37,16 @@ _SAMPLE = 1 << 18
 def relate_constants(name: str, models: Models) -> dict[str, Relation]:
     """Find a constant factor or a constant offset between two tensors of equal shape."""
     a, b = models.a[name], models.b[name]
-    if a.numel < 2:
-        return {}
     unit, smallest = _find_rounding(a, b)
-    remaining_fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
+    fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
     for x, y in read_pairs(a, b, models.files):
-        for fit in [*remaining_fits]:
-            if not fit.add(x, y):
-                remaining_fits.remove(fit)
+        fits = [fit for fit in fits if fit.add(x, y)]
         # Without a fit, nothing more is read.
-        if not remaining_fits:
-            return {}
-    for fit in remaining_fits:
-        if fit.is_evident():
-            return {name: fit.describe()}
-    return {}
+        if not fits:
+            break
+    evident_fits = [fit for fit in fits if fit.is_evident()]
+    # A factor comes first: the offset of constant numbers fits as well.
+    return {name: evident_fits[0].describe()} if evident_fits else {}
 
 
 def _find_rounding(a: Tensor, b: Tensor) -> tuple[float, float]:
@@ -83,16 +78,15 @@ class _Fit:
                 return True
             self._constant = self._compute(x, y)
             self._spread = float(np.std(y))
-            if not math.isfinite(self._constant):
-                return False
+        if not math.isfinite(self._constant):
+            return False
         expected, bounds = self._expect(x, y)
         if not (np.abs(y - expected) <= bounds).all():
             return False
         informative = bounds[(bounds > 0) & (bounds < self._spread)]
-        if informative.size:
-            bits = np.log2(self._spread / informative)
-            self._bits += float(bits.sum())
-            self._most_bits = max(self._most_bits, float(bits.max()))
+        bits = np.log2(self._spread / informative)
+        self._bits += float(bits.sum())
+        self._most_bits = float(bits.max(initial=self._most_bits))
         return True
 
     def is_evident(self) -> bool:
@@ -169,18 +163,21 @@ class _Offset(_Fit):
 def relate_blocks(name: str, models: Models) -> dict[str, Relation]:
     """Find a factor for each row, column or block of a matrix, or of a convolution as a matrix."""
     a, b = models.a[name], models.b[name]
-    if len(a.shape) < 2:
-        return {}
     rows, columns = a.shape[0], math.prod(a.shape[1:])
+    # A single row or column has a constant factor, if any.
     if min(rows, columns) < 2:
         return {}
     unit, smallest = _find_rounding(a, b)
-    blocks = BlockFactors(rows, columns, _ROUNDINGS * unit, _ROUNDINGS * smallest)
-    if not blocks.fit(partial(_read_rows, name, models)):
-        return {}
-    if not blocks.is_evident():
-        return {}
-    return {name: Relation(RelationKind.FACTORS, blocks.describe())}
+    blocks = BlockFactors(
+        rows,
+        columns,
+        tolerance=_ROUNDINGS * unit,
+        smallest=_ROUNDINGS * smallest,
+    )
+    read_rows = partial(_read_rows, name, models)
+    if blocks.fit(read_rows) and blocks.is_evident():
+        return {name: Relation(RelationKind.FACTORS, blocks.describe())}
+    return {}
 
 
 def _read_rows(name: str, models: Models, first: int, count: int) -> tuple[Any, Any]:
@@ -215,7 +212,8 @@ class BlockFactors:
         # A block as high as the sample may have any height.
         height = self._rows if block[0] >= sample else block[0]
         self._block = (height, block[1])
-        if self._block == (self._rows, self._columns) or self._block == (1, 1):
+        # One factor is a constant, and a factor for each element fits everything.
+        if self._block in ((self._rows, self._columns), (1, 1)):
             return False
         factors = None
         step = min(height, sample) if height > sample else sample // height * height
@@ -252,16 +250,23 @@ class BlockFactors:
         largest = np.abs(blocks_x).argmax(-1)[..., None]
         divisors = np.take_along_axis(blocks_x, largest, -1)[..., 0]
         quotients = np.take_along_axis(blocks_y, largest, -1)[..., 0]
+        # A block of zeros has no factor.
         used = divisors != 0
-        values = np.divide(quotients, divisors, out=np.zeros_like(divisors), where=used)
-        sizes = np.abs(values[used])
-        if sizes.size:
-            self._count += sizes.size
-            self._unchanged += int(np.count_nonzero(np.abs(values[used] - 1) <= self._tolerance))
-            self._least = min(self._least, float(sizes.min()))
-            self._most = max(self._most, float(sizes.max()))
-            # The element from which a factor is computed shows nothing.
-            self._bits += math.log2(self._tolerance) * sizes.size
+        values = np.divide(
+            quotients,
+            divisors,
+            out=np.zeros_like(divisors),
+            where=used,
+        )
+        factors = values[used]
+        sizes = np.abs(factors)
+        unchanged = np.abs(factors - 1) <= self._tolerance
+        self._count += sizes.size
+        self._unchanged += int(np.count_nonzero(unchanged))
+        self._least = float(sizes.min(initial=self._least))
+        self._most = float(sizes.max(initial=self._most))
+        # The element from which a factor is computed shows nothing.
+        self._bits += math.log2(self._tolerance) * sizes.size
         return values.repeat(height, 0).repeat(self._block[1], 1)[: len(x), : self._columns]
 
     def _split_blocks(self, values: Any, height: int) -> Any:

@@ -22,24 +22,25 @@ def are_parts_of_one(name: str, other: str, stored: Mapping[str, Tensor]) -> boo
     name, other: of two tensors of a model.
     stored: the stored tensor of each tensor after a map.
     """
-    source = stored.get(name)
-    if source is not None and source is stored.get(other):
+    # Without a map, the names are all that shows it.
+    if name in stored and stored[name] is stored.get(other):
         return True
-    module, last = _split(name)
-    other_module, other_last = _split(other)
-    if module != other_module or name.rpartition(".")[2] != other.rpartition(".")[2]:
+    container, last, parameter = _split(name)
+    other_container, other_last, other_parameter = _split(other)
+    # A weight and a bias are never parts of one tensor.
+    if (container, parameter) != (other_container, other_parameter):
         return False
     return any(part.fullmatch(last) and part.fullmatch(other_last) for part in (_ATTENTION, _GATE))
 
 
 def has_rotary_rows(name: str) -> bool:
     """Whether a tensor has the name of the query or key of attention, whose rows are permuted for rotary embeddings."""
-    _, last = _split(name)
+    _, last, _ = _split(name)
     return _ATTENTION.fullmatch(last) is not None and _VALUE.fullmatch(last) is None
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return the container and the last part of the name of a tensor's module."""
-    module = name.rpartition(".")[0]
+def _split(name: str) -> tuple[str, str, str]:
+    """Return the container and the last part of the name of a tensor's module, and the name of the parameter."""
+    module, _, parameter = name.rpartition(".")
     container, _, last = module.rpartition(".")
-    return container, last
+    return container, last, parameter

@@ -10,7 +10,8 @@ from syncheck.conversion.numbering import join_numbers, split_numbers
 from syncheck.conversion.templates import escape, parse_template
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from syncheck.conversion.numbering import Numbers
     from syncheck.conversion.pairings import Pairing
@@ -32,16 +33,22 @@ def make_rules(pairings: Iterable[Pairing], models: Sequence[Iterable[str]]) -> 
         pattern, _ = split_numbers(pairing.stored)
         families[pairing.side, pattern].add(pairing)
         paired_parts.update(pairing.parts)
-    for side, names in enumerate(models):
-        for name in names:
-            pattern, _ = split_numbers(name)
-            if (side, pattern) in families:
-                families[side, pattern].names.append(name)
+    names_by_pattern = [_group_by_pattern(names) for names in models]
 
     rules: list[Rule] = []
-    for family in families.values():
-        rules += family.make_rules(paired_parts)
+    for (side, pattern), family in families.items():
+        names = names_by_pattern[side][pattern]
+        rules += family.make_rules(names, paired_parts)
     return sorted(rules, key=_sort_key)
+
+
+def _group_by_pattern(names: Iterable[str]) -> dict[Pattern, list[str]]:
+    """Return the names that differ only in their numbers, by the text around the numbers."""
+    groups: dict[Pattern, list[str]] = defaultdict(list)
+    for name in names:
+        pattern, _ = split_numbers(name)
+        groups[pattern].append(name)
+    return groups
 
 
 def _sort_key(rule: Rule) -> tuple[bool, str]:
@@ -49,54 +56,57 @@ def _sort_key(rule: Rule) -> tuple[bool, str]:
 
 
 class _Family:
-    """The pairings of tensors whose names differ only in numbers.
-
-    names: all names without a pairing, and the names of the paired tensors.
-    """
+    """The pairings of tensors whose names differ only in numbers."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
         # The pairings that may have one rule, by the patterns and the layout of their parts.
         self._groups: dict[object, list[Pairing]] = defaultdict(list)
+        self._paired_names: set[str] = set()
 
     def add(self, pairing: Pairing) -> None:
         """Add a pairing."""
-        patterns = tuple(split_numbers(part)[0] for part in pairing.parts)
-        self._groups[patterns, pairing.layout].append(pairing)
+        self._groups[pairing.part_patterns, pairing.layout].append(pairing)
+        self._paired_names.add(pairing.stored)
 
-    def make_rules(self, paired_parts: Collection[str]) -> list[Rule]:
+    def make_rules(self, names: Iterable[str], paired_parts: AbstractSet[str]) -> list[Rule]:
         """Return one rule for each group, or for each of its pairings if their names follow no template.
 
+        names: of all tensors of the family, with and without a pairing.
         paired_parts: the names of the parts of all families.
         """
+        unpaired_names = [name for name in names if name not in self._paired_names]
         rules: list[Rule] = []
         larger_groups: list[Pairing] = []
         for group in sorted(self._groups.values(), key=len, reverse=True):
-            rule = _make_rule(group)
-            # A smaller group must not change what the rule of a larger group does.
-            is_single = rule is None or _match_any([rule], larger_groups) or _match_any(rules, group)
-            if rule is None or is_single or self._takes_parts(rule, paired_parts):
+            rule = _make_common_rule(group, larger_groups, rules)
+            if rule is None or _takes_parts(rule, unpaired_names, paired_parts):
                 rules += _make_single_rules(group)
             else:
                 rules.append(rule)
             larger_groups += group
         return rules
 
-    def _takes_parts(self, rule: Rule, paired_parts: Collection[str]) -> bool:
-        """Whether a rule gives a tensor without a pairing a part that another tensor has."""
-        paired_names: set[str] = set()
-        for group in self._groups.values():
-            paired_names.update(pairing.stored for pairing in group)
-        for name in self.names:
-            values = rule.match(name)
-            if name in paired_names or values is None:
-                continue
-            for text in rule.parts:
-                template = parse_template(text)
-                # The parts of a stack have numbers of their own.
-                if values.keys() >= set(template.placeholders) and template.fill(values) in paired_parts:
-                    return True
-        return False
+
+def _make_common_rule(group: Sequence[Pairing], larger_groups: Sequence[Pairing], rules: Iterable[Rule]) -> Rule | None:
+    """Return one rule for a group; None if it would change what the rules of larger groups do."""
+    rule = _make_rule(group)
+    if rule is None or _match_any(rules, group):
+        return None
+    return None if _match_any([rule], larger_groups) else rule
+
+
+def _takes_parts(rule: Rule, unpaired_names: Iterable[str], paired_parts: AbstractSet[str]) -> bool:
+    """Whether a rule gives a tensor without a pairing a part that another tensor has."""
+    for name in unpaired_names:
+        values = rule.match(name)
+        if values is not None and not paired_parts.isdisjoint(_fill_parts(rule, values)):
+            return True
+    return False
+
+
+def _fill_parts(rule: Rule, values: Mapping[str, str]) -> list[str]:
+    """Return the names of the parts of a tensor by a rule; none for a stack, whose parts have numbers of their own."""
+    return [template.fill(values) for template in rule.part_templates if values.keys() >= set(template.placeholders)]
 
 
 def _match_any(rules: Iterable[Rule], pairings: Sequence[Pairing]) -> bool:
@@ -110,13 +120,9 @@ def _match_any(rules: Iterable[Rule], pairings: Sequence[Pairing]) -> bool:
 
 def _make_single_rules(group: Iterable[Pairing]) -> list[Rule]:
     """Return a rule for each pairing of a group."""
-    rules = []
-    for pairing in group:
-        rule = _make_rule([pairing])
-        # A stack whose parts do not count from 0 has no rule.
-        if rule is not None:
-            rules.append(rule)
-    return rules
+    rules = [_make_rule([pairing]) for pairing in group]
+    # A stack whose parts do not count from 0 has no rule.
+    return [rule for rule in rules if rule is not None]
 
 
 def _make_rule(group: Sequence[Pairing]) -> Rule | None:
@@ -141,7 +147,7 @@ def _make_rule(group: Sequence[Pairing]) -> Rule | None:
     layout = group[0].layout
     return Rule(
         _make_template(stored_names[0], by_position),
-        tuple(parts),
+        parts=tuple(parts),
         sizes=layout.sizes,
         groups=layout.groups,
         transpose=layout.transpose,
@@ -152,11 +158,8 @@ def _make_rule(group: Sequence[Pairing]) -> Rule | None:
 def _list_columns(names: Iterable[str]) -> dict[int, Numbers]:
     """Return the numbers of all names at each position where they differ."""
     rows = [split_numbers(name)[1] for name in names]
-    columns = {}
-    for position, column in enumerate(zip(*rows, strict=True)):
-        if len(set(column)) > 1:
-            columns[position] = column
-    return columns
+    columns = enumerate(zip(*rows, strict=True))
+    return {position: column for position, column in columns if len(set(column)) > 1}
 
 
 def _make_parts(part_names: Iterable[Sequence[str]], by_column: Mapping[Numbers, str]) -> list[str] | None:

@@ -78,9 +78,9 @@ class Guesses:
         self._assignment.add(pairings)
         self.pairings += pairings
 
-        side, names = 0, names_a
-        if len(names_a) < len(names_b):
-            side, names = 1, names_b
+        # The model with more tensors has the further copies.
+        side = 1 if len(names_a) < len(names_b) else 0
+        names = (names_a, names_b)[side]
         copies = self._select_unpaired(side, names)
         if copies and is_shared_weight(names, self._candidates.tensors[side]):
             # Every tensor of the group has the data of all.
@@ -117,13 +117,12 @@ class _Layers:
             for part in pairing.parts:
                 names = (pairing.stored, part)
                 # The stored tensor is the one of A if its side is 0.
-                layer_a, layer_b = _find_layer(names[pairing.side]), _find_layer(names[1 - pairing.side])
+                layer_a = _find_layer(names[pairing.side])
+                layer_b = _find_layer(names[1 - pairing.side])
+                # Names without numbers are in no layer.
                 if layer_a is not None and layer_b is not None:
                     votes[layer_b][layer_a] += 1
-        self._layers_of_a: dict[Layer, Layer] = {}
-        for layer_b, counter in votes.items():
-            ((layer_a, _),) = counter.most_common(1)
-            self._layers_of_a[layer_b] = layer_a
+        self._layers_of_a = {layer_b: counter.most_common(1)[0][0] for layer_b, counter in votes.items()}
 
     def find(self, name: str, side: int) -> Layer | None:
         """Return the layer of a name of A (side 0) or B; a layer of B without any pairing has its own name."""
@@ -136,9 +135,7 @@ class _Layers:
 def _find_layer(name: str) -> Layer | None:
     """Return the layer of a name, None if it has no number."""
     pattern, numbers = split_numbers(name)
-    if not numbers:
-        return None
-    return (pattern[0], numbers[0])
+    return (pattern[0], numbers[0]) if numbers else None
 
 
 def _get_numbers(name: str, _: int) -> tuple[int, ...]:
@@ -196,10 +193,12 @@ def _group_constants(candidates: Candidates) -> list[Names]:
     groups: dict[object, Names] = defaultdict(lambda: ([], []))
     for side in (0, 1):
         for name in candidates.unused(side):
-            if _is_constant(candidates, side, name):
-                tensor = candidates.tensors[side][name]
-                value = bytes(candidates.files.read(tensor, 0, 1, 0))
-                groups[tensor.dtype, value][side].append(name)
+            if not _is_constant(candidates, side, name):
+                continue
+            # The first element is the value of all.
+            tensor = candidates.tensors[side][name]
+            value = bytes(candidates.files.read(tensor, 0, 1, 0))
+            groups[tensor.dtype, value][side].append(name)
     return list(groups.values())
 
 

@@ -78,7 +78,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     least_names = min(len(models[0]), len(models[1]))
     return Inferred(
         replace(names, tied=tied),
-        _find_head_dim(assignment),
+        variables=_find_head_dim(assignment),
         guessed=_list_guessed(names, guesses),
         ambiguous=(tuple(ambiguous_a), tuple(ambiguous_b)),
         prefix=_find_prefix(models),
@@ -90,8 +90,6 @@ def _find_prefix(models: Sequence[Iterable[str]]) -> Message | None:
     """Return a note if all names that differ are those of the other model with one prefix, else None."""
     names_a, names_b = set(models[0]), set(models[1])
     only_a, only_b = sorted(names_a - names_b), sorted(names_b - names_a)
-    if len(only_a) != len(only_b):
-        return None
     shorter, longer, sides = only_a, only_b, ("A", "B")
     if len(only_a[0]) > len(only_b[0]):
         shorter, longer, sides = only_b, only_a, ("B", "A")
@@ -99,7 +97,12 @@ def _find_prefix(models: Sequence[Iterable[str]]) -> Message | None:
     prefix = longer[0].removesuffix(shorter[0])
     if longer != [prefix + name for name in shorter]:
         return None
-    return Note.PREFIX(count=len(longer), longer=sides[1], shorter=sides[0], prefix=prefix)
+    return Note.PREFIX(
+        count=len(longer),
+        longer=sides[1],
+        shorter=sides[0],
+        prefix=prefix,
+    )
 
 
 def _map_copy(name: str, names: NameMap) -> str:
@@ -122,26 +125,22 @@ def _find_head_dim(assignment: Assignment) -> dict[str, int]:
 
 def _list_guessed(names: NameMap, guesses: Guesses) -> tuple[Rule, ...]:
     """Return the rules of a map for pairings that no data shows."""
-    guessed: dict[Rule, None] = {}
+    stored_names = [pairing.stored for pairing in guesses.pairings]
     # A stack whose parts do not count from 0 has no rule.
-    for _, rule, _ in names.match_names(pairing.stored for pairing in guesses.pairings):
-        guessed[rule] = None
-    return tuple(guessed)
+    return tuple(dict.fromkeys(match.rule for match in names.match_names(stored_names)))
 
 
 def _list_candidates(model: Mapping[str, Tensor], partner_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the partner lacks and whose data can be compared."""
-    candidates = {}
-    for name, tensor in model.items():
-        # Equal names show a pair without an inference.
-        if name not in partner_model and _has_rows(tensor):
-            candidates[name] = tensor
-    return candidates
+    # Equal names show a pair without an inference.
+    only_names = model.keys() - partner_model.keys()
+    return {name: tensor for name, tensor in model.items() if name in only_names and _has_rows(tensor)}
 
 
 def _has_rows(tensor: Tensor) -> bool:
     """Whether a tensor has rows that can be read, and not too many of them."""
-    return has_elements(tensor) and tensor.numel > 0 and tensor.shape[:1] <= (MOST_ROWS,)
+    has_few_rows = tensor.shape[:1] <= (MOST_ROWS,)
+    return has_few_rows and tensor.numel > 0 and has_elements(tensor)
 
 
 def _pair_converted(candidates: Candidates, files: Files) -> None:
@@ -164,12 +163,13 @@ def _pair_converted(candidates: Candidates, files: Files) -> None:
 def _convert_tensors(tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
     """Return tensors in the most frequent narrower dtype of the other model, as far as it has one."""
     dtypes = Counter(tensor.dtype for tensor in partners.values() if is_readable(tensor))
+    readable = {name: tensor for name, tensor in tensors.items() if is_readable(tensor)}
     converted = {}
-    for name, tensor in tensors.items():
+    for name, tensor in readable.items():
         # A narrower dtype follows from a wider one, and the wider one does not follow from it.
         size = DTYPES[tensor.dtype].size
         narrower = [dtype for dtype, _ in dtypes.most_common() if DTYPES[dtype].size < size]
-        if narrower and is_readable(tensor):
+        if narrower:
             converted[name] = convert(tensor, (narrower[0],), files)
     return converted
 
@@ -181,7 +181,12 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     # The known rules come first, so the inferred ones are for tensors without a known rule.
     title = f"{names.title} and an inferred map"
     tied = (*names.tied, *inferred.map.tied)
-    return NameMap(title, (*names.rules, *inferred.map.rules), tied, built_in=names.built_in)
+    return NameMap(
+        title,
+        rules=(*names.rules, *inferred.map.rules),
+        tied=tied,
+        built_in=names.built_in,
+    )
 
 
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
@@ -218,11 +223,8 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
 
 def _list_rules(names: NameMap) -> list[Message]:
     """Return notes with the first rules of a map: a report is read by people, and `--write-map` writes all rules."""
-    notes = []
-    for rule in names.rules[:_MOST_PRINTED]:
-        notes.append(Note.RULE(name=rule.name, parts=describe_rule(rule)))
+    notes = [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in names.rules[:_MOST_PRINTED]]
     if len(names.rules) > _MOST_PRINTED:
         notes.append(Note.MORE_RULES(count=len(names.rules) - _MOST_PRINTED))
-    for copy, stored_once in names.tied[:_MOST_PRINTED]:
-        notes.append(Note.COPY_RULE(name=copy, copied=stored_once))
+    notes += [Note.COPY_RULE(name=copy, copied=stored_once) for copy, stored_once in names.tied[:_MOST_PRINTED]]
     return notes

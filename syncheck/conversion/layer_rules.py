@@ -116,10 +116,9 @@ def _assign_by_rules(assignment: Assignment, pairings: Sequence[Pairing], candid
     deviating: list[Pairing] = []
     for rule in rules:
         for pairing in rule.pairings:
-            if _follows_usual_rules(pairing, rule, usual_rules):
-                usual.append(pairing)
-            else:
-                deviating.append(pairing)
+            is_usual = _follows_usual_rules(pairing, rule, usual_rules)
+            pairings_of_kind = usual if is_usual else deviating
+            pairings_of_kind.append(pairing)
 
     assignment.add(usual)
     # Layers without equal data get the rule of most layers.
@@ -134,7 +133,7 @@ def _sort_numbered_parts(pairing: Pairing) -> Pairing:
 
     Layers and experts in another order are a finding.
     """
-    patterns = {split_numbers(part)[0] for part in pairing.parts}
+    patterns = set(pairing.part_patterns)
     # Parts of other sizes have names of their own, and the rule of stacks sorts their parts.
     if len(patterns) > 1 or pairing.layout.sizes or pairing.layout.stacked:
         return pairing
@@ -155,17 +154,25 @@ def _unify_rotary(pairings: Sequence[Pairing]) -> list[Pairing]:
     sides = Counter(pairing.side for pairing in rotary)
     ((head_dim, _),) = sizes.most_common(1)
     ((side, _),) = sides.most_common(1)
-    unified = []
-    for pairing in pairings:
-        layout = pairing.layout
-        if layout.head_dim:
-            unified.append(replace(pairing, layout=replace(layout, head_dim=head_dim)))
-        # The parts of a fused tensor or of a stack have no layout that contains it.
-        elif pairing.side == side or layout.stacked or len(pairing.parts) > 1:
-            unified.append(pairing)
-        else:
-            unified.append(Pairing(side, pairing.parts[0], (pairing.stored,), layout))
-    return unified
+    return [_unify_layout(pairing, head_dim, side) for pairing in pairings]
+
+
+def _unify_layout(pairing: Pairing, head_dim: int, side: int) -> Pairing:
+    """Return a pairing with this size of a head if it is rotary, and else with the stored tensor of this side."""
+    layout = pairing.layout
+    if layout.head_dim:
+        return replace(pairing, layout=replace(layout, head_dim=head_dim))
+    # The parts of a fused tensor or of a stack have no layout that contains it.
+    is_single = len(pairing.parts) == 1 and not layout.stacked
+    if pairing.side == side or not is_single:
+        return pairing
+    (part,) = pairing.parts
+    return Pairing(
+        side,
+        stored=part,
+        parts=(pairing.stored,),
+        layout=layout,
+    )
 
 
 def _find_usual_rules(rules: Iterable[LayerRule]) -> dict[tuple[int, str], LayerRule]:
@@ -180,14 +187,12 @@ def _find_usual_rules(rules: Iterable[LayerRule]) -> dict[tuple[int, str], Layer
 
 def _follows_usual_rules(pairing: Pairing, rule: LayerRule, usual_rules: Mapping[tuple[int, str], LayerRule]) -> bool:
     """Whether a pairing has the parts that its rule expects, and no rule of more layers has its tensors."""
-    tensors = pairing.tensors
+    if rule.expected.get(pairing.stored, pairing) != pairing:
+        return False
     # If all layers show a rule, its parts belong to it.
-    if len(rule.pairings) >= len(rule.expected):
-        tensors = tensors[:1]
-    for tensor in tensors:
-        if usual_rules.get(tensor, rule) is not rule:
-            return False
-    return rule.expected.get(pairing.stored, pairing) == pairing
+    is_complete = len(rule.pairings) >= len(rule.expected)
+    tensors = pairing.tensors[:1] if is_complete else pairing.tensors
+    return all(usual_rules.get(tensor, rule) is rule for tensor in tensors)
 
 
 def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRule]:
@@ -195,7 +200,7 @@ def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRul
     rules: dict[object, LayerRule] = {}
     for pairing in sorted(pairings, key=_get_stored_numbers):
         pattern, _ = split_numbers(pairing.stored)
-        parts = tuple(split_numbers(part)[0] for part in pairing.parts)
+        parts = pairing.part_patterns
         if pairing.layout.stacked:
             parts = tuple(set(parts))
             # A rule for a stack names its parts by their index.
@@ -252,8 +257,14 @@ class _Numberings:
         expected = {}
         for name, parts_of_layer in parts.items():
             # A layer may lack a part, or have a part twice.
-            if "" not in parts_of_layer and len(set(parts_of_layer)) == len(parts_of_layer):
-                expected[name] = Pairing(rule.side, name, tuple(parts_of_layer), rule.layout)
+            existing_parts = set(parts_of_layer) - {""}
+            if len(existing_parts) == len(parts_of_layer):
+                expected[name] = Pairing(
+                    rule.side,
+                    stored=name,
+                    parts=tuple(parts_of_layer),
+                    layout=rule.layout,
+                )
         return expected
 
     def _list_layers(self, rule: LayerRule) -> dict[Numbers, str]:
@@ -273,10 +284,8 @@ class _Numberings:
 
 def _find_part(layer: Numbers, numbering: Mapping[Numbers, Numbers], part_names: Mapping[Numbers, str]) -> str:
     """Return the name of the part of a layer, empty if there is no such tensor."""
-    if layer not in numbering:
-        return ""
-    part_numbers = numbering[layer]
-    return part_names.get(part_numbers, "")
+    part_numbers = numbering.get(layer)
+    return "" if part_numbers is None else part_names.get(part_numbers, "")
 
 
 def _assign_siblings(assignment: Assignment, candidates: Candidates) -> None:
@@ -318,4 +327,9 @@ def _move_rule(weight: Pairing, name: str, tensor: Tensor) -> Pairing:
     # A bias has one dimension, so it is not transposed.
     if len(tensor.shape) < 2:
         layout = replace(layout, transpose=False)
-    return Pairing(weight.side, name, tuple(parts), layout)
+    return Pairing(
+        weight.side,
+        stored=name,
+        parts=tuple(parts),
+        layout=layout,
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import convert, unit_roundoff
 from syncheck.findings import Relation, RelationKind
 from syncheck.snapshots import unravel_index
 from syncheck.tensors.blocks import ranges
@@ -25,13 +24,15 @@ _SHARE = 0.1
 
 def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
     """Return the names of tensors with few different elements: a single element, or a small share."""
+    # Without a reason, the values differ.
+    with_other_values = [diff for diff in diffs if (diff.status, diff.reason) == ("different", None)]
     names = set()
-    for diff in diffs:
-        # Without a reason, the values differ; the number of different elements may be unknown.
-        if diff.status != "different" or diff.reason is not None:
-            continue
+    for diff in with_other_values:
         most = max(1, _SHARE * diff.numel)
-        if diff.mismatched and diff.mismatched <= most and diff.numel > 1:
+        # The number of different elements may be unknown.
+        mismatched = diff.mismatched or diff.numel
+        # The only element of a tensor is the whole tensor.
+        if mismatched <= most and mismatched < diff.numel:
             names.add(diff.name)
     return frozenset(names)
 
@@ -39,37 +40,49 @@ def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
 def relate_local(name: str, models: Models) -> dict[str, Relation]:
     """Find the single element of B that a conversion of A to another dtype does not explain."""
     a, b = models.a[name], models.b[name]
-    if a.dtype == b.dtype:
-        return {}
     # The more precise tensor is converted.
-    if unit_roundoff(a.dtype) > unit_roundoff(b.dtype):
-        pair = a, convert(b, (a.dtype,), models.files)
-    else:
-        pair = convert(a, (b.dtype,), models.files), b
-    change = _find_single_change(pair, models.files)
+    precise, coarse = sorted((a, b), key=_get_unit_roundoff)
+    converted = convert(precise, (coarse.dtype,), models.files)
+    change = _find_single_change((converted, coarse), models.files)
     if change is None:
         return {}
     position, bits = change
-    index = unravel_index(position, a.shape)
-    return {name: Relation(RelationKind.LOCAL, {"index": index, "bits": bits, "dtype": pair[0].dtype})}
+    parameters: dict[str, Any] = {
+        "index": unravel_index(position, a.shape),
+        "bits": bits,
+        "dtype": coarse.dtype,
+    }
+    return {name: Relation(RelationKind.LOCAL, parameters)}
+
+
+def _get_unit_roundoff(tensor: Tensor) -> float:
+    return unit_roundoff(tensor.dtype)
 
 
 def _find_single_change(pair: tuple[Tensor, Tensor], files: Files) -> tuple[int, int] | None:
     """Return the position of the only different element of two tensors, and its number of different bits."""
     import numpy as np
 
-    size = DTYPES[pair[0].dtype].size
-    change: tuple[int, int] | None = None
+    changes: list[tuple[int, int]] = []
     for start, count in ranges(pair):
-        words: list[Any] = []
-        for slot, tensor in enumerate(pair):
-            words.append(np.frombuffer(bytes(files.read(tensor, start, count, slot)), f"u{size}"))
-        different = np.nonzero(words[0] != words[1])[0]
-        if not different.size:
-            continue
-        if change is not None or different.size > 1:
+        words, partner_words = _read_words(pair, start, count, files)
+        different = np.nonzero(words != partner_words)[0]
+        # The bits of two elements are enough to stop at any further element.
+        for position in different[:2].tolist():
+            bits = int(words[position] ^ partner_words[position]).bit_count()
+            changes.append((start + position, bits))
+        if len(changes) > 1:
             return None
-        position = int(different[0])
-        bits = int(words[0][position] ^ words[1][position]).bit_count()
-        change = start + position, bits
-    return change
+    return changes[0] if changes else None
+
+
+def _read_words(pair: tuple[Tensor, Tensor], start: int, count: int, files: Files) -> tuple[Any, Any]:
+    """Return some elements of two tensors of one dtype as unsigned integers with the same bits."""
+    import numpy as np
+
+    size = DTYPES[pair[0].dtype].size
+    words: list[Any] = []
+    for slot, tensor in enumerate(pair):
+        data = bytes(files.read(tensor, start, count, slot))
+        words.append(np.frombuffer(data, f"u{size}"))
+    return words[0], words[1]

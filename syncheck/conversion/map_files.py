@@ -6,7 +6,7 @@ import json
 import tomllib
 from collections import Counter
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
@@ -34,21 +34,39 @@ def read_map(source: str) -> NameMap:
 
     Raises UsageError for an unknown name, and for a file that is not a map.
     """
-    if source in list_built_in():
-        text = (resources.files(__package__) / "maps" / f"{source}.toml").read_text(encoding="utf-8")
+    built_in = list_built_in()
+    if source in built_in:
+        path = resources.files(__package__) / "maps" / f"{source}.toml"
+        text = path.read_text(encoding="utf-8")
         return _parse(text, source, built_in=True)
-    if not source.endswith(".toml"):
-        raise UsageError(f"{source}: no such map; pass one of {', '.join(list_built_in())}, or a TOML file")
+    is_file = source.endswith(".toml")
+    _require(is_file, f"{source}: no such map; pass one of {', '.join(built_in)}, or a TOML file")
+    return _parse(_read_text(source), source)
+
+
+def _require(is_valid: bool, problem: str) -> None:
+    """Raise UsageError if a condition of valid maps is false."""
+    if not is_valid:
+        raise UsageError(problem)
+
+
+def _require_value(is_valid: bool, setting: str, value: object, problem: str) -> None:
+    """Raise UsageError if a value of a setting is not valid, whose text is made only then."""
+    if not is_valid:
+        raise UsageError(f"{setting}: {brief(value)} {problem}")
+
+
+def _read_text(path: str) -> str:
+    """Return the content of a file of a user. Raises UsageError if it cannot be a map."""
     try:
-        with open(source, encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{source}: {error.strerror}; pass a TOML file with a map") from None
+        raise UsageError(f"{path}: {error.strerror}; pass a TOML file with a map") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{source}: not a text file; pass a TOML file with a map") from None
-    if len(text) > _MOST_BYTES:
-        raise UsageError(f"{source}: more than {_MOST_BYTES} characters; pass a TOML file with a map")
-    return _parse(text, source)
+        raise UsageError(f"{path}: not a text file; pass a TOML file with a map") from None
+    _require(len(text) <= _MOST_BYTES, f"{path}: more than {_MOST_BYTES} characters; pass a TOML file with a map")
+    return text
 
 
 def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
@@ -60,35 +78,38 @@ def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
     # Thousands of nested lists, or a number with thousands of digits.
     except (RecursionError, ValueError):
         raise UsageError(f"{title}: nested too deeply, or a number is too large; a map has neither") from None
+    known_keys = f"[[rule]] tables, `tied`, and {', '.join(VARIABLES)}"
     for key in table:
         if key not in ("rule", "tied", *VARIABLES):
-            known_keys = f"[[rule]] tables, `tied`, and {', '.join(VARIABLES)}"
             raise UsageError(f"{title}: key {brief(key)}; a map contains {known_keys}")
     rows, tied = table.get("rule", []), table.get("tied", [])
-    if not _is_list(rows, _is_table):
-        raise UsageError(f"{title}: `rule` is no array of tables; a map contains [[rule]] tables and `tied`")
-    if not _is_list(tied, _is_pair):
-        raise UsageError(f"{title}: tied: must be a list of pairs of names")
-    if len(rows) > _MOST_RULES:
-        raise UsageError(f"{title}: {len(rows)} rules; at most {_MOST_RULES} are allowed")
+    are_tables = _is_list(rows, _is_table)
+    _require(are_tables, f"{title}: `rule` is no array of tables; a map contains [[rule]] tables and `tied`")
+    _require(_is_list(tied, _is_pair), f"{title}: tied: must be a list of pairs of names")
+    _require(len(rows) <= _MOST_RULES, f"{title}: {len(rows)} rules; at most {_MOST_RULES} are allowed")
     rules = [_parse_rule(row, f"{title}: rule {number}") for number, row in enumerate(rows, 1)]
     pairs = [(first, second) for first, second in tied]
-    variables = _parse_variables(table, title)
-    return NameMap(title, tuple(rules), tuple(pairs), variables, built_in=built_in)
+    return NameMap(
+        title,
+        rules=tuple(rules),
+        tied=tuple(pairs),
+        variables=_parse_variables(table, title),
+        built_in=built_in,
+    )
 
 
 def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, int], ...]:
     """Return the numbers of heads and their size, as far as a map states them. Raises UsageError for other values."""
-    variables: list[tuple[str, int]] = []
-    for name in VARIABLES:
-        value = table.get(name)
-        if value is None:
-            continue
-        if not is_setting(value):
-            raise UsageError(f"{title}: {name}: {brief(value)} is not a number of heads, or the size of a head")
-        variables.append((name, value))
-
-    return tuple(variables)
+    variables = {name: table[name] for name in VARIABLES if name in table}
+    for name, value in variables.items():
+        problem = "is not a number of heads, or the size of a head"
+        _require_value(
+            is_setting(value),
+            setting=f"{title}: {name}",
+            value=value,
+            problem=problem,
+        )
+    return tuple(variables.items())
 
 
 def _parse_rule(row: Mapping[str, Any], label: str) -> Rule:
@@ -101,15 +122,20 @@ def _parse_rule(row: Mapping[str, Any], label: str) -> Rule:
     # Every rule has a name.
     for key, value in {"name": None, **row}.items():
         is_valid = _CHECKS[key]
-        if not is_valid(value):
-            raise UsageError(f"{label}: {key}: {brief(value)} is not valid; see docs/same-model.md")
+        _require_value(
+            is_valid(value),
+            setting=f"{label}: {key}",
+            value=value,
+            problem="is not valid; see docs/same-model.md",
+        )
+        # Rules are compared and counted, which lists cannot be.
         settings[key] = tuple(value) if isinstance(value, list) else value
     rule = Rule(**settings)
     _check_rule(rule, label)
     return rule
 
 
-def _is_list(value: object, is_item: Callable[[object], bool]) -> bool:
+def _is_list(value: object, is_item: Callable[[object], bool]) -> TypeGuard[list[Any]]:
     """Whether a value is a list of valid items."""
     return isinstance(value, list) and all(map(is_item, value))
 
@@ -131,7 +157,7 @@ def _are_names(value: object) -> bool:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _are_names(value)
+    return _is_list(value, _is_name) and len(value) == 2
 
 
 def _is_dim(value: object) -> bool:
@@ -174,69 +200,77 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
 
 def _check_rule(rule: Rule, label: str) -> None:
     """Raise UsageError for a rule that contradicts itself. label: the file and the number of the rule."""
-    if rule.sizes and len(rule.sizes) != len(rule.parts):
-        raise UsageError(f"{label}: sizes: must have one size for each of the {len(rule.parts)} parts")
-    if len(rule.parts) > _MOST_PARTS:
-        raise UsageError(f"{label}: parts: {len(rule.parts)} parts; at most {_MOST_PARTS} are allowed")
+    count = len(rule.parts)
+    _require(len(rule.shares) == count, f"{label}: sizes: must have one size for each of the {count} parts")
+    _require(count <= _MOST_PARTS, f"{label}: parts: {count} parts; at most {_MOST_PARTS} are allowed")
     # A part that is named twice would replace the first of both, which would never be compared.
-    for part, count in Counter(rule.parts).items():
-        if count > 1:
-            raise UsageError(f"{label}: parts: {brief(part)} is named twice; each part needs a name of its own")
+    for part, occurrences in Counter(rule.parts).items():
+        problem = "is named twice; each part needs a name of its own"
+        _require_value(
+            occurrences == 1,
+            setting=f"{label}: parts",
+            value=part,
+            problem=problem,
+        )
     _check_placeholders(rule, label)
-    if rule.pad and not any(map(has_vocabulary, (rule.name, *rule.parts))):
-        raise UsageError(f"{label}: pad: {brief(rule.name)} is not the name of an embedding or output layer; remove it")
+    # Only the rows of a vocabulary are padded.
+    may_be_padded = not rule.pad or any(map(has_vocabulary, (rule.name, *rule.parts)))
+    problem = "is not the name of an embedding or output layer; remove it"
+    _require_value(
+        may_be_padded,
+        setting=f"{label}: pad",
+        value=rule.name,
+        problem=problem,
+    )
 
 
 def _check_placeholders(rule: Rule, label: str) -> None:
     """Raise UsageError for names of a rule that are not valid or have other placeholders."""
     placeholders = set(_read_placeholders(rule.name, f"{label}: name"))
-    if rule.beside:
-        _read_placeholders(rule.beside, f"{label}: beside")
+    _read_placeholders(rule.beside, f"{label}: beside")
     # The placeholders that count the first dimension of a stack.
     index_placeholders = set()
     for part in rule.parts:
         further_placeholders = set(_read_placeholders(part, f"{label}: parts")) - placeholders
         index_placeholders.add(frozenset(further_placeholders))
-    if len(index_placeholders) > 1 or any(len(names) > 1 for names in index_placeholders):
-        raise UsageError(f"{label}: parts: all must have the placeholders of the name, and at most one more")
+    # All parts have the same one, or none.
+    most_of_part = max(map(len, index_placeholders), default=0)
+    is_valid = max(len(index_placeholders), most_of_part) <= 1
+    _require(is_valid, f"{label}: parts: all must have the placeholders of the name, and at most one more")
 
 
 def _read_placeholders(text: str, label: str) -> tuple[str, ...]:
     """Return the placeholders of a template. Raises UsageError if it is not valid."""
-    if len(text) > _MOST_LETTERS:
-        raise UsageError(f"{label}: {len(text)} characters; at most {_MOST_LETTERS} are allowed")
+    _require(len(text) <= _MOST_LETTERS, f"{label}: {len(text)} characters; at most {_MOST_LETTERS} are allowed")
     try:
         names = parse_template(text).placeholders
     except ValueError as error:
         raise UsageError(f"{label}: {brief(text)}: {error}") from None
-    if len(set(names)) != len(names):
+    if len(set(names)) < len(names):
         raise UsageError(f"{label}: {brief(text)}: each placeholder may occur once")
     return names
 
 
 def _list_settings(rule: Rule) -> dict[str, Any]:
     """Return the settings of a rule that differ from their defaults, without its names."""
-    plain = Rule("", rule.parts)
-    settings = {}
-    for key in _CHECKS:
-        value = getattr(rule, key)
-        if key != "name" and value != getattr(plain, key):
-            settings[key] = value
-    return settings
+    plain = Rule(rule.name, rule.parts)
+    return {key: getattr(rule, key) for key in _CHECKS if getattr(rule, key) != getattr(plain, key)}
 
 
 def describe_rule(rule: Rule) -> str:
     """Return the operations of a rule on its parts, as in a formula."""
-    settings = []
-    for key, value in _list_settings(rule).items():
-        if value is True:
-            settings.append(key)
-        elif isinstance(value, tuple):
-            settings.append(f"{key}={list(value)}")
-        else:
-            settings.append(f"{key}={value}")
+    settings = [_describe_setting(key, value) for key, value in _list_settings(rule).items()]
     joined = " + ".join(rule.parts)
     return f"{joined} ({', '.join(settings)})" if settings else joined
+
+
+def _describe_setting(key: str, value: object) -> str:
+    """Return a setting of a rule, as in a call of a function."""
+    # Flags are off by default.
+    if value is True:
+        return key
+    text = list(value) if isinstance(value, tuple) else value
+    return f"{key}={text}"
 
 
 def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
@@ -253,8 +287,13 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
-        lines += ["[[rule]]", f"name = {_to_toml(rule.name)}", f"parts = {_to_toml(rule.parts)}"]
-        lines += [f"{key} = {_to_toml(value)}" for key, value in _list_settings(rule).items()]
+        settings = {
+            "name": rule.name,
+            "parts": rule.parts,
+            **_list_settings(rule),
+        }
+        lines.append("[[rule]]")
+        lines += [f"{key} = {_to_toml(value)}" for key, value in settings.items()]
         lines.append("")
     outputs.write(path, "\n".join(lines), outputs.MAP)
 

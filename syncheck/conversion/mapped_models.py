@@ -44,6 +44,13 @@ class Mapped:
     missing: set[str] = field(default_factory=set)
     """Unknown variables."""
 
+    def copy(self, name: str, new_name: str) -> None:
+        """Add a tensor under a second name."""
+        self.tensors[new_name] = replace(self.tensors[name], name=new_name)
+        self.stored[new_name] = self.stored[name]
+        if name in self.padded:
+            self.padded[new_name] = self.padded[name]
+
 
 def apply_map(
     names: NameMap,
@@ -58,36 +65,46 @@ def apply_map(
     Raises UsageError if two rules of a file give one part.
     """
     model_a, model_b = models
-    # Tensors that are split anyway have no partner.
-    partners_a = {name: tensor for name, tensor in model_b.items() if name not in split_names}
-    partners_b = {name: tensor for name, tensor in model_a.items() if name not in split_names}
-    mapper_a = _Mapper(names, model_a, partners_a, variables, "A")
-    mapper_b = _Mapper(names, model_b, partners_b, variables, "B")
+    mapper_a = _Mapper(
+        names,
+        model=model_a,
+        partner=_drop(model_b, split_names),
+        variables=variables,
+        side="A",
+    )
+    mapper_b = _Mapper(
+        names,
+        model=model_b,
+        partner=_drop(model_a, split_names),
+        variables=variables,
+        side="B",
+    )
     turned = _has_other_orientation(names, models)
-    mapped_a, mapped_b = mapper_a.map_model(turned=False), mapper_b.map_model(turned=turned)
+    mapped_a = mapper_a.map_model(turned=False)
+    mapped_b = mapper_b.map_model(turned=turned)
+    _copy_tied(names.tied, mapped_a, mapped_b)
+    _copy_tied(names.tied, mapped_b, mapped_a)
     mapped = [mapped_a, mapped_b]
-    for pair in names.tied:
-        _copy_tied(pair, mapped_a, mapped_b)
-    for pair in names.tied:
-        _copy_tied(pair, mapped_b, mapped_a)
     notes: list[Message] = []
     for side, model in zip(_SIDES, mapped, strict=True):
         notes += _list_notes(model, side, names.title)
     return mapped, notes
 
 
-def _copy_tied(pair: tuple[str, str], mapped: Mapped, partner: Mapped) -> None:
-    """Give a model that lacks a tied tensor of its partner the tensor that it uses instead.
+def _drop(model: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """Return a model without the tensors of these names: tensors that are split anyway have no partner."""
+    return {name: tensor for name, tensor in model.items() if name not in names}
 
-    pair: see `NameMap.tied`.
+
+def _copy_tied(pairs: Iterable[tuple[str, str]], mapped: Mapped, partner: Mapped) -> None:
+    """Give a model that lacks tied tensors of its partner the tensors that it uses instead.
+
+    pairs: see `NameMap.tied`.
     """
-    first, second = pair
-    if first in mapped.tensors or first not in partner.tensors or second not in mapped.tensors:
-        return
-    mapped.tensors[first] = replace(mapped.tensors[second], name=first)
-    mapped.stored[first] = mapped.stored[second]
-    if second in mapped.padded:
-        mapped.padded[first] = mapped.padded[second]
+    for first, second in pairs:
+        is_missing = first in partner.tensors and first not in mapped.tensors
+        if is_missing and second in mapped.tensors:
+            mapped.copy(second, first)
 
 
 def _list_notes(mapped: Mapped, side: str, title: str) -> list[Message]:
@@ -108,21 +125,22 @@ def _has_other_orientation(names: NameMap, models: Sequence[Mapping[str, Tensor]
     """Whether B stores its linear layers in the other orientation than A.
 
     Libraries store the weight of a linear layer in both orientations under one name, but a model has one orientation.
-    The shapes of most of these tensors decide; square ones show nothing. All others are transposed as well, so a
-    conversion that forgot some of them differs.
+    The shapes of most of these tensors decide. All others are transposed as well, so a conversion that forgot some of
+    them differs.
     """
     model_a, model_b = models
-    votes: Counter[bool] = Counter()
-    common_names = [name for name in model_a if name in model_b]
-    for name, rule, _ in names.match_names(common_names):
-        shape, partner_shape = model_a[name].shape, model_b[name].shape
-        # A vector has no orientation.
-        if len(shape) < 2 or not rule.turns:
+    same_orientation = other_orientation = 0
+    # A vector has no orientation.
+    matrices = [name for name in model_a if name in model_b and len(model_a[name].shape) > 1]
+    for name, rule, _ in names.match_names(matrices):
+        if not rule.turns:
             continue
+        shape = model_a[name].shape
         exchanged = (*shape[:-2], shape[-1], shape[-2])
-        if shape != exchanged and partner_shape in (shape, exchanged):
-            votes[partner_shape == exchanged] += 1
-    return votes[True] > votes[False]
+        # A square matrix counts for both orientations, which shows nothing.
+        same_orientation += model_b[name].shape == shape
+        other_orientation += model_b[name].shape == exchanged
+    return other_orientation > same_orientation
 
 
 class _Mapper:
@@ -156,16 +174,12 @@ class _Mapper:
         turned: whether this model has the other orientation.
         """
         padding: dict[str, bool | int] = {}
-        for name, tensor in self._model.items():
-            match = self._names.find_rule(name)
-            if match is None or tensor.refused:
-                self._claims[name] = {name: tensor}
-                continue
-            rule, values = match
+        self._claims = {name: {name: tensor} for name, tensor in self._model.items()}
+        # A tensor that cannot be read keeps its name.
+        readable_names = [name for name, tensor in self._model.items() if not tensor.refused]
+        for name, rule, values in self._names.match_names(readable_names):
             padding[name] = rule.pad
-            if self._keeps_name(rule, name, turned=turned):
-                self._claims[name] = {name: tensor}
-            else:
+            if not self._keeps_name(rule, name, turned=turned):
                 self._split(rule, values, name)
         self._resolve_collisions()
         for name, parts in self._claims.items():
@@ -179,34 +193,42 @@ class _Mapper:
         # `check_ignored` compares what a file ignores.
         if not rule.parts and not self._names.built_in:
             return False
-        tensor, partner = self._model[name], self._partner.get(name)
-        if partner is not None and (partner.shape == tensor.shape or partner.refused):
-            return True
-        return rule.parts == (rule.name,)
+        return rule.parts == (rule.name,) or self._has_partner(name)
+
+    def _has_partner(self, name: str) -> bool:
+        """Whether the other model has a tensor of this name and shape."""
+        partner = self._partner.get(name)
+        if partner is None:
+            return False
+        # The shape of a tensor that cannot be read may be unknown.
+        return bool(partner.refused) or partner.shape == self._model[name].shape
 
     def _split(self, rule: Rule, values: Mapping[str, str], name: str) -> None:
         """Claim the parts of a tensor by a rule. values: of the placeholders."""
         if not rule.parts:
             self._mapped.ignored.append(name)
+            del self._claims[name]
             return
-        unknown = rule.variables - self._variables.keys()
-        parts = None
-        if not unknown:
-            parts = split_tensor(rule, values, self._model[name], self._variables)
+        parts = split_tensor(
+            rule,
+            values,
+            tensor=self._model[name],
+            variables=self._variables,
+        )
         # A tensor without parts keeps its name.
         if parts is None or len(parts) > MOST_PARTS:
-            parts = {name: self._model[name]}
-            self._mapped.missing |= unknown
+            self._mapped.missing |= rule.variables - self._variables.keys()
             self._mapped.unfit.append(name)
-        self._claims[name] = parts
+        else:
+            self._claims[name] = parts
 
     def _add_parts(self, name: str, parts: Mapping[str, Tensor], pad: bool | int) -> None:
         """Add the parts of a stored tensor to the model. pad: see `Rule.pad`."""
         for part_name, part in parts.items():
             self._mapped.stored[part_name] = self._model[name]
-            self._mapped.tensors[part_name] = part
-            if part.name != part_name:
-                self._mapped.tensors[part_name] = replace(part, name=part_name)
+            # A part has the name of the stored tensor that it is a view of.
+            renamed = part if part.name == part_name else replace(part, name=part_name)
+            self._mapped.tensors[part_name] = renamed
             if pad:
                 self._mapped.padded[part_name] = pad
 
@@ -233,14 +255,14 @@ class _Mapper:
             for part in parts:
                 owners[part].append(name)
         clashing: dict[str, None] = {}
-        for part, stored_names in owners.items():
-            if len(stored_names) == 1:
-                continue
-            split_names = [name for name in stored_names if [*self._claims[name]] != [name]]
+        shared_parts = [part for part, stored_names in owners.items() if len(stored_names) > 1]
+        for part in shared_parts:
+            split_names = [name for name in owners[part] if [*self._claims[name]] != [name]]
             # Tensors that keep their names may have the name of one part.
-            if len(split_names) > 1 and must_differ:
+            if must_differ and len(split_names) > 1:
+                first, second, *_ = split_names
                 raise UsageError(
-                    f"{self._names.title}: {split_names[0]} and {split_names[1]} of {self._side} both become {part}; "
+                    f"{self._names.title}: {first} and {second} of {self._side} both become {part}; "
                     "give each its own part"
                 )
             clashing |= dict.fromkeys(split_names)
@@ -256,19 +278,20 @@ def check_ignored(
     """
     if names.built_in:
         return
-    ignored_a, ignored_b = _select_ignored(models[0], mapped[0]), _select_ignored(models[1], mapped[1])
+    ignored_a = _select_ignored(models[0], mapped[0])
+    ignored_b = _select_ignored(models[1], mapped[1])
     different: list[str] = []
     for name, tensor in ignored_a.items():
-        if name in ignored_b and tensor.shape != ignored_b[name].shape:
+        partner = ignored_b.get(name, tensor)
+        if tensor.shape != partner.shape:
             different.append(name)
-    shapes_a = {tensor.shape for tensor in ignored_a.values()}
-    shapes_b = {tensor.shape for tensor in ignored_b.values()}
-    for shape in shapes_a & shapes_b:
-        contents_a = _count_contents(ignored_a.values(), shape, files)
-        contents_b = _count_contents(ignored_b.values(), shape, files)
+    names_a, names_b = _group_by_shape(ignored_a), _group_by_shape(ignored_b)
+    for shape in names_a.keys() & names_b.keys():
+        contents_a = _count_contents(ignored_a, names_a[shape], files)
+        contents_b = _count_contents(ignored_b, names_b[shape], files)
         # Ignored tensors have no names in common, so all of this shape are suspected.
         if contents_a != contents_b:
-            different += [name for name, tensor in ignored_a.items() if tensor.shape == shape]
+            different += names_a[shape]
     if different:
         raise UsageError(
             f"{names.title}: the map ignores {different[0]}, which differs between A and B; name its parts, or leave "
@@ -281,16 +304,23 @@ def _select_ignored(model: Mapping[str, Tensor], mapped: Mapped) -> dict[str, Te
     return {name: model[name] for name in mapped.ignored}
 
 
-def _count_contents(tensors: Iterable[Tensor], shape: tuple[int, ...], files: Files) -> Counter[tuple[str, bytes]]:
-    """Return how many tensors of a shape have each dtype and content."""
+def _group_by_shape(tensors: Mapping[str, Tensor]) -> dict[tuple[int, ...], list[str]]:
+    """Return the names of the tensors of each shape."""
+    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        names[tensor.shape].append(name)
+    return names
+
+
+def _count_contents(tensors: Mapping[str, Tensor], names: Iterable[str], files: Files) -> Counter[tuple[str, bytes]]:
+    """Return how many tensors of some names have each dtype and content."""
     contents: Counter[tuple[str, bytes]] = Counter()
-    for tensor in tensors:
-        if tensor.shape != shape or not has_elements(tensor):
+    for name in names:
+        tensor = tensors[name]
+        if not has_elements(tensor):
             continue
-        digest = b""
         # A tensor without elements has no row.
-        if tensor.numel:
-            (digest,) = digest_rows(tensor, files, 1)
+        digest = digest_rows(tensor, files, 1)[0] if tensor.numel else b""
         contents[tensor.dtype, digest] += 1
     return contents
 
@@ -305,19 +335,19 @@ def remove_padding(mapped: Sequence[Mapped], variables: Mapping[str, int], files
     first, second = mapped
     padded_names = first.padded.keys() | second.padded.keys()
     for name in sorted(padded_names & first.tensors.keys() & second.tensors.keys()):
-        longer, shorter = first, second
-        if _count_rows(first.tensors[name]) < _count_rows(second.tensors[name]):
-            longer, shorter = second, first
-        tensor, least = longer.tensors[name], _count_rows(shorter.tensors[name])
-        padding_rows = _count_rows(tensor) - least
-        if not _may_be_padded(tensor, shorter.tensors[name]) or name not in longer.padded:
-            continue
-        if not _is_multiple(least, least + padding_rows, longer.padded[name], variables):
-            continue
-        padding = views.narrow(tensor, 0, least, padding_rows)
-        if _is_padding(padding, least, variables, files):
-            longer.tensors[name] = views.narrow(tensor, 0, 0, least)
-            removed[name] = padding_rows
+        rows, partner_rows = _count_rows(first.tensors[name]), _count_rows(second.tensors[name])
+        longer, shorter = (second, first) if rows < partner_rows else (first, second)
+        tensor = longer.tensors[name]
+        unpadded = _cut_padding(
+            tensor,
+            shorter=shorter.tensors[name],
+            pad=longer.padded.get(name),
+            variables=variables,
+            files=files,
+        )
+        if unpadded is not None:
+            longer.tensors[name] = unpadded
+            removed[name] = abs(rows - partner_rows)
     if not removed:
         return []
     return [Note.PADDED(names=tuple(removed), rows=max(removed.values()))]
@@ -328,13 +358,37 @@ def _count_rows(tensor: Tensor) -> int:
     return sum(tensor.shape[:1])
 
 
+def _cut_padding(
+    tensor: Tensor,
+    shorter: Tensor,
+    pad: bool | int | None,
+    variables: Mapping[str, int],
+    files: Files,
+) -> Tensor | None:
+    """Return a tensor without its padding; None if the rows that a shorter tensor lacks are no padding.
+
+    pad: see `Rule.pad`; None for a tensor without such a rule.
+    """
+    if pad is None or not _may_be_padded(tensor, shorter):
+        return None
+    least, most = shorter.shape[0], tensor.shape[0]
+    if most not in _list_padded_lengths(least, pad, variables):
+        return None
+    # Rows that only one model has may be tokens, too.
+    padding = views.narrow(tensor, 0, least, most - least)
+    if not _is_padding(padding, least, variables, files):
+        return None
+    return views.narrow(tensor, 0, 0, least)
+
+
 def _may_be_padded(longer: Tensor, shorter: Tensor) -> bool:
     """Whether two tensors of known data and at least one dimension differ in their number of rows only."""
     if not has_elements(longer) or not has_elements(shorter):
         return False
-    if not longer.shape or not shorter.shape:
+    # A number without dimensions has no rows that could be padded.
+    if not shorter.shape or _count_rows(longer) == _count_rows(shorter):
         return False
-    return longer.shape[0] > shorter.shape[0] and longer.shape[1:] == shorter.shape[1:]
+    return longer.shape[1:] == shorter.shape[1:]
 
 
 def _is_padding(rows: Tensor, least: int, variables: Mapping[str, int], files: Files) -> bool:
@@ -345,13 +399,14 @@ def _is_padding(rows: Tensor, least: int, variables: Mapping[str, int], files: F
     vocabulary = variables.get("vocabulary", 0)
     if vocabulary:
         return vocabulary <= least
-    return len(set(digest_rows(rows, files, rows.shape[0]))) == 1
+    digests = digest_rows(rows, files, rows.shape[0])
+    return len(set(digests)) == 1
 
 
-def _is_multiple(least: int, most: int, pad: bool | int, variables: Mapping[str, int]) -> bool:
-    """Whether `most` is the next multiple of rows after `least`. pad: see `Rule.pad`."""
-    multiples = [variables.get("vocabulary_multiple", 0)]
+def _list_padded_lengths(least: int, pad: bool | int, variables: Mapping[str, int]) -> list[int]:
+    """Return the next multiples of rows after `least`, for the known multiples. pad: see `Rule.pad`."""
+    multiples = {variables.get("vocabulary_multiple", 0)}
     # `true` stands for the multiple in the model's arguments.
     if pad is not True:
-        multiples.append(pad)
-    return any(multiple > 0 and most == -(-least // multiple) * multiple for multiple in multiples)
+        multiples.add(pad)
+    return [-(-least // multiple) * multiple for multiple in multiples if multiple > 0]

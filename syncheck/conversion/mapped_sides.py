@@ -57,17 +57,34 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         inferred = _infer_remaining(names, models, variables, files)
     if inferred is not None:
         notes += describe_inferred(inferred)
-    notes += _write_map(names, inferred, variables, stated_variables, options)
-    is_inferred = inferred is not None and inferred.applies
-    if inferred is not None and inferred.applies:
-        names = extend_map(names, inferred)
-        variables = {**variables, **inferred.variables}
-        models = mark_ambiguous(models, inferred)
+    notes += _write_map(
+        names,
+        inferred,
+        variables,
+        stated_variables,
+        options,
+    )
+    # A map between models of one naming is a proposal only.
+    applied = inferred if inferred is not None and inferred.applies else None
+    if applied is not None:
+        names = extend_map(names, applied)
+        variables = {**variables, **applied.variables}
+        models = mark_ambiguous(models, applied)
     if names is None:
         return MappedSides(tuple(sides), tuple(notes))
-    renamed_sides, first_note, more_notes = _rename_sides(sides, names, models, variables, files)
-    notes = [first_note, *notes, *more_notes]
-    return MappedSides(renamed_sides, tuple(notes), inferred=is_inferred, guessed=guessed)
+    renamed_sides, first_note, more_notes = _rename_sides(
+        sides,
+        names,
+        models,
+        variables,
+        files,
+    )
+    return MappedSides(
+        renamed_sides,
+        notes=(first_note, *notes, *more_notes),
+        inferred=applied is not None,
+        guessed=guessed,
+    )
 
 
 def _join_variables(sides: Sequence[Side]) -> dict[str, int]:
@@ -136,7 +153,12 @@ def _rename_sides(
     for side, tensors in zip(sides, models, strict=True):
         if side.adapter is not None:
             split_names |= side.adapter.find_split_tensors(names, tensors, variables)
-    mapped, coverage_notes = apply_map(names, models, variables, frozenset(split_names))
+    mapped, coverage_notes = apply_map(
+        names,
+        models,
+        variables,
+        split_names=frozenset(split_names),
+    )
     check_ignored(names, models, mapped, files)
     counts = [len(tensors.keys() - model.tensors.keys()) for tensors, model in zip(models, mapped, strict=True)]
     map_note = Note.MAP(map=names.title, count=counts[0], others=counts[1])
@@ -144,5 +166,13 @@ def _rename_sides(
     renamed_sides = []
     for side, mapped_model in zip(sides, mapped, strict=True):
         model = replace(side.model, tensors=mapped_model.tensors)
-        renamed_sides.append(replace(side, model=model, stored=mapped_model.stored, map=names, variables=variables))
+        renamed_sides.append(
+            replace(
+                side,
+                model=model,
+                stored=mapped_model.stored,
+                map=names,
+                variables=variables,
+            )
+        )
     return tuple(renamed_sides), map_note, [*padding_notes, *coverage_notes]

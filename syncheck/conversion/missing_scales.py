@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.quantized import Quantized
 from syncheck.conversion.recognition import get_computed
 from syncheck.findings import Relation, RelationKind
@@ -31,12 +32,16 @@ def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
     pairs = (("B", models.a[name], models.b[name]), ("A", models.b[name], models.a[name]))
     for side, source, copy in pairs:
         quantized = get_computed(source, Quantized)
-        if quantized is None:
+        if quantized is None or not _holds_numbers(quantized, copy, models):
             continue
-        if _holds_numbers(quantized, copy, models):
-            parameters: dict[str, Any] = {"side": side, "block": _get_block(quantized), "of": quantized.shape}
-            parameters |= {"least": float(quantized.scales.min()), "most": float(quantized.scales.max())}
-            return {name: Relation(RelationKind.UNSCALED, parameters)}
+        parameters: dict[str, Any] = {
+            "side": side,
+            "block": _get_block(quantized),
+            "of": quantized.shape,
+            "least": float(quantized.scales.min()),
+            "most": float(quantized.scales.max()),
+        }
+        return {name: Relation(RelationKind.UNSCALED, parameters)}
     return {}
 
 
@@ -68,28 +73,32 @@ def _holds_numbers(quantized: Quantized, copy: Tensor, models: Models) -> bool:
 def relate_fitted(name: str, models: Models) -> dict[str, Relation]:
     """Find integers, stored as floats, that are the values of the other model with a scale for each row or block."""
     a, b = models.a[name], models.b[name]
-    if len(a.shape) < 2:
-        return {}
     columns = math.prod(a.shape[1:])
-    for side, integers, original in (("B", b, a), ("A", a, b)):
-        for length in _list_lengths(columns):
-            scales = _fit(integers, original, length, models)
-            if scales is None:
-                continue
-            least, most = scales
-            parameters: dict[str, Any] = {"block": (1, length), "of": (a.shape[0], columns), "side": side}
-            parameters |= {"least": least, "most": most, "fitted": "fitted"}
-            return {name: Relation(RelationKind.UNSCALED, parameters)}
+    attempts = itertools.product((("B", b, a), ("A", a, b)), _list_lengths(columns))
+    for (side, integers, original), length in attempts:
+        scales = _fit(integers, original, length, models)
+        if scales is None:
+            continue
+        least, most = scales
+        parameters: dict[str, Any] = {
+            "block": (1, length),
+            "of": (a.shape[0], columns),
+            "side": side,
+            "least": least,
+            "most": most,
+            "fitted": "fitted",
+        }
+        return {name: Relation(RelationKind.UNSCALED, parameters)}
     return {}
 
 
-def _list_lengths(columns: int) -> Iterator[int]:
-    """Yield possible numbers of columns with one scale: the whole row first."""
+def _list_lengths(columns: int) -> list[int]:
+    """Return possible numbers of columns with one scale: the whole row first."""
+    lengths = [length for length in _LENGTHS if length < columns and columns % length == 0]
+    # A whole row is read at once.
     if _SHORTEST <= columns <= _BLOCK:
-        yield columns
-    for length in _LENGTHS:
-        if length < columns and columns % length == 0:
-            yield length
+        return [columns, *lengths]
+    return lengths
 
 
 def _fit(integers: Tensor, original: Tensor, length: int, models: Models) -> tuple[float, float] | None:
@@ -121,10 +130,11 @@ def _are_integers(numbers: Any) -> bool:
     """Whether blocks of numbers are integers of 8 bits, and use enough of them."""
     import numpy as np
 
-    if not (np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()):
+    if not np.isfinite(numbers).all():
         return False
+    are_integers = (numbers == np.round(numbers)) & (np.abs(numbers) <= _MOST)
     ranges = np.ptp(numbers, axis=1)
-    return bool((np.abs(numbers) <= _MOST).all() and (ranges >= _LEAST).all())
+    return bool(are_integers.all() and (ranges >= _LEAST).all())
 
 
 def _read_blocks(integers: Tensor, original: Tensor, length: int, models: Models) -> Iterator[tuple[Any, Any]]:

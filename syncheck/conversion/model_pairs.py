@@ -54,15 +54,20 @@ class Models:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
         if view.shape != b.shape or not has_elements(view):
             return None
-        converted = self._convert(view, b)
-        # The probes spare most tensors from being read.
-        if converted is None or self.probe(converted) != self.probe(b):
-            return None
-        if len(cluster_replicas([converted, b], self.files)) > 1:
+        converted = self.convert(view, b)
+        if converted is None or not self._have_equal_bytes(converted, b):
             return None
         return {} if converted is view else {"dtype": b.dtype}
 
-    def _convert(self, view: Tensor, b: Tensor) -> Tensor | None:
+    def _have_equal_bytes(self, view: Tensor, b: Tensor) -> bool:
+        """Whether two tensors of one shape and dtype have the same bytes."""
+        # The probes spare most tensors from being read.
+        if self.probe(view) != self.probe(b):
+            return False
+        clusters = cluster_replicas([view, b], self.files)
+        return len(clusters) == 1
+
+    def convert(self, view: Tensor, b: Tensor) -> Tensor | None:
         """Return a view in the dtype of a tensor of B: unchanged if the dtypes are equal, None without floats."""
         if view.dtype == b.dtype:
             return view
@@ -73,7 +78,8 @@ class Models:
     def is_part(self, name: str) -> bool:
         """Whether a tensor is a part of a tensor that is compared in parts, like the values of a sparse tensor."""
         owner, _, _ = name.rpartition(".")
-        return any(owner in model and model[owner].refused is not None for model in (self.a, self.b))
+        owners = [model[owner] for model in (self.a, self.b) if owner in model]
+        return any(tensor.refused is not None for tensor in owners)
 
     def probe(self, tensor: Tensor) -> bytes:
         """Return some elements from all parts of a tensor."""
@@ -98,15 +104,20 @@ class Models:
         transposed: whether to look for matrices with exchanged dimensions.
         """
         b = self.b[name]
+        # Few elements and constants are equal to those of other tensors by chance.
         if b.numel < FEW or self.is_constant(b):
             return None
+        # The probes of A are read once for all tensors of one dtype and shape.
         key = b.dtype, b.shape, transposed
         if key not in self._probes:
             self._probes[key] = self._probe_all(b, transposed=transposed)
-        for candidate in self._probes[key].get(self.probe(b), ()):
+        candidates = self._probes[key].get(self.probe(b), [])
+        for candidate in candidates:
+            # The tensor of the same name is not elsewhere.
             if candidate == name:
                 continue
-            conversion = self.equals(_view(self.a[candidate], transposed=transposed), b)
+            view = _view(self.a[candidate], transposed=transposed)
+            conversion = self.equals(view, b)
             if conversion is not None:
                 return candidate, conversion
         return None
@@ -115,27 +126,25 @@ class Models:
         """Return the names of the tensors of A that may be a tensor of B, by their probes."""
         names_by_probe: dict[bytes, list[str]] = defaultdict(list)
         shape = b.shape[::-1] if transposed else b.shape
-        for name, tensor in self.a.items():
-            if tensor.shape != shape or not has_elements(tensor):
-                continue
-            view = self._convert(_view(tensor, transposed=transposed), b)
-            if view is not None:
-                names_by_probe[self.probe(view)].append(name)
+        names = [name for name, tensor in self.a.items() if tensor.shape == shape and has_elements(tensor)]
+        for name in names:
+            view = _view(self.a[name], transposed=transposed)
+            converted = self.convert(view, b)
+            # Integers are not converted to floats.
+            if converted is not None:
+                names_by_probe[self.probe(converted)].append(name)
         return names_by_probe
 
 
 def find_different_dim(a: Tensor, b: Tensor) -> int | None:
     """Return the only dimension in which two shapes differ; None for several dimensions, or another number."""
+    # Without a common number of dimensions, nothing shows which of them belong together.
     if len(a.shape) != len(b.shape):
         return None
     different_dims = [dim for dim in range(len(a.shape)) if a.shape[dim] != b.shape[dim]]
-    if len(different_dims) != 1:
-        return None
-    return different_dims[0]
+    return different_dims[0] if len(different_dims) == 1 else None
 
 
 def _view(tensor: Tensor, *, transposed: bool) -> Tensor:
     """Return a tensor, or the transposed matrix."""
-    if transposed:
-        return views.permute(tensor, (1, 0))
-    return tensor
+    return views.permute(tensor, (1, 0)) if transposed else tensor

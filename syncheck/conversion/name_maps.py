@@ -71,6 +71,16 @@ class Rule:
         return parse_template(self.name).match(name)
 
     @property
+    def part_templates(self) -> list[Template]:
+        """The parsed names of the parts."""
+        return [parse_template(part) for part in self.parts]
+
+    @property
+    def shares(self) -> tuple[int | str, ...]:
+        """The shares of the parts: numbers or variables."""
+        return self.sizes or (1,) * len(self.parts)
+
+    @property
     def variables(self) -> frozenset[str]:
         """The variables of the rule."""
         variables = {value for value in (*self.sizes, self.groups) if isinstance(value, str)}
@@ -96,6 +106,15 @@ class RuleMatch(NamedTuple):
     """The values of the placeholders in the name."""
 
 
+class _RuleIndex(NamedTuple):
+    """The positions of the rules of a map."""
+
+    positions: dict[str, int]
+    """The position of the first rule of each name without placeholders."""
+    templates: list[tuple[int, Template]]
+    """The positions and names of the rules with placeholders."""
+
+
 @dataclass(frozen=True)
 class NameMap:
     """A table of rules."""
@@ -112,17 +131,16 @@ class NameMap:
 
     def find_rule(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """Return the first rule for a stored tensor, and the values of the placeholders."""
-        position = self._positions.get(name, len(self.rules))
-        for template_position, template in self._templates:
+        index = self._index
+        position = index.positions.get(name, len(self.rules))
+        for template_position, template in index.templates:
             # The first rule applies, with or without placeholders.
             if template_position > position:
                 break
             values = template.match(name)
             if values is not None:
                 return self.rules[template_position], values
-        if position < len(self.rules):
-            return self.rules[position], {}
-        return None
+        return None if position == len(self.rules) else (self.rules[position], {})
 
     def match_names(self, names: Iterable[str]) -> Iterator[RuleMatch]:
         """Yield the rules of stored tensors, without tensors that no rule matches."""
@@ -132,24 +150,16 @@ class NameMap:
                 yield RuleMatch(name, *match)
 
     @cached_property
-    def _templates(self) -> list[tuple[int, Template]]:
-        """The positions and names of the rules with placeholders."""
-        templates = []
+    def _index(self) -> _RuleIndex:
+        """The positions of the rules by name."""
+        index = _RuleIndex({}, [])
         for position, rule in enumerate(self.rules):
             template = parse_template(rule.name)
             if template.placeholders:
-                templates.append((position, template))
-        return templates
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        """The position of the first rule of each name without placeholders."""
-        positions: dict[str, int] = {}
-        for position, rule in enumerate(self.rules):
-            template = parse_template(rule.name)
-            if not template.placeholders:
-                positions.setdefault(template.literals[0], position)
-        return positions
+                index.templates.append((position, template))
+            else:
+                index.positions.setdefault(template.literals[0], position)
+        return index
 
     def select_rules(self, model: Mapping[str, Tensor]) -> NameMap:
         """Return the map with the rules that apply to a model."""
@@ -160,14 +170,13 @@ class NameMap:
             if any(template.match(name) is not None for name in model):
                 present.add(beside)
         rules = tuple(rule for rule in self.rules if rule.beside in present)
-        if len(rules) == len(self.rules):
-            return self
         return replace(self, rules=rules)
 
 
 def is_size(value: object, least: int = 1) -> bool:
     """Whether a value is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    # The type is compared, because booleans are integers for `isinstance`.
+    return type(value) is int and value >= least
 
 
 def split_tensor(
@@ -188,7 +197,13 @@ def split_tensor(
         return None
     if index_placeholder is None:
         return _split_one(rule, values, tensor, variables)
-    return _split_stack(rule, values, index_placeholder, tensor, variables)
+    return _split_stack(
+        rule,
+        values,
+        index_placeholder,
+        tensor,
+        variables,
+    )
 
 
 def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None:
@@ -203,7 +218,9 @@ def _split_stack(
     rule: Rule, values: Mapping[str, str], index_placeholder: str, tensor: Tensor, variables: Mapping[str, int]
 ) -> dict[str, Tensor] | None:
     """Return the parts at all indices of a stack by name; None if the rule does not fit all indices."""
-    if not tensor.shape or tensor.shape[0] > MOST_PARTS:
+    # A number without dimensions has no index.
+    length = sum(tensor.shape[:1])
+    if not 0 < length <= MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}
     for index, indexed_tensor in enumerate(views.unstack(tensor)):
@@ -212,32 +229,45 @@ def _split_stack(
         if indexed_parts is None:
             return None
         parts.update(indexed_parts)
-    return parts or None
+    return parts
 
 
 def _split_one(
     rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
 ) -> dict[str, Tensor] | None:
     """Return views of the parts of a tensor that is no stack, by name; None if the rule does not fit all of them."""
-    if rule.transpose:
-        if len(tensor.shape) < 2:
-            return None
-        *dims, rows, columns = range(len(tensor.shape))
-        tensor = views.permute(tensor, [*dims, columns, rows])
-    parts = [tensor]
+    # A vector has no orientation.
+    if rule.transpose and len(tensor.shape) < 2:
+        return None
+    turned = _exchange_last_dims(tensor) if rule.transpose else tensor
     # A tensor with one name may have any shape, even none.
-    if len(rule.parts) > 1 or rule.rotary:
-        parts = _split_groups(rule, tensor, variables)
+    is_undivided = len(rule.parts) == 1 and not rule.rotary
+    parts = [turned] if is_undivided else _split_groups(rule, turned, variables)
+    # Meta's code exchanges the rows within each part.
+    if rule.rotary:
+        parts = _separate_heads(parts, variables["head_dim"])
     if len(parts) != len(rule.parts):
         return None
-    if rule.rotary:
-        head_dim = variables["head_dim"]
-        # Rows of half a head would be compared with nothing.
-        if head_dim % 2 or any(part.shape[0] % head_dim for part in parts):
-            return None
-        parts = [_separate_halves(part, head_dim) for part in parts]
-    names = [parse_template(name).fill(values) for name in rule.parts]
+    names = [template.fill(values) for template in rule.part_templates]
     return dict(zip(names, parts, strict=True))
+
+
+def _exchange_last_dims(tensor: Tensor) -> Tensor:
+    """Return the view of a tensor with its last two dimensions exchanged."""
+    *dims, rows, columns = range(len(tensor.shape))
+    return views.permute(tensor, [*dims, columns, rows])
+
+
+def _separate_heads(parts: Sequence[Tensor], head_dim: int) -> list[Tensor]:
+    """Return parts with the two halves of each head in turn; none if a part has rows of half a head."""
+    separated = []
+    for part in parts:
+        # These rows would be compared with nothing.
+        if head_dim % 2 or part.shape[0] % head_dim:
+            return []
+        halves = _separate_halves(part, head_dim)
+        separated.append(halves)
+    return separated
 
 
 def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
@@ -245,23 +275,17 @@ def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> l
     if rule.dim >= len(tensor.shape):
         return []
     length = tensor.shape[rule.dim]
-    shares = [_get_number(size, variables) for size in rule.sizes]
-    if not shares:
-        shares = [1] * len(rule.parts)
+    shares = [_get_number(share, variables) for share in rule.shares]
     total = sum(shares)
-    # A group of single rows has one row for each share.
-    groups, most_groups = length // total, length
-    if rule.groups != "rows":
-        groups, most_groups = _get_number(rule.groups, variables), _MOST_GROUPS
-    if length == 0 or not 0 < groups <= most_groups:
+    groups = _count_groups(rule, length // total, variables)
+    # Nothing can be divided without rows, and no more groups than rows.
+    if not 0 < groups <= length:
         return []
-
-    sizes = []
-    for share in shares:
-        size, remainder = divmod(length * share, total * groups)
-        if remainder:
-            return []
-        sizes.append(size)
+    units, remainder = divmod(length, groups)
+    sizes = [units * share // total for share in shares]
+    # Without a remainder, the parts have all rows of a group.
+    if remainder or sum(sizes) != units:
+        return []
     if len(sizes) == 1:
         return [tensor]
 
@@ -275,11 +299,18 @@ def _split_groups(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> l
     return parts
 
 
+def _count_groups(rule: Rule, rows: int, variables: Mapping[str, int]) -> int:
+    """Return the number of groups in which the parts alternate; 0 for too many groups. rows: of one share."""
+    # A group of single rows has one row for each share.
+    if rule.groups == "rows":
+        return rows
+    groups = _get_number(rule.groups, variables)
+    return groups if groups <= _MOST_GROUPS else 0
+
+
 def _get_number(size: int | str, variables: Mapping[str, int]) -> int:
     """Return a number, or the value of a variable."""
-    if isinstance(size, str):
-        return variables[size]
-    return size
+    return variables[size] if isinstance(size, str) else size
 
 
 def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
@@ -300,12 +331,11 @@ def add_variables(names: NameMap, variables: Mapping[str, int], stated: Mapping[
     needed: set[str] = set()
     for rule in names.rules:
         needed |= rule.variables
-    numbers: list[tuple[str, int]] = []
-    for name in VARIABLES:
-        if name in needed and name in variables and name not in stated:
-            numbers.append((name, variables[name]))
-
-    return replace(names, variables=tuple(numbers))
+    missing = (needed & variables.keys()) - stated.keys()
+    # Files have one order of the variables.
+    ordered_names = sorted(missing, key=VARIABLES.index)
+    numbers = tuple((name, variables[name]) for name in ordered_names)
+    return replace(names, variables=numbers)
 
 
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
@@ -314,15 +344,13 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
     values: the Python values of the files by dotted name, like Megatron's saved arguments.
     """
     settings = _read_settings(paths, values)
-    variables: dict[str, int] = {}
-    for variable, names in _SETTINGS.items():
-        number = _find_number(settings, names)
-        if number:
-            variables[variable] = number
+    numbers = {variable: _find_number(settings, names) for variable, names in _SETTINGS.items()}
+    # A setting without a valid number is unknown.
+    variables = {variable: number for variable, number in numbers.items() if number}
     ranks = _find_number(settings, ("tensor_model_parallel_size",))
     # Each rank has a multiple.
-    if "vocabulary_multiple" in variables and ranks:
-        variables["vocabulary_multiple"] *= ranks
+    if "vocabulary_multiple" in variables:
+        variables["vocabulary_multiple"] *= max(1, ranks)
     if "heads" in variables:
         width = _find_number(settings, ("hidden_size", "n_embd"))
         head_dim, remainder = divmod(width, variables["heads"])
@@ -334,16 +362,10 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
 
 def _read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the configurations beside the files, and the last parts of the names of values."""
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        _, _, last = name.rpartition(".")
-        settings[last] = value
-    folders: dict[str, None] = {}
-    for path in paths:
-        # A path is a folder, or a file in a folder.
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        folders[folder] = None
-    for folder in folders:
+    settings = {name.rpartition(".")[2]: value for name, value in values.items()}
+    # A path is a folder, or a file in a folder.
+    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
+    for folder in dict.fromkeys(folders):
         config = read_json(os.path.join(folder, "config.json"))
         settings.update(config)
         # The settings of the language model in a model with several modalities.

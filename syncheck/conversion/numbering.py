@@ -48,14 +48,13 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
     parts: the numbers of all tensors of the other model with the name of the parts.
     """
     first_layer, first_part = pairs[0]
+    # Numbers that are the same in all layers show no layer.
     if len(first_layer) != len(first_part):
         return _find_without_constants(pairs, layers, parts)
 
-    numberings = []
-    for numbering in _list_permutations(layers):
-        # Layers and parts with other numbers follow another rule.
-        if set(numbering.values()) == set(parts):
-            numberings.append(numbering)
+    # Layers and parts with other numbers follow another rule.
+    numbers = set(parts)
+    numberings = [numbering for numbering in _list_permutations(layers) if set(numbering.values()) == numbers]
     if not numberings:
         return _number_in_order(pairs, layers, parts)
     # A tie goes to the first numbering, in which all numbers keep their places.
@@ -69,22 +68,16 @@ def _find_without_constants(
     paired_layers, paired_parts = zip(*pairs, strict=True)
     short_layers = _remove_constants(layers, _find_constants(paired_layers))
     short_parts = _remove_constants(parts, _find_constants(paired_parts))
-    short_pairs = []
-    for layer, part in pairs:
-        if layer in short_layers and part in short_parts:
-            short_pairs.append((short_layers[layer], short_parts[part]))
-
+    # A name without the constants is in no pair.
+    variable_pairs = [(layer, part) for layer, part in pairs if layer in short_layers and part in short_parts]
+    short_pairs = [(short_layers[layer], short_parts[part]) for layer, part in variable_pairs]
     # The names may have more variable numbers in one model, too.
     if not short_pairs or len(short_pairs[0][0]) != len(short_pairs[0][1]):
         return _number_in_order(pairs, layers, parts)
     numbering = find_numbering(short_pairs, short_layers.values(), short_parts.values())
     full_layers = dict(zip(short_layers.values(), short_layers.keys(), strict=True))
     full_parts = dict(zip(short_parts.values(), short_parts.keys(), strict=True))
-    full_numbering = {}
-    for short_layer, short_part in numbering.items():
-        layer = full_layers[short_layer]
-        full_numbering[layer] = full_parts[short_part]
-    return full_numbering
+    return {full_layers[layer]: full_parts[part] for layer, part in numbering.items()}
 
 
 def _find_constants(rows: Sequence[Numbers]) -> set[tuple[int, int]]:
@@ -112,10 +105,9 @@ def _remove_constants(rows: Collection[Numbers], constants: set[tuple[int, int]]
 def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
     """Yield the numberings with the numbers of each name in another order, like layer and expert."""
     columns = tuple(zip(*layers, strict=True))
-    orders: Iterable[tuple[Numbers, ...]] = itertools.permutations(columns)
     # The number of orders grows fast, and no library exchanges four numbers.
-    if len(columns) > _MOST_COLUMNS:
-        orders = [columns]
+    is_long = len(columns) > _MOST_COLUMNS
+    orders: Iterable[tuple[Numbers, ...]] = [columns] if is_long else itertools.permutations(columns)
     for order in orders:
         part_numbers = zip(*order, strict=True)
         # Names without numbers have no columns, so their numbering is empty.

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.conversion.adapted_tensors import Replaced, find_adapted, view_base
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import Replaced, find_adapted, view_base
+from syncheck.conversion.conditions import are_whole, have_floats, have_same_shape, meet
 from syncheck.conversion.model_pairs import find_different_dim
-from syncheck.conversion.recognition import HEAD_SIZES, are_readable
+from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
+    from syncheck.conversion.conditions import Condition
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Tensor
 
@@ -39,8 +42,9 @@ class Candidate(NamedTuple):
 
 def relate_operation(name: str, models: Models) -> dict[str, Relation]:
     """Compare B with single operations on the tensor of the same name."""
-    for list_candidates in _OPERATIONS:
-        for candidate in list_candidates(name, models):
+    operations = [operation for operation in _OPERATIONS if meet(operation.conditions, name, models)]
+    for operation in operations:
+        for candidate in operation.list_candidates(name, models):
             conversion = models.equals(candidate.view, candidate.target)
             if conversion is not None:
                 return {name: Relation(candidate.kind, {**conversion, **candidate.parameters})}
@@ -57,89 +61,140 @@ def _list_unmerged(name: str, models: Models) -> Iterator[Candidate]:
     if base is None:
         return
     parameters = {"pattern": "replaced"} if isinstance(adapted, Replaced) else {}
-    yield Candidate(RelationKind.ADAPTER, parameters, base, models.b[name])
+    yield Candidate(
+        RelationKind.ADAPTER,
+        parameters,
+        view=base,
+        target=models.b[name],
+    )
 
 
 def _list_earlier(name: str, models: Models) -> Iterator[Candidate]:
     """Yield the tensor of the model before the update."""
     if name in models.base:
-        yield Candidate(RelationKind.BASE, {}, models.base[name], models.b[name])
+        yield Candidate(
+            RelationKind.BASE,
+            parameters={},
+            view=models.base[name],
+            target=models.b[name],
+        )
 
 
 def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
     """Yield conversions of each model to another dtype: to the dtype of the other model, or to a dtype in between."""
     a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or not are_readable(a, b):
-        return
     for side, source, copy in (("B", a, b), ("A", b, a)):
         if source.dtype != copy.dtype:
-            yield Candidate(RelationKind.CAST, {"side": side}, source, copy)
-        for dtype in _CASTS:
-            # Only a smaller dtype loses digits.
-            if dtype == copy.dtype or DTYPES[dtype].size >= DTYPES[source.dtype].size:
-                continue
-            rounded = convert(source, (dtype, copy.dtype), models.files)
-            yield Candidate(RelationKind.CAST, {"side": side, "dtype": dtype}, rounded, copy)
+            yield Candidate(
+                RelationKind.CAST,
+                parameters={"side": side},
+                view=source,
+                target=copy,
+            )
+        for dtype in _list_narrower(source.dtype, copy.dtype):
+            yield Candidate(
+                RelationKind.CAST,
+                parameters={"side": side, "dtype": dtype},
+                view=convert(source, (dtype, copy.dtype), models.files),
+                target=copy,
+            )
+
+
+def _list_narrower(source: str, copy: str) -> list[str]:
+    """Return the possible dtypes between a tensor and its copy."""
+    # Only a smaller dtype loses digits.
+    size = DTYPES[source].size
+    return [dtype for dtype in _CASTS if dtype != copy and DTYPES[dtype].size < size]
 
 
 def _list_transpositions(name: str, models: Models) -> Iterator[Candidate]:
     """Yield the tensor of A with two dimensions exchanged, if the shapes agree then."""
     a, b = models.a[name], models.b[name]
-    for first, second in itertools.combinations(range(len(a.shape)), 2):
-        # The elements stay in order if one of the dimensions has a single index.
-        if min(a.shape[first], a.shape[second]) < 2:
-            continue
+    # The elements stay in order if one of the dimensions has a single index.
+    long_dims = [dim for dim, length in enumerate(a.shape) if length > 1]
+    for first, second in itertools.combinations(long_dims, 2):
         order = [*range(len(a.shape))]
         order[first], order[second] = second, first
-        if tuple(a.shape[dim] for dim in order) == b.shape:
-            yield Candidate(RelationKind.TRANSPOSED, {"dims": (first, second)}, views.permute(a, order), b)
+        view = views.permute(a, order)
+        if view.shape == b.shape:
+            yield Candidate(
+                RelationKind.TRANSPOSED,
+                parameters={"dims": (first, second)},
+                view=view,
+                target=b,
+            )
 
 
 def _list_rotary_orders(name: str, models: Models) -> Iterator[Candidate]:
     """Yield the tensor of A with the rows of each head in the other orders of rotary embeddings."""
     a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or len(a.shape) not in (1, 2):
-        return
-    for head_dim in dict.fromkeys([models.variables.get("head_dim", 0), *HEAD_SIZES]):
-        # The halves of a head of two rows are single rows, in either order.
-        if head_dim <= 2 or head_dim % 2 or a.shape[0] % head_dim:
-            continue
-        heads, half = a.shape[0] // head_dim, head_dim // 2
+    for head_dim in _list_head_sizes(a.shape, models):
+        half = head_dim // 2
         for order, sizes in (("interleaved", (2, half)), ("half", (half, 2))):
-            divided = views.unflatten(a, 0, (heads, *sizes))
-            further_dims = range(3, len(divided.shape))
-            exchanged = views.permute(divided, (0, 2, 1, *further_dims))
-            view = views.flatten(views.flatten(exchanged, 0), 0)
-            yield Candidate(RelationKind.ROTARY, {"head_dim": head_dim, "to": order}, view, b)
+            yield Candidate(
+                RelationKind.ROTARY,
+                parameters={"head_dim": head_dim, "to": order},
+                view=_exchange_rows(a, sizes),
+                target=b,
+            )
+
+
+def _list_head_sizes(shape: Sequence[int], models: Models) -> list[int]:
+    """Return the possible sizes of the heads of a weight or bias of attention."""
+    if len(shape) not in (1, 2):
+        return []
+    sizes = dict.fromkeys([models.variables.get("head_dim", 0), *HEAD_SIZES])
+    # The halves of a head of two rows are single rows, in either order.
+    even_sizes = [size for size in sizes if size > 2 and size % 2 == 0]
+    return [size for size in even_sizes if shape[0] % size == 0]
+
+
+def _exchange_rows(tensor: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Return the view with the rows of each head as the columns of a matrix of these sizes, one after another."""
+    heads = tensor.shape[0] // math.prod(sizes)
+    divided = views.unflatten(tensor, 0, (heads, *sizes))
+    further_dims = range(3, len(divided.shape))
+    exchanged = views.permute(divided, (0, 2, 1, *further_dims))
+    return views.flatten(views.flatten(exchanged, 0), 0)
 
 
 def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
     """Yield the common part of both tensors, if their shapes differ in one dimension."""
     a, b = models.a[name], models.b[name]
-    # The values of a sparse tensor have any length.
-    if models.is_part(name):
-        return
     dim = find_different_dim(a, b)
+    # Tensors without elements have no common part.
     if dim is None or 0 in (a.numel, b.numel):
         return
     length = min(a.shape[dim], b.shape[dim])
-    parameters = {"dim": dim, "added": b.shape[dim] - a.shape[dim]}
-    yield Candidate(RelationKind.PADDED, parameters, _cut(a, dim, length), _cut(b, dim, length))
+    yield Candidate(
+        RelationKind.PADDED,
+        parameters={"dim": dim, "added": b.shape[dim] - a.shape[dim]},
+        view=_cut(a, dim, length),
+        target=_cut(b, dim, length),
+    )
 
 
 def _cut(tensor: Tensor, dim: int, length: int) -> Tensor:
     """Return the first indices of a dimension; the whole tensor if the dimension has no further indices."""
-    if tensor.shape[dim] == length:
-        return tensor
-    return views.narrow(tensor, dim, 0, length)
+    return tensor if tensor.shape[dim] == length else views.narrow(tensor, dim, 0, length)
 
 
-# In the order of precedence. The model before the update explains less than the base model of an adapter.
-_OPERATIONS: tuple[Callable[[str, Models], Iterator[Candidate]], ...] = (
-    _list_unmerged,
-    _list_earlier,
-    _list_casts,
-    _list_transpositions,
-    _list_rotary_orders,
-    _list_paddings,
+class _Operation(NamedTuple):
+    """A step of a conversion."""
+
+    list_candidates: Callable[[str, Models], Iterator[Candidate]]
+    """Yields the relations that the step may leave."""
+    conditions: tuple[Condition, ...] = ()
+    """The step is not compared for tensors that do not meet all conditions."""
+
+
+# In the order of precedence. The model before the update explains less than the base model of an adapter. The values of
+# a sparse tensor have any length, so they are not padded.
+_OPERATIONS = (
+    _Operation(_list_unmerged),
+    _Operation(_list_earlier),
+    _Operation(_list_casts, (have_same_shape, have_floats)),
+    _Operation(_list_transpositions),
+    _Operation(_list_rotary_orders, (have_same_shape,)),
+    _Operation(_list_paddings, (are_whole,)),
 )

@@ -49,6 +49,7 @@ def _are_experts_of_one_layer(first: str, second: str) -> bool:
 def _relate_transposed_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     """Find the matrix of A that B holds transposed under another name."""
     shape = models.b[name].shape
+    # The elements of a single row are in order in the transposed matrix, too.
     if len(shape) != 2 or min(shape) < 2:
         return {}
     match = models.find_elsewhere(name, transposed=True)
@@ -76,11 +77,12 @@ def relate_shards(name: str, models: Models) -> dict[str, Relation]:
     for side, sharded, partner in (("B", model_b, model_a), ("A", model_a, model_b)):
         stored = models.stored["AB".index(side)]
         names = _list_parts_of_one(name, stored, sharded, partner)
-        shards = []
+        # Tensors of other shapes have other boxes.
+        if any(sharded[part_name].shape != partner[part_name].shape for part_name in names):
+            continue
+        shards: list[_NamedShard] = []
         for part_name in names:
             shards += [_NamedShard(part_name, shard) for shard in views.list_shards(sharded[part_name])]
-        if not _are_comparable(shards, names, sharded, partner):
-            continue
         wrong_shards = _find_wrong_shards(name, shards, partner, models.files)
         if wrong_shards:
             count = sum(named.name == name for named in shards)
@@ -96,28 +98,19 @@ def _list_parts_of_one(
     stored: the stored tensor of each name of the sharded model.
     """
     names = [name]
-    whole = stored.get(name)
-    if whole is None:
+    # Without a map, each tensor is stored as it is compared.
+    if name not in stored:
         return names
-    for part_name in sharded:
-        if part_name == name or part_name not in partner or stored.get(part_name) is not whole:
+    parts = [part_name for part_name in sharded if stored.get(part_name) is stored[name]]
+    parts.remove(name)
+    for part_name in parts:
+        # A part that the other model lacks is a finding of its own.
+        if part_name not in partner:
             continue
         # A tied weight is the same part under a second name.
         if not find_shared_tensors((sharded[name], sharded[part_name])):
             names.append(part_name)
     return names
-
-
-def _are_comparable(
-    shards: Sequence[_NamedShard], names: Sequence[str], sharded: Mapping[str, Tensor], partner: Mapping[str, Tensor]
-) -> bool:
-    """Whether there are several shards of equal dimensions, and the other model has tensors of the same shapes."""
-    if not 1 < len(shards) <= _MOST_SHARDS:
-        return False
-    if any(sharded[name].shape != partner[name].shape for name in names):
-        return False
-    dimensions = {len(named.shard.start) for named in shards}
-    return len(dimensions) == 1
 
 
 def _find_wrong_shards(
@@ -129,6 +122,10 @@ def _find_wrong_shards(
     partner: the whole tensors of the other model.
     """
     shapes = [named.shard.tensor.shape for named in shards]
+    dimensions = set(map(len, shapes))
+    # A single shard is the whole tensor, and boxes of other dimensions have no common part.
+    if not 1 < len(shards) <= _MOST_SHARDS or len(dimensions) > 1:
+        return []
     least = [min(sizes) for sizes in zip(*shapes, strict=True)]
     digests = [_digest_box(partner[named.name], named.shard.start, least, files) for named in shards]
     names_by_digest: dict[bytes, str] = {}
@@ -138,14 +135,14 @@ def _find_wrong_shards(
     zeros = (0,) * len(least)
     wrong_shards = []
     for named, expected in zip(shards, digests, strict=True):
+        # The shards of the other parts are compared with those of their own tensor.
         if named.name != name:
             continue
         digest = _digest_box(named.shard.tensor, zeros, least, files)
-        if digest == expected:
-            continue
         if digest not in names_by_digest:
             return []
-        wrong_shards.append((named, names_by_digest[digest]))
+        if digest != expected:
+            wrong_shards.append((named, names_by_digest[digest]))
     return wrong_shards
 
 
@@ -154,12 +151,17 @@ def _describe_wrong_shards(
 ) -> Relation:
     """Return the relation of a tensor with wrong shards. count: the number of its shards."""
     paths = {named.shard.tensor.path for named, _ in wrong_shards}
+    sources = {source for _, source in wrong_shards}
     # Rows of another part are an error of the order of parts, all others of the order of ranks.
-    kind = RelationKind.SHARD
-    if any(source != name for _, source in wrong_shards):
-        kind = RelationKind.FUSED_ORDER
-    parameters: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong_shards), "of": count}
-    return Relation(kind, {**parameters, "files": ", ".join(sorted(paths)), "side": side})
+    kind = RelationKind.SHARD if sources == {name} else RelationKind.FUSED_ORDER
+    parameters: dict[str, Any] = {
+        "pattern": "boxes",
+        "boxes": len(wrong_shards),
+        "of": count,
+        "files": ", ".join(sorted(paths)),
+        "side": side,
+    }
+    return Relation(kind, parameters)
 
 
 def _digest_box(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:

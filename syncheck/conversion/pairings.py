@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.numbering import split_numbers
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.conversion.rows import MOST_ROWS, digest_rows
 from syncheck.layout import views
@@ -64,6 +65,11 @@ class Pairing:
         """All tensors of the pairing by side and name, the stored one first."""
         parts = [(1 - self.side, part) for part in self.parts]
         return [(self.side, self.stored), *parts]
+
+    @property
+    def part_patterns(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parts without their numbers."""
+        return tuple(split_numbers(part)[0] for part in self.parts)
 
 
 @dataclass(slots=True)
@@ -162,7 +168,12 @@ def _group_by_content(candidates: Candidates, side: int) -> dict[object, list[st
 
 def _join_rows(candidates: Candidates, side: int) -> None:
     """Pair each tensor of a side with tensors of the other side whose rows it consists of."""
-    _join_parts(candidates, side, candidates.unused_rows(side), transpose=False)
+    _join_parts(
+        candidates,
+        side,
+        joined=candidates.unused_rows(side),
+        transpose=False,
+    )
 
 
 def _join_columns(candidates: Candidates, side: int) -> None:
@@ -177,7 +188,12 @@ def _join_columns(candidates: Candidates, side: int) -> None:
         if is_matrix and tensor.shape[:1] in row_shapes:
             transposed = views.permute(tensor, (1, 0))
             columns[name] = digest_rows(transposed, candidates.files, tensor.shape[1])
-    _join_parts(candidates, side, columns, transpose=True)
+    _join_parts(
+        candidates,
+        side,
+        joined=columns,
+        transpose=True,
+    )
 
 
 class _RowIndex:
@@ -230,16 +246,21 @@ def _join_parts(candidates: Candidates, side: int, joined: Mapping[str, Sequence
         layout = _find_layout(list(parts.values()), len(digests))
         if layout is None:
             continue
-        pairing = Pairing(side, name, tuple(parts), replace(layout, transpose=transpose))
+        pairing = Pairing(
+            side,
+            stored=name,
+            parts=tuple(parts),
+            layout=replace(layout, transpose=transpose),
+        )
         if _has_fitting_shapes(pairing, candidates):
             candidates.add(pairing)
 
 
 def _has_fitting_shapes(pairing: Pairing, candidates: Candidates) -> bool:
     """Whether a tensor and its parts have rows of one shape, and enough of them."""
-    row_shape = candidates.tensors[pairing.side][pairing.stored].shape[1:]
-    if pairing.layout.transpose:
-        row_shape = candidates.tensors[pairing.side][pairing.stored].shape[:1]
+    shape = candidates.tensors[pairing.side][pairing.stored].shape
+    # The rows of the parts are the columns of a transposed matrix.
+    row_shape = shape[:1] if pairing.layout.transpose else shape[1:]
     part_row_shapes = set()
     elements = 0
     for part in pairing.parts:
@@ -296,13 +317,13 @@ def _find_groups(parts: Sequence[list[int]], length: int) -> Layout | None:
 
     unit = math.gcd(*sizes)
     shares = tuple(size // unit for size in sizes)
-    layout = Layout(shares, groups)
-    if len(set(shares)) == 1:
-        layout = replace(layout, sizes=())
+    has_equal_shares = len(set(shares)) == 1
     # The smallest groups have one unit of rows; their number depends on the length, but the rule does not.
-    if groups > 1 and groups == unit:
-        layout = replace(layout, groups="rows")
-    return layout
+    has_smallest_groups = groups > 1 and groups == unit
+    return Layout(
+        sizes=() if has_equal_shares else shares,
+        groups="rows" if has_smallest_groups else groups,
+    )
 
 
 def _alternate_parts(sizes: Sequence[int], groups: int) -> list[list[int]]:
@@ -335,7 +356,14 @@ def _join_stacks(candidates: Candidates, side: int) -> None:
 
     for name in stacks:
         digests = candidates.rows[side][name]
-        parts = tuple(names_by_digest[digest] for digest in digests if digest in names_by_digest)
-        # Each index is another part.
-        if len(parts) == len(set(parts)) == len(digests):
-            candidates.add(Pairing(side, name, parts, Layout(stacked=True)))
+        parts = tuple(names_by_digest.get(digest, "") for digest in digests)
+        # Each index is another part, and all of them exist.
+        if len(set(parts) - {""}) == len(digests):
+            candidates.add(
+                Pairing(
+                    side,
+                    stored=name,
+                    parts=parts,
+                    layout=Layout(stacked=True),
+                )
+            )

@@ -296,9 +296,7 @@ class _Parser:
         first, comma, last = braces.groups()
         # Without the first number, the part may be absent.
         least = int(f"0{first}")
-        most = least
-        if comma:
-            most = int(last or _MOST_COUNT)
+        most = int(last or _MOST_COUNT) if comma else least
         _require(least <= most <= _MOST_COUNT, "counts")
         # A comma without a number after it: any number of times.
         if braces[0].endswith(",}"):
@@ -336,9 +334,7 @@ class _Parser:
 
     def _read_class(self) -> _Chars:
         """Read a class and its closing bracket."""
-        expression = "["
-        if self._skip("^"):
-            expression = "[^"
+        expression = "[^" if self._skip("^") else "["
         # The first character is a member even if it is a bracket.
         expression += self._read_range()
         while not self._skip("]"):

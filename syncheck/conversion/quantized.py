@@ -22,7 +22,7 @@ from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.conversion.model_pairs import Models
     from syncheck.tensors.blocks import Files
@@ -31,6 +31,7 @@ _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _ROWS = 1 << 18  # elements of the rows that are read at once
 _INTEGERS = ("int8", "uint8", "int32")
+_PACKED_DTYPES = ("int32",)
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _MOST_ROUNDING = 1.001
 # Largest number of scales of a weight.
@@ -41,6 +42,8 @@ _SHAPE_DTYPES = {"int64": "=2q", "int32": "=2i"}
 _UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SINGLE = 2.0**-24
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
+# The dtypes of one number for each element of a weight.
+_PLAIN_DTYPES = ("int8", "uint8", *_FLOATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +127,68 @@ def dequantize(tensors: Mapping[str, Tensor], partner: Mapping[str, Tensor], fil
     """
     weights: dict[str, Tensor] = {}
     replaced_names: set[str] = set()
-    for name, tensor in tensors.items():
-        match = _STORED.fullmatch(name)
-        if match is None:
+    for name in tensors:
+        source = _find_source(name, tensors, partner)
+        if source is None:
             continue
-        prefix, is_packed = match[1], bool(match[2])
-        scale_name = _find_scale(prefix, tensors)
-        # Zero points shift the numbers, which no format here does.
-        if scale_name is None or scale_name in partner or f"{prefix}weight_zero_point" in tensors:
-            continue
-        scales = tensors[scale_name]
-        shape_name = f"{prefix}weight_shape"
-        if is_packed:
-            quantized = _open_packed(tensor, scales, tensors.get(shape_name), files)
-        else:
-            quantized = _open_plain(tensor, scales, files)
-        if quantized is None:
-            continue
-        replaced_names |= {name, scale_name}
-        if is_packed:
-            replaced_names.add(shape_name)
-        weights[f"{prefix}weight"] = _make_weight(f"{prefix}weight", quantized, tensor.path)
+        quantized = source.open(files)
+        if quantized is not None:
+            weights[source.name] = _make_weight(source.name, quantized, source.numbers.path)
+            replaced_names |= source.stored_names
     if not weights:
         return tensors
     remaining = {name: tensor for name, tensor in tensors.items() if name not in replaced_names}
     return remaining | weights
+
+
+class _Source(NamedTuple):
+    """The tensors of a file that may be a quantized weight."""
+
+    name: str
+    """The name of the weight."""
+    numbers: Tensor
+    """The stored numbers."""
+    scales: Tensor
+    """The stored scales."""
+    shape: Tensor | None
+    """The shape of a weight of packed numbers; None for other weights, and if the file lacks it."""
+    stored_names: set[str]
+    """The names of these tensors in the file."""
+    is_packed: bool
+    """Whether each stored number has several numbers of the weight."""
+
+    def open(self, files: Files) -> Quantized | None:
+        """Return the values of the weight; None for an unknown format."""
+        if self.is_packed:
+            return _open_packed(self.numbers, self.scales, self.shape, files)
+        return _open_plain(self.numbers, self.scales, files)
+
+
+def _find_source(name: str, tensors: Mapping[str, Tensor], partner: Mapping[str, Tensor]) -> _Source | None:
+    """Return the tensors of a weight whose numbers have this name; None for a name of other tensors.
+
+    partner: the other model, which has no scales of this name.
+    """
+    match = _STORED.fullmatch(name)
+    if match is None:
+        return None
+    prefix, packed = match.groups(default="")
+    scale_name = _find_scale(prefix, tensors)
+    if scale_name is None or scale_name in partner:
+        return None
+    # Zero points shift the numbers, which no format here does.
+    if f"{prefix}weight_zero_point" in tensors:
+        return None
+    # Only packed numbers need a shape.
+    shape_names = {f"{prefix}weight_shape"} if packed else set()
+    return _Source(
+        f"{prefix}weight",
+        numbers=tensors[name],
+        scales=tensors[scale_name],
+        shape=tensors.get(f"{prefix}weight_shape"),
+        stored_names={name, scale_name, *shape_names},
+        is_packed=packed != "",
+    )
 
 
 def _find_scale(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
@@ -162,14 +202,29 @@ def _find_scale(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
 def _make_weight(name: str, quantized: Quantized, path: str) -> Tensor:
     """Return a tensor of the values of a quantized weight."""
     shape = quantized.shape
-    return Tensor(name, "float32", shape, contiguous_strides(shape), path, 0, data=quantized)
+    return Tensor(
+        name,
+        dtype="float32",
+        shape=shape,
+        strides=contiguous_strides(shape),
+        path=path,
+        offset=0,
+        data=quantized,
+    )
 
 
 def _open_plain(tensor: Tensor, scale: Tensor, files: Files) -> Quantized | None:
     """Return the values of a weight of one number for each element; None for an unknown format."""
-    if tensor.dtype == "int32" or not _may_be_quantized(tensor):
+    if not _is_matrix(tensor, _PLAIN_DTYPES):
         return None
-    return _add_scales(tensor, (tensor.shape[0], tensor.shape[1]), 8, scale, files)
+    rows, columns = tensor.shape
+    return _add_scales(
+        tensor,
+        shape=(rows, columns),
+        bits=8,
+        scale=scale,
+        files=files,
+    )
 
 
 def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Files) -> Quantized | None:
@@ -177,7 +232,7 @@ def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Fil
 
     shape: the stored shape of the weight.
     """
-    if tensor.dtype != "int32" or not _may_be_quantized(tensor):
+    if not _is_matrix(tensor, _PACKED_DTYPES):
         return None
     stored_shape = _read_shape(shape, files)
     if stored_shape is None:
@@ -186,7 +241,13 @@ def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Fil
     for bits in (2, 4):
         packed_columns = -(-columns * bits // 32)
         if tensor.shape == (rows, packed_columns):
-            return _add_scales(tensor, (rows, columns), bits, scale, files)
+            return _add_scales(
+                tensor,
+                shape=stored_shape,
+                bits=bits,
+                scale=scale,
+                files=files,
+            )
     return None
 
 
@@ -196,14 +257,18 @@ def _read_shape(shape: Tensor | None, files: Files) -> tuple[int, int] | None:
         return None
     if shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
         return None
-    rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], bytes(files.read(shape, 0, 2, 0)))
+    data = bytes(files.read(shape, 0, 2, 0))
+    # A matrix has two dimensions.
+    rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], data)
     return rows, columns
 
 
-def _may_be_quantized(tensor: Tensor) -> bool:
-    """Whether a tensor is a matrix of a dtype of quantized weights."""
-    is_matrix = len(tensor.shape) == 2 and tensor.numel > 0
-    return is_matrix and tensor.dtype in (*_INTEGERS, *_FLOATS) and has_elements(tensor)
+def _is_matrix(tensor: Tensor, dtypes: Collection[str]) -> bool:
+    """Whether a tensor is a matrix of one of these dtypes."""
+    if tensor.dtype not in dtypes or not has_elements(tensor):
+        return False
+    # A matrix without rows has no values that a scale could fit.
+    return len(tensor.shape) == 2 and tensor.numel > 0
 
 
 def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor, files: Files) -> Quantized | None:
@@ -212,16 +277,24 @@ def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor
 
     from syncheck.tensors.differences import read_float64
 
+    # The scales are read as a whole.
     if not is_readable(scale) or not 0 < scale.numel <= _MOST_SCALES:
         return None
     scales = read_float64(scale, files, 0, scale.numel, 0)
     grid = _find_grid(shape, scale.shape)
+    # With infinite scales, every value is within half a step.
     if grid is None or not np.isfinite(scales).all():
         return None
     number = f"int{bits}" if tensor.dtype in _INTEGERS else tensor.dtype
-    scheme = f"{number} with a scale for each {_name_block(shape, grid)}"
-    unit = _UNITS.get(scale.dtype, _SINGLE)
-    return Quantized(tensor, shape, bits, scales.reshape(grid), unit, files, scheme)
+    return Quantized(
+        tensor,
+        shape,
+        bits,
+        scales=scales.reshape(grid),
+        unit=_UNITS.get(scale.dtype, _SINGLE),
+        files=files,
+        scheme=f"{number} with a scale for each {_name_block(shape, grid)}",
+    )
 
 
 def _name_block(shape: tuple[int, int], grid: tuple[int, int]) -> str:
@@ -249,9 +322,7 @@ def _find_grid(shape: tuple[int, int], scales: Sequence[int]) -> tuple[int, int]
 
 def _find_block(size: int, count: int) -> int:
     """Return the length of so many blocks of a dimension; the last block may be shorter if the length is 128."""
-    if -(-size // 128) == count:
-        return 128
-    return -(-size // count)
+    return 128 if -(-size // 128) == count else -(-size // count)
 
 
 def has_scales(name: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -266,10 +337,18 @@ def fit_scales(tensor: Tensor, original: Tensor, files: Files) -> Quantized | No
 
     from syncheck.tensors.differences import read_float64
 
-    if tensor.dtype not in (*_INTEGERS[:2], *_FLOATS) or len(tensor.shape) != 2 or tensor.shape != original.shape:
+    if tensor.shape != original.shape or not _is_matrix(tensor, _PLAIN_DTYPES):
         return None
     rows, columns = tensor.shape
-    plain = Quantized(tensor, (rows, columns), 8, np.ones((1, 1)), 0.0, files, "")
+    plain = Quantized(
+        tensor,
+        shape=(rows, columns),
+        bits=8,
+        scales=np.ones((1, 1)),
+        unit=0.0,
+        files=files,
+        scheme="",
+    )
     scales = np.ones((rows, 1))
     step = max(1, _ROWS // columns)
     for first in range(0, rows, step):
@@ -284,7 +363,13 @@ def fit_scales(tensor: Tensor, original: Tensor, files: Files) -> Quantized | No
     if tensor.dtype in _INTEGERS:
         number, unit = f"int{DTYPES[tensor.dtype].size * 8}", 2.0**-9
     scheme = f"{number}, with scales fitted to A by row, because the file has no scales"
-    return replace(plain, scales=scales, unit=unit, scheme=scheme, fitted=True)
+    return replace(
+        plain,
+        scales=scales,
+        unit=unit,
+        scheme=scheme,
+        fitted=True,
+    )
 
 
 class Rounding(NamedTuple):
@@ -294,6 +379,11 @@ class Rounding(NamedTuple):
     """The largest difference in units of the bound of rounding, which is half a step."""
     plausible: bool
     """Whether the scales are plausible."""
+
+    @property
+    def is_by_scales(self) -> bool:
+        """Whether the matrix is the original after a rounding to multiples of plausible scales."""
+        return self.plausible and self.largest <= _MOST_ROUNDING
 
 
 def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
@@ -307,9 +397,12 @@ def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
         if quantized is None:
             continue
         rounding = measure_rounding(quantized, original, models.files)
-        if rounding.plausible and rounding.largest <= _MOST_ROUNDING:
-            steps = rounding.largest / 2
-            return {name: Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": steps})}
+        if rounding.is_by_scales:
+            parameters: dict[str, Any] = {
+                "scheme": quantized.scheme,
+                "steps": rounding.largest / 2,
+            }
+            return {name: Relation(RelationKind.QUANTIZED, parameters)}
     return {}
 
 
@@ -344,4 +437,12 @@ def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Ro
         # A NaN or an infinity is not within half a step of anything.
         largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
         np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))
-    return Rounding(largest, are_plausible(peaks, quantized.scales, quantized.least_peak, fitted=quantized.fitted))
+    return Rounding(
+        largest,
+        are_plausible(
+            peaks,
+            scales=quantized.scales,
+            least_peak=quantized.least_peak,
+            fitted=quantized.fitted,
+        ),
+    )

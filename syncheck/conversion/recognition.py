@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
-from syncheck.conversion.templates import parse_template
 from syncheck.errors import UsageError
 from syncheck.tensors.blocks import Files, has_elements, is_contiguous, ranges
 from syncheck.tensors.dtypes import DTYPES
@@ -46,6 +45,17 @@ class _Joined(NamedTuple):
     partner: Mapping[str, Tensor]
     """The tensors of the other model."""
 
+    def list_rows(self) -> Iterator[tuple[str, int]]:
+        """Yield each variable of the sizes, and the number of rows of its part in the other model."""
+        for template, share in zip(self.rule.part_templates, self.rule.shares, strict=True):
+            # A share that is a number shows no variable.
+            if not isinstance(share, str):
+                continue
+            name = template.fill(self.values)
+            part = self.partner.get(name)
+            if part is not None and part.shape:
+                yield share, part.shape[0]
+
 
 def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]) -> NameMap | None:
     """Return the built-in map with the most matching names of two models, None if no map helps.
@@ -54,6 +64,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     """
     matches_without_map = _count_matches(models)
     sizes = [len(model) for model in models]
+    # With equal names, no map is needed.
     if matches_without_map == max(sizes):
         return None
     best: NameMap | None = None
@@ -90,6 +101,7 @@ def complete_variables(
         needed |= joined.rule.variables
     if needed <= variables.keys():
         return dict(variables)
+    # With the size of a head, the shapes show the numbers of heads.
     if "head_dim" in variables:
         return {**variables, **_count_heads(joined_tensors, variables["head_dim"])}
     best, highest = dict(variables), _LEAST
@@ -107,28 +119,48 @@ def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list
     joined_tensors = []
     for model, partner in (models, models[::-1]):
         stored_names = [name for name in model if name not in partner]
-        for name, rule, values in names.match_names(stored_names):
-            if rule.variables:
-                joined_tensors.append(_Joined(rule, values, model[name], partner))
+        for match in names.match_names(stored_names):
+            # The parts of other rules do not depend on variables.
+            if not match.rule.variables:
+                continue
+            joined = _Joined(
+                match.rule,
+                values=match.values,
+                tensor=model[match.name],
+                partner=partner,
+            )
+            joined_tensors.append(joined)
     return joined_tensors
 
 
 def _measure_similarity(joined_tensors: Sequence[_Joined], variables: Mapping[str, int], files: Files) -> float | None:
     """Return the mean cosine between the parts of some tensors and the other model; None without a comparable part."""
     usable_tensors = [joined for joined in joined_tensors if joined.rule.variables <= variables.keys()]
-    cosines = []
+    cosines: list[float] = []
+    # A layer has up to four joined tensors.
     for joined in usable_tensors[: _LAYERS * 4]:
-        parts = split_tensor(joined.rule, joined.values, joined.tensor, variables) or {}
-        for name, part in parts.items():
-            partner = joined.partner.get(name)
-            if partner is None or partner.shape != part.shape:
-                continue
-            cosine = _cosine(part, partner, files)
-            if cosine is not None:
-                cosines.append(cosine)
+        cosines += _list_cosines(joined, variables, files)
     if not cosines:
         return None
     return math.fsum(cosines) / len(cosines)
+
+
+def _list_cosines(joined: _Joined, variables: Mapping[str, int], files: Files) -> list[float]:
+    """Return the cosine between each comparable part of a tensor and the other model."""
+    parts = split_tensor(
+        joined.rule,
+        values=joined.values,
+        tensor=joined.tensor,
+        variables=variables,
+    )
+    cosines = []
+    for name, part in (parts or {}).items():
+        # A part that the other model lacks is like a part of another shape.
+        partner = joined.partner.get(name)
+        cosine = None if partner is None else _cosine(part, partner, files)
+        if cosine is not None:
+            cosines.append(cosine)
+    return cosines
 
 
 def find_guessed(
@@ -153,8 +185,9 @@ def require_equal_heads(variables: Sequence[Mapping[str, int]]) -> None:
 
     variables: those that the configuration of each model states.
     """
-    counts = [stated.get("heads") for stated in variables]
-    if None not in counts and len(set(counts)) > 1:
+    counts = [stated["heads"] for stated in variables if "heads" in stated]
+    # One number is the number of both models.
+    if len(set(counts)) > 1:
         raise UsageError(
             f"A has {counts[0]} attention heads and B has {counts[1]}, as their configurations state; "
             "two models with one map need equal numbers. Correct config.json or the saved arguments"
@@ -163,27 +196,25 @@ def require_equal_heads(variables: Sequence[Mapping[str, int]]) -> None:
 
 def _count_heads(joined_tensors: Sequence[_Joined], size: int) -> dict[str, int]:
     """Return the numbers of heads of this size, from the other model's tensors for the parts of a rule."""
-    counts = {}
+    counts: dict[str, int] = {}
     for joined in joined_tensors:
-        # Parts beyond the sizes, and sizes beyond the parts, do not occur in valid rules.
-        for template, share in zip(joined.rule.parts, joined.rule.sizes, strict=False):
-            part = joined.partner.get(parse_template(template).fill(joined.values))
-            if part is None or not part.shape or not isinstance(share, str):
-                continue
-            heads, remainder = divmod(part.shape[0], size)
+        for variable, rows in joined.list_rows():
+            heads, remainder = divmod(rows, size)
+            # Rows of half a head belong to a head of another size.
             if not remainder:
-                counts[share] = heads
+                counts[variable] = heads
     return counts
 
 
 def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
-    """Return the cosine between two tensors of equal shape.
+    """Return the cosine between two tensors.
 
-    None for unreadable data, for zeros, and if an element is not finite.
+    None for different shapes, for unreadable data, for zeros, and if an element is not finite.
     """
     import numpy as np
 
-    if not are_readable(a, b):
+    # Parts of another shape have other rows.
+    if a.shape != b.shape or not are_readable(a, b):
         return None
     products = np.zeros(3)
     with np.errstate(all="ignore"):
@@ -209,10 +240,11 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     data = tensor.data
     if not isinstance(data, kind) or not has_elements(tensor):
         return None
-    is_complete = not tensor.offset and tensor.shape == data.shape
-    if is_complete and is_contiguous(tensor.shape, tensor.strides):
-        return data
-    return None
+    # A view of all elements in another order is not the data either.
+    is_complete = (tensor.offset, tensor.shape) == (0, data.shape)
+    if not is_complete or not is_contiguous(tensor.shape, tensor.strides):
+        return None
+    return data
 
 
 def are_finite(x: Any, y: Any) -> bool:

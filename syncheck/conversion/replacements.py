@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.adapted_tensors import Replaced, make_adapted
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import Replaced, make_adapted
 from syncheck.conversion.recognition import are_readable
 from syncheck.layout import views
 from syncheck.messages import AdapterProblem
@@ -34,7 +34,12 @@ def replace_tensor(name: str, base: Tensor, new: Tensor, partner: Tensor | None,
     keeps_dtype = partner is not None and partner.dtype == new.dtype
     if not keeps_dtype:
         new = _load_as(base, new, files)
-    data = Replaced(base, new, files, whole_name=name)
+    data = Replaced(
+        base,
+        new,
+        files,
+        whole_name=name,
+    )
     return make_adapted(name, data)
 
 
@@ -53,7 +58,15 @@ def replace_rows(base: Tensor, new: Tensor, rows: Sequence[int] | None, files: F
     new = _load_as(base, new, files)
     shards = _list_shards(base, new, rows)
     strides = contiguous_strides(base.shape)
-    joined = Tensor(base.name, base.dtype, base.shape, strides, base.path, 0, shards=tuple(shards))
+    joined = Tensor(
+        base.name,
+        dtype=base.dtype,
+        shape=base.shape,
+        strides=strides,
+        path=base.path,
+        offset=0,
+        shards=tuple(shards),
+    )
     data = Replaced(base, joined, files)
     return make_adapted(base.name, data)
 
@@ -71,9 +84,7 @@ def _fits_rows(base: Tensor, new: Tensor, rows: Sequence[int]) -> bool:
 
 def _load_as(base: Tensor, new: Tensor, files: Files) -> Tensor:
     """Return a tensor of the adapter in the dtype of the base model."""
-    if new.dtype == base.dtype:
-        return new
-    return convert(new, (base.dtype,), files)
+    return new if new.dtype == base.dtype else convert(new, (base.dtype,), files)
 
 
 def _list_shards(base: Tensor, new: Tensor, rows: Sequence[int]) -> list[Shard]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.casts import unit_roundoff
 from syncheck.conversion.quantized import Quantized
 from syncheck.conversion.recognition import are_finite, get_computed
 from syncheck.findings import Relation, RelationKind
@@ -48,33 +48,34 @@ _HALF = 0.51
 
 def relate_grid(name: str, models: Models) -> dict[str, Relation]:
     """Find the steps of one model, if the other model has the values before they were rounded."""
-    for side, tensors, others in (("B", models.b, models.a), ("A", models.a, models.b)):
-        rounded, original = tensors[name], others[name]
-        # Quantized weights have scales of their own, which may be wrong.
-        if any(get_computed(tensor, Quantized) is not None for tensor in (rounded, original)):
-            continue
+    a, b = models.a[name], models.b[name]
+    # Quantized weights have scales of their own, which may be wrong.
+    if any(get_computed(tensor, Quantized) is not None for tensor in (a, b)):
+        return {}
+    for side, rounded, original in (("B", b, a), ("A", a, b)):
         for length, unit in _list_lengths(rounded):
             grid = _Grid(unit_roundoff(rounded.dtype))
-            if all(grid.add(values, before) for values, before in _read(rounded, original, length, models)):
-                bits = grid.find_bits()
-                if bits:
-                    scheme = f"int{bits} with a scale for each {unit}, stored as {rounded.dtype} in {side}"
-                    return {name: Relation(RelationKind.QUANTIZED, {"scheme": scheme, "steps": grid.largest})}
+            blocks = _read(rounded, original, length, models)
+            fits = all(grid.add(values, before) for values, before in blocks)
+            bits = grid.find_bits() if fits else 0
+            if bits:
+                scheme = f"int{bits} with a scale for each {unit}, stored as {rounded.dtype} in {side}"
+                return {name: Relation(RelationKind.QUANTIZED, {"scheme": scheme, "steps": grid.largest})}
     return {}
 
 
-def _list_lengths(tensor: Tensor) -> Iterator[tuple[int, str]]:
-    """Yield possible numbers of values with one step, and the name of this unit."""
+def _list_lengths(tensor: Tensor) -> list[tuple[int, str]]:
+    """Return possible numbers of values with one step, and the name of this unit."""
+    lengths = []
     if _LEAST <= tensor.numel <= _MOST:
-        yield tensor.numel, "tensor"
+        lengths.append((tensor.numel, "tensor"))
+    # A vector has no rows: each of its elements would be one.
     columns = math.prod(tensor.shape[1:])
-    if len(tensor.shape) < 2:
-        return
     if _LEAST <= columns <= _SAMPLE:
-        yield columns, "row"
-    for length in _LENGTHS:
-        if columns > length and columns % length == 0:
-            yield length, f"block of {length}"
+        lengths.append((columns, "row"))
+    block_lengths = [length for length in _LENGTHS if columns > length and columns % length == 0]
+    lengths += [(length, f"block of {length}") for length in block_lengths]
+    return lengths
 
 
 def _read(rounded: Tensor, original: Tensor, length: int, models: Models) -> Iterator[tuple[Any, Any]]:
@@ -131,7 +132,12 @@ class _Grid:
             return False
         distances = np.abs(values - before)
         ranges = ordered[usable, -1:] - ordered[usable, :1]
-        self._count(np.round(ranges / steps), steps, noise, values.shape[1])
+        self._count(
+            np.round(ranges / steps),
+            steps,
+            noise,
+            values.shape[1],
+        )
         self.largest = max(self.largest, float((distances / steps).max()))
         return bool((distances <= _HALF * steps + noise).all())
 

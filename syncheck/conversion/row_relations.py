@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.casts import convert
 from syncheck.conversion.fused_parts import has_rotary_rows
 from syncheck.conversion.model_pairs import FEW, find_different_dim
-from syncheck.conversion.recognition import are_readable
 from syncheck.conversion.rows import (
     MOST_ROWS,
     describe_copies,
     describe_heads,
     describe_order,
+    describe_regular_copies,
     digest_rows,
     find_order,
     may_have_rows,
@@ -23,7 +25,7 @@ from syncheck.layout import views
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Tensor
@@ -46,90 +48,175 @@ class _Digests(NamedTuple):
         return 2 * len(set(self.a)) > len(self.a)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The tensors of one name with their rows."""
+
+    name: str
+    a: Tensor
+    """The tensor of A, in the dtype of B."""
+    b: Tensor
+    """The tensor of B."""
+    digests: _Digests
+    """The digests of the rows."""
+    models: Models
+
+    @property
+    def are_comparable(self) -> bool:
+        """Whether equal rows of the tensors, which have one shape then, are no coincidence."""
+        return self.a.shape == self.b.shape and self.digests.are_distinct
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The row of A for each row of B; empty for other rows, and if equal rows may be a coincidence."""
+        if self.a.numel < FEW or not self.are_comparable:
+            return []
+        return find_order(self.digests.a, self.digests.b) or []
+
+
 def relate_copies(name: str, models: Models) -> dict[str, Relation]:
     """Find a part of one model that the other model holds several times, so that one dimension is longer."""
     a, b = models.a[name], models.b[name]
     dim = find_different_dim(a, b)
     if dim is None:
         return {}
-    side, longer, shorter = "A", a, b
-    if b.shape[dim] > a.shape[dim]:
-        side, longer, shorter = "B", b, a
+    side = "B" if b.shape[dim] > a.shape[dim] else "A"
+    shorter, longer = sorted((a, b), key=attrgetter("numel"))
+    # A part that is copied several times has a divisor of the length, and a constant has copies by chance.
     if longer.shape[dim] % shorter.shape[dim] or models.is_constant(shorter):
         return {}
-    digests = _digest_distinct_rows(_move_first(shorter, dim), _move_first(longer, dim), models)
+    digests = _digest_distinct_rows(
+        _move_first(shorter, dim),
+        _move_first(longer, dim),
+        models,
+    )
     if digests is None:
         return {}
-    copies = describe_copies(digests.a, digests.b)
-    if copies is None or copies["pattern"] == "other":
+    copies = describe_regular_copies(digests.a, digests.b)
+    if copies is None:
         return {}
     return {name: Relation(RelationKind.REPEATED, {**copies, "dim": dim, "side": side})}
 
 
 def _move_first(tensor: Tensor, dim: int) -> Tensor:
     """Return the view with a dimension before all others."""
-    further_dims = [further for further in range(len(tensor.shape)) if further != dim]
-    return views.permute(tensor, [dim, *further_dims])
+    dims = [*range(len(tensor.shape))]
+    dims.remove(dim)
+    return views.permute(tensor, [dim, *dims])
 
 
 def relate_rows(name: str, models: Models) -> dict[str, Relation]:
     """Find a permutation of experts or rows, and rows that B holds several times."""
-    pair = _convert_rows(models.a[name], models.b[name], models)
-    if pair is None:
+    b = models.b[name]
+    a = models.convert(models.a[name], b)
+    # Integers and floats have no rows in common.
+    if a is None:
         return {}
-    a, b = pair
-    # The number of leading dimensions whose elements are rows.
-    levels = [1]
-    if a.shape == b.shape and len(a.shape) > 2:
-        levels += [2, len(a.shape) - 1]
-    for level in dict.fromkeys(levels):
+    for level in _list_levels(a, b):
         digests = _digest_rows(a, b, models, level)
         if digests is None:
             continue
-        relation = _compare_rows(name, (a, b), digests, level)
-        if relation is None and level == 1:
-            relation = _find_copies(name, models, digests)
-        if relation is not None:
-            return {name: relation}
+        rows = _Rows(
+            name,
+            a,
+            b,
+            digests,
+            models,
+        )
+        for find in _FINDERS.get(level, (_find_permutation,)):
+            relation = find(rows)
+            if relation is not None:
+                return {name: relation}
     return {}
 
 
-def _convert_rows(a: Tensor, b: Tensor, models: Models) -> tuple[Tensor, Tensor] | None:
-    """Return two tensors whose rows can be compared, in the dtype of B; None without comparable rows."""
-    if not a.shape or a.shape[1:] != b.shape[1:]:
-        return None
-    if 0 in (a.numel, b.numel):
-        return None
-    if a.dtype == b.dtype:
-        return a, b
-    if not are_readable(a, b):
-        return None
-    return convert(a, (b.dtype,), models.files), b
+def _list_levels(a: Tensor, b: Tensor) -> list[int]:
+    """Return the numbers of leading dimensions whose elements may be rows in another order."""
+    dimensions = len(a.shape)
+    # Tensors of different lengths have only their first dimension in common, and a matrix has no further level.
+    if a.shape != b.shape or dimensions < 3:
+        return [1]
+    # In a tensor of three dimensions, both further levels are one.
+    return sorted({1, 2, dimensions - 1})
 
 
-def _find_copies(name: str, models: Models, digests: _Digests) -> Relation | None:
-    """Return which rows of A a tensor of the same shape holds several times. digests: of the rows."""
-    a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or not digests.are_distinct or models.is_constant(b):
+def _find_experts(rows: _Rows) -> Relation | None:
+    """Return the experts of A that B has, if the tensors are stacks of experts."""
+    # A matrix of a router has a row for each expert, but it is no stack of them.
+    is_stack = len(rows.a.shape) > 2 and "expert" in rows.name
+    digests = rows.digests
+    if not is_stack or not set(digests.b) <= set(digests.a):
         return None
-    copies = describe_copies(digests.a, digests.b)
-    row_length = math.prod(a.shape[1:])
-    if copies is None or len(set(digests.b)) * row_length < FEW:
+    experts = tuple(digests.a.index(digest) for digest in digests.b)
+    return Relation(RelationKind.EXPERT, {"experts": experts, "of": len(digests.a)})
+
+
+def _find_rotary_order(rows: _Rows) -> Relation | None:
+    """Return the order of rotary embeddings that the rows of a query or key of attention have."""
+    # In other tensors, an order that looks like that of heads has another cause.
+    if not has_rotary_rows(rows.name):
+        return None
+    heads = describe_heads(rows.order)
+    if heads is None:
+        return None
+    return Relation(RelationKind.ROTARY, heads)
+
+
+def _find_channels(rows: _Rows) -> Relation | None:
+    """Return the order of the channels of an image: the first convolution of a network for BGR instead of RGB."""
+    channels = rows.a.shape[1]
+    # The channels of a hidden layer are too many to be listed.
+    if channels > _MOST_CHANNELS:
+        return None
+    permutation = describe_order(rows.order)
+    if (permutation["pattern"], permutation.get("size")) != ("within", channels):
+        return None
+    parameters: dict[str, Any] = {
+        "pattern": "channels",
+        "channels": tuple(rows.order[:channels]),
+    }
+    return Relation(RelationKind.FUSED_ORDER, parameters)
+
+
+def _find_permutation(rows: _Rows) -> Relation | None:
+    """Return the order in which B has the rows of A."""
+    if not rows.order:
+        return None
+    return Relation(RelationKind.FUSED_ORDER, describe_order(rows.order))
+
+
+def _find_copies(rows: _Rows) -> Relation | None:
+    """Return which rows of A a tensor of the same shape holds several times."""
+    a, b = rows.a, rows.b
+    if not rows.are_comparable or rows.models.is_constant(b):
         return None
     # Single elements are equal by chance, and a few wrong rows are a local change.
-    is_doubtful = len(a.shape) == 1 or name in models.local
-    if is_doubtful and copies["pattern"] == "other":
+    is_doubtful = len(a.shape) == 1 or rows.name in rows.models.local
+    describe = describe_regular_copies if is_doubtful else describe_copies
+    copies = describe(rows.digests.a, rows.digests.b)
+    different_rows = len(set(rows.digests.b))
+    row_length = math.prod(a.shape[1:])
+    if copies is None or different_rows * row_length < FEW:
         return None
     return Relation(RelationKind.REPEATED, {**copies, "dim": 0, "side": "B"})
+
+
+# The relations of rows by the number of leading dimensions, in the order of precedence. At other numbers, rows only
+# have another order.
+_FINDERS: dict[int, tuple[Callable[[_Rows], Relation | None], ...]] = {
+    1: (_find_experts, _find_rotary_order, _find_permutation, _find_copies),
+    2: (_find_channels, _find_permutation),
+}
 
 
 def relate_columns(name: str, models: Models) -> dict[str, Relation]:
     """Find a permutation of the columns of a matrix."""
     a, b = models.a[name], models.b[name]
     # The first row has the same elements in another order. Columns are read slowly.
-    if len(a.shape) != 2 or _sort_row(a, models) != _sort_row(b, models):
+    if _sort_row(a, models) != _sort_row(b, models):
         return {}
-    digests = _digest_distinct_rows(views.permute(a, (1, 0)), views.permute(b, (1, 0)), models)
+    columns_a, columns_b = views.permute(a, (1, 0)), views.permute(b, (1, 0))
+    digests = _digest_distinct_rows(columns_a, columns_b, models)
     if digests is None:
         return {}
     order = find_order(digests.a, digests.b)
@@ -151,8 +238,11 @@ def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int) -> _Digests |
     level: the number of leading dimensions whose elements are rows.
     """
     rows_a, rows_b = math.prod(a.shape[:level]), math.prod(b.shape[:level])
-    if min(rows_a, rows_b) < 2 or max(rows_a, rows_b) > MOST_ROWS:
+    fewest, most = sorted((rows_a, rows_b))
+    # One row has no order, and the digests of very many rows need too much memory.
+    if fewest < 2 or most > MOST_ROWS:
         return None
+    # Most tensors differ in all rows, and a search for one of them is much faster.
     if not may_have_rows(a, b, rows_b, models.files):
         return None
     return _Digests(digest_rows(a, models.files, rows_a), digest_rows(b, models.files, rows_b))
@@ -161,42 +251,7 @@ def _digest_rows(a: Tensor, b: Tensor, models: Models, level: int) -> _Digests |
 def _digest_distinct_rows(a: Tensor, b: Tensor, models: Models) -> _Digests | None:
     """Return the digests of the rows of two tensors; None as well if rows of the first one are equal by chance."""
     digests = _digest_rows(a, b, models, 1)
+    # Equal rows show no order, as in a mask.
     if digests is None or not digests.are_distinct:
         return None
     return digests
-
-
-def _compare_rows(name: str, pair: tuple[Tensor, Tensor], digests: _Digests, level: int) -> Relation | None:
-    """Return how the rows of B follow from the rows of A.
-
-    pair: the tensors of A and B.
-    digests: of their rows.
-    level: the number of leading dimensions whose elements are rows.
-    """
-    a, b = pair
-    is_stack_of_experts = level == 1 and len(a.shape) > 2 and "expert" in name
-    if is_stack_of_experts and set(digests.b) <= set(digests.a):
-        experts = tuple(digests.a.index(digest) for digest in digests.b)
-        return Relation(RelationKind.EXPERT, {"experts": experts, "of": len(digests.a)})
-    if a.shape != b.shape or a.numel < FEW or not digests.are_distinct:
-        return None
-    order = find_order(digests.a, digests.b)
-    if order is None:
-        return None
-    return _describe_permutation(name, a.shape, order, level)
-
-
-def _describe_permutation(name: str, shape: Sequence[int], order: Sequence[int], level: int) -> Relation:
-    """Return the relation of a tensor with rows in another order."""
-    if level == 1 and has_rotary_rows(name):
-        heads = describe_heads(order)
-        if heads is not None:
-            return Relation(RelationKind.ROTARY, heads)
-    permutation = describe_order(order)
-    if level == 2 and permutation["pattern"] == "within":
-        channels = shape[1]
-        # The channels of an image: the first convolution of a network for BGR instead of RGB.
-        if permutation["size"] == channels <= _MOST_CHANNELS:
-            parameters: dict[str, Any] = {"pattern": "channels", "channels": tuple(order[:channels])}
-            return Relation(RelationKind.FUSED_ORDER, parameters)
-    return Relation(RelationKind.FUSED_ORDER, permutation)

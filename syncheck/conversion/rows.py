@@ -83,7 +83,7 @@ def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
         positions[a[position]].append(position)
     order = []
     for digest in b:
-        unused_positions = positions.get(digest)
+        unused_positions = positions[digest]
         if not unused_positions:
             return None
         order.append(unused_positions.pop())
@@ -99,10 +99,9 @@ def describe_order(order: Sequence[int]) -> dict[str, str | int | tuple[int, ...
     runs = _find_runs(order)
     if len(runs) <= _MOST_RUNS:
         return {"pattern": "blocks", "runs": tuple(itertools.chain.from_iterable(runs))}
-    count = len(order)
-    for size in range(2, count // 2 + 1):
-        if count % size:
-            continue
+    # A single block of all rows has any order.
+    *sizes, _ = _list_divisors(len(order))
+    for size in sizes:
         if _is_interleaved(order, size):
             return {"pattern": "interleaved", "size": size}
         if _is_within_blocks(order, size):
@@ -141,24 +140,41 @@ def describe_copies(a: list[bytes], b: list[bytes]) -> dict[str, str | int] | No
     `pattern` is "tile" (`size` rows from row `start` on, `times` times), "each" (each block of `size` rows `times`
     times in succession), or "other" (copies of other rows take the place of `missing` rows of `a`).
     """
+    missing_rows = set(a) - set(b)
+    copies = describe_regular_copies(a, b)
+    if copies is None and set(a) >= set(b):
+        return {"pattern": "other", "missing": len(missing_rows)}
+    return copies
+
+
+def describe_regular_copies(a: list[bytes], b: list[bytes]) -> dict[str, str | int] | None:
+    """Return the same as `describe_copies`, but None for copies without a regular pattern."""
+    # Most tensors have other rows, and a comparison with each pattern takes longer.
     if not set(a) >= set(b):
         return None
     start = a.index(b[0])
-    copies = _find_tiles(a, b, start) or _find_repeated_blocks(a, b, start)
-    if copies is None:
-        return {"pattern": "other", "missing": len(set(a)) - len(set(b))}
-    return copies
+    return _find_tiles(a, b, start) or _find_repeated_blocks(a, b, start)
 
 
 def _find_tiles(a: list[bytes], b: list[bytes], start: int) -> dict[str, str | int] | None:
     """Return the parameters of "tile", see `describe_copies`. start: the first of the repeated rows in `a`."""
-    count = len(b)
-    for times in range(2, count + 1):
-        size, remainder = divmod(count, times)
-        if not remainder and b == a[start : start + size] * times:
+    for times in _list_divisors(len(b)):
+        size = len(b) // times
+        if b == a[start : start + size] * times:
             is_whole = size == len(a)
-            return {"pattern": "tile", "start": start, "size": size, "times": times, "whole": int(is_whole)}
+            return {
+                "pattern": "tile",
+                "start": start,
+                "size": size,
+                "times": times,
+                "whole": int(is_whole),
+            }
     return None
+
+
+def _list_divisors(count: int) -> list[int]:
+    """Return the divisors of a number of rows, without 1."""
+    return [divisor for divisor in range(2, count + 1) if count % divisor == 0]
 
 
 def _find_repeated_blocks(a: list[bytes], b: list[bytes], start: int) -> dict[str, str | int] | None:
@@ -166,13 +182,20 @@ def _find_repeated_blocks(a: list[bytes], b: list[bytes], start: int) -> dict[st
     if b.count(b[0]) < 2:
         return None
     # The first block ends where its first row occurs again.
-    block, count = b.index(b[0], 1), len(b)
-    for times in range(2, count // block + 1):
-        if count % (block * times):
-            continue
-        rows = a[start : start + count // times]
+    block = b.index(b[0], 1)
+    blocks, remainder = divmod(len(b), block)
+    # A block that was cut off is no copy.
+    if remainder:
+        return None
+    for times in _list_divisors(blocks):
+        rows = a[start : start + len(b) // times]
         if b == _repeat_blocks(rows, block, times):
-            return {"pattern": "each", "start": start, "size": block, "times": times}
+            return {
+                "pattern": "each",
+                "start": start,
+                "size": block,
+                "times": times,
+            }
     return None
 
 
@@ -195,18 +218,20 @@ def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
     count = len(order)
     rows = np.asarray(order)
     interleaved_orders = {}
-    for size in range(4, count + 1, 2):
-        if count % size == 0:
+    # The halves of two rows are single rows, in either order.
+    for size in _list_divisors(count):
+        if size > 2 and size % 2 == 0:
             interleaved_orders[size] = _interleave(np.arange(count), size)
     for size, interleaved in interleaved_orders.items():
         if np.array_equal(rows, interleaved):
             return {"head_dim": size, "to": "interleaved"}
         if np.array_equal(rows, np.argsort(interleaved)):
             return {"head_dim": size, "to": "half"}
-    for size, interleaved in interleaved_orders.items():
-        for size_back, interleaved_back in interleaved_orders.items():
-            if np.array_equal(rows, interleaved[np.argsort(interleaved_back)]):
-                return {"head_dim": size, "to": "interleaved", "back": size_back}
+    # Permuted with one number of heads, and back with another.
+    for size, size_back in itertools.permutations(interleaved_orders, 2):
+        back = np.argsort(interleaved_orders[size_back])
+        if np.array_equal(rows, interleaved_orders[size][back]):
+            return {"head_dim": size, "to": "interleaved", "back": size_back}
     return None
 
 

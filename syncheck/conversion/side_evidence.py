@@ -6,11 +6,11 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.adapted_tensors import find_adapted
 from syncheck.conversion.causes import add_relations
 from syncheck.conversion.mapped_models import apply_map
-from syncheck.conversion.merges import find_adapted
 from syncheck.conversion.model_pairs import Models
-from syncheck.conversion.sides import Side, list_earlier, open_side
+from syncheck.conversion.sides import Side, list_earlier, list_stored_shards, open_side
 from syncheck.diagnose.measures import relation_of
 from syncheck.errors import UsageError
 from syncheck.findings import RelationKind, Stored
@@ -23,11 +23,10 @@ from syncheck.text import SIDES, names_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     from syncheck.options import DiffOptions
     from syncheck.records import Comparison, Place, TensorDiff, ValueDiff
-    from syncheck.snapshots import Tensor
+    from syncheck.snapshots import Snapshot, Tensor
     from syncheck.tensors.blocks import Files
 
     # A shard: its start and shape, None if its position is unknown, and the rank or file that holds it.
@@ -45,30 +44,48 @@ def describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: boo
     """
     _require_common_names(comparison, sides)
     models = [normalize_keys(side.model.tensors) for side in sides]
-    optional_names: AbstractSet[str] = frozenset()
     if subset:
-        optional_names = find_outside_model(replace(sides[0].model, tensors=models[0]))
+        comparison = _accept_subset(comparison, replace(sides[0].model, tensors=models[0]))
+    replicas = []
+    for replica, side in zip(comparison.replicas, sides, strict=True):
+        labelled = replace(
+            replica,
+            label=side.label,
+            files=len(side.group.ranks),
+        )
+        replicas.append(labelled)
+    return replace(
+        comparison,
+        replicas=tuple(replicas),
+        tensors=tuple(_locate(diff, sides, models) for diff in comparison.tensors),
+    )
+
+
+def _accept_subset(comparison: Comparison, model_a: Snapshot) -> Comparison:
+    """Accept that B lacks tensors and values that do not belong to the model, with a note."""
+    optional_names = find_outside_model(model_a)
     tensors = []
+    absent_names = []
     for diff in comparison.tensors:
         if _is_only_in_a(diff) and diff.name in optional_names:
             diff = replace(diff, reason=Reason.SUBSET, minority=())
-        tensors.append(_locate(diff, sides, models))
-    values = comparison.values
-    if subset:
-        values = tuple(_accept_missing(value) for value in values)
+            absent_names.append(diff.name)
+        tensors.append(diff)
     notes = [*comparison.notes]
-    absent_names = tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET)
     if absent_names:
-        notes.append(Note.SUBSET(count=len(absent_names), names=absent_names))
-    replicas = []
-    for replica, side in zip(comparison.replicas, sides, strict=True):
-        replicas.append(replace(replica, label=side.label, files=len(side.group.ranks)))
-    return replace(comparison, replicas=tuple(replicas), tensors=tuple(tensors), values=values, notes=tuple(notes))
+        notes.append(Note.SUBSET(count=len(absent_names), names=tuple(absent_names)))
+    return replace(
+        comparison,
+        tensors=tuple(tensors),
+        values=tuple(map(_accept_missing, comparison.values)),
+        notes=tuple(notes),
+    )
 
 
 def _require_common_names(comparison: Comparison, sides: Sequence[Side]) -> None:
     """Raise UsageError if the models have no name in common."""
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
+    # Two models without any tensor have nothing to miss.
     if not missing or len(missing) != comparison.counts.tensors:
         return
     examples = []
@@ -105,14 +122,20 @@ def add_relations_of_sides(
     comparison: Comparison, sides: Sequence[Side], options: DiffOptions, files: Files
 ) -> Comparison:
     """Add how the tensors of B that differ follow from A, and from the model before the update."""
-    names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    names = _list_differing(comparison.tensors)
     # An unreadable base is an error, even if no tensor differs.
     stated_base = None if options.base is None else open_side("base", options.base)
     if not names:
         return comparison
     side_a, side_b = sides
-    model_a, model_b = normalize_keys(side_a.model.tensors), normalize_keys(side_b.model.tensors)
-    models = Models(model_a, model_b, files, (side_a.stored, side_b.stored), side_a.map, side_a.variables)
+    models = Models(
+        a=normalize_keys(side_a.model.tensors),
+        b=normalize_keys(side_b.model.tensors),
+        files=files,
+        stored=(side_a.stored, side_b.stored),
+        map=side_a.map,
+        variables=side_a.variables,
+    )
     earlier_models = list_earlier(side_a) if stated_base is None else iter([stated_base])
     title = ""
     for base in earlier_models:
@@ -125,26 +148,34 @@ def add_relations_of_sides(
         if stated_base is None:
             models.base = {}
     diffs = add_relations(comparison.tensors, models)
-    adapted = sum(find_adapted(tensor) is not None for tensor in model_a.values())
-    updated = _count_updated(diffs, models)
-    evidence = replace(comparison.evidence, base=title, updated=updated, adapted=adapted)
+    adapted = sum(find_adapted(tensor) is not None for tensor in models.a.values())
+    evidence = replace(
+        comparison.evidence,
+        base=title,
+        updated=_count_updated(diffs, models),
+        adapted=adapted,
+    )
     return replace(comparison, tensors=diffs, evidence=evidence)
+
+
+def _list_differing(diffs: Sequence[TensorDiff]) -> list[str]:
+    """Return the names of the tensors that differ."""
+    return [diff.name for diff in diffs if diff.out_of_sync]
 
 
 def _has_stale_tensor(names: Sequence[str], models: Models) -> bool:
     """Whether B has a tensor of the model before the update. names: of the tensors that differ."""
-    for name in names:
-        if name in models.base and name in models.b and models.equals(models.base[name], models.b[name]) is not None:
-            return True
-    return False
+    common_names = models.base.keys() & models.b.keys()
+    candidates = [name for name in names if name in common_names]
+    return any(models.equals(models.base[name], models.b[name]) is not None for name in candidates)
 
 
 def _count_updated(diffs: Sequence[TensorDiff], models: Models) -> int:
     """Return how many tensors of B equal A but not the model before the update; 0 if no tensor is of that model."""
     if not any(relation_of(diff) is RelationKind.BASE for diff in diffs):
         return 0
-    differing_names = {diff.name for diff in diffs if diff.out_of_sync}
-    agreeing_names = (models.base.keys() & models.a.keys() & models.b.keys()) - differing_names
+    common_names = models.base.keys() & models.a.keys() & models.b.keys()
+    agreeing_names = common_names.difference(_list_differing(diffs))
     return sum(models.equals(models.base[name], models.a[name]) is None for name in agreeing_names)
 
 
@@ -159,8 +190,7 @@ def _map_base(base: Side, side_a: Side) -> Mapping[str, Tensor]:
 
 def describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, tuple[Stored | None, Stored | None]]:
     """Return how both sides store the tensors that differ, and other tensors, up to a limit."""
-    names = dict.fromkeys(diff.name for diff in comparison.tensors if diff.out_of_sync)
-    names.update(dict.fromkeys(comparison.evidence.names))
+    names = dict.fromkeys([*_list_differing(comparison.tensors), *comparison.evidence.names])
     first_names = list(names)[:_MOST_STORED]
     stored_a, stored_b = (_describe_side(side, first_names) for side in sides)
     return {name: (stored_a.get(name), stored_b.get(name)) for name in first_names}
@@ -176,8 +206,12 @@ def _describe_side(side: Side, names: Sequence[str]) -> dict[str, Stored]:
             boxes[stored_name].append(box)
     descriptions = {}
     for name, tensor in stored_tensors.items():
-        shape = tuple(tensor.full_shape)
-        descriptions[name] = Stored(tensor.name, tensor.dtype, shape, tuple(boxes[tensor.name]))
+        descriptions[name] = Stored(
+            tensor.name,
+            tensor.dtype,
+            shape=tuple(tensor.full_shape),
+            boxes=tuple(boxes[tensor.name]),
+        )
     return descriptions
 
 
@@ -185,10 +219,6 @@ def _list_stored_boxes(side: Side) -> Iterator[tuple[str, StoredBox]]:
     """Yield the name and the box of each shard in the files of a side."""
     several_ranks = len(side.group.ranks) > 1
     for _, rank, tensor, shards in locate_shards(dict(side.group.ranks)):
-        if shards is None:
-            owner = f"rank {rank}" if several_ranks else os.path.basename(tensor.path)
-            yield tensor.name, (None, None, owner)
-            continue
-        for shard in shards:
-            owner = f"rank {rank}" if several_ranks else os.path.basename(shard.tensor.path)
-            yield tensor.name, (shard.start, shard.tensor.shape, owner)
+        for shard in list_stored_shards(tensor, shards):
+            owner = f"rank {rank}" if several_ranks else os.path.basename(shard.path)
+            yield tensor.name, (shard.start, shard.shape, owner)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.earlier_steps import find_earlier
 from syncheck.conversion.name_maps import find_variables
@@ -65,25 +66,26 @@ class Side:
 
     def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
         """Return the rank and file with an element of a tensor of the model."""
-        path = tensor.path
-        for shard in tensor.shards:
-            if _contains(shard, index):
-                path = shard.tensor.path
-                break
+        paths = [shard.tensor.path for shard in tensor.shards if _contains(shard, index)]
+        # Several ranks may hold copies of a shard.
+        path = paths[0] if paths else tensor.path
         rank = self._find_rank(path)
-        stored = self.stored.get(tensor.name)
-        if stored is None or stored.name == tensor.name:
+        stored = self.stored.get(tensor.name, tensor)
+        # The position in a stored tensor of the same name is the position in the model.
+        if stored.name == tensor.name:
             return Place(path, rank)
-        return Place(path, rank, stored.name, views.find_element(stored, tensor, index))
+        return Place(
+            path,
+            rank,
+            tensor=stored.name,
+            index=views.find_element(stored, tensor, index),
+        )
 
     def _find_rank(self, path: str) -> int | None:
         """Return the first rank with this file; None for a side in one file."""
-        if len(self.group.ranks) < 2:
-            return None
-        for rank, snapshot in self.group.ranks:
-            if snapshot.path == path:
-                return rank
-        return None
+        ranks = [rank for rank, snapshot in self.group.ranks if snapshot.path == path]
+        is_single_file = len(self.group.ranks) == 1
+        return None if is_single_file else next(iter(ranks), None)
 
 
 def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
@@ -107,8 +109,16 @@ def open_side(label: str, source: Source) -> Side:
     values: dict[str, Any] = {}
     for snapshot in opened.snapshots:
         values |= snapshot.values
-    variables = find_variables([snapshot.path for snapshot in opened.snapshots], values)
-    return Side(label, group, model, opened.skipped, tuple(opened.aliases), variables)
+    paths = [snapshot.path for snapshot in opened.snapshots]
+    variables = find_variables(paths, values)
+    return Side(
+        label,
+        group,
+        model,
+        skipped=opened.skipped,
+        aliases=tuple(opened.aliases),
+        variables=variables,
+    )
 
 
 def _open_files(source: Source) -> tuple[str, ReplicaGroup, find.Opened]:
@@ -133,28 +143,59 @@ def list_shards(source: Source) -> dict[str, Any]:
     ranks hold are listed once. Raises UsageError for unreadable files, and for files of several models.
     """
     title, group, _ = _open_files(source)
-    rows: dict[str, dict[str, Any]] = {}
-    boxes: dict[tuple[str, Any], dict[str, Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    boxes: dict[str, dict[object, dict[str, Any]]] = defaultdict(dict)
     for name, rank, tensor, shards in locate_shards(dict(group.ranks)):
-        empty_row = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
-        row = rows.setdefault(name, empty_row)
-        for shard in [None] if shards is None else shards:
+        tensors.setdefault(name, tensor)
+        for shard in list_stored_shards(tensor, shards):
             # Without a position, all shards of a rank are one box.
-            position: Any = rank
-            empty_box: dict[str, Any] = {"start": None, "shape": None, "ranks": [], "files": []}
-            path = tensor.path
-            if shard is not None:
-                position = (shard.start, shard.tensor.shape)
-                empty_box |= {"start": list(shard.start), "shape": list(shard.tensor.shape)}
-                path = shard.tensor.path
-            if (name, position) not in boxes:
-                boxes[name, position] = empty_box
-                row["boxes"].append(empty_box)
-            box = boxes[name, position]
+            position: object = rank if shard.start is None else (shard.start, shard.shape)
+            box = boxes[name].setdefault(position, shard.make_box())
+            box["files"].append(shard.path)
+            # A single file has no rank.
             if len(group.ranks) > 1:
                 box["ranks"].append(rank)
-            box["files"].append(path)
-    return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
+    rows = []
+    for name, tensor in tensors.items():
+        row = {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.full_shape),
+            "boxes": list(boxes[name].values()),
+        }
+        rows.append(row)
+    return {"path": title, "files": len(group.ranks), "tensors": rows}
+
+
+class StoredShard(NamedTuple):
+    """A shard of a tensor in a file of a model."""
+
+    start: tuple[int, ...] | None
+    """The position in the whole tensor, in elements; None if it is unknown."""
+    shape: tuple[int, ...] | None
+    """The shape of the shard; None if its position is unknown."""
+    path: str
+    """The file with the shard."""
+
+    def make_box(self) -> dict[str, Any]:
+        """Return the position as JSON values, without the ranks and files that hold it."""
+        start, shape = self.start, self.shape
+        return {
+            "start": None if start is None else list(start),
+            "shape": None if shape is None else list(shape),
+            "ranks": [],
+            "files": [],
+        }
+
+
+def list_stored_shards(tensor: Tensor, shards: Sequence[Shard] | None) -> list[StoredShard]:
+    """Return the shards of a tensor in one file: a single one if their positions are unknown.
+
+    shards: see `locate_shards`.
+    """
+    if shards is None:
+        return [StoredShard(None, None, tensor.path)]
+    return [StoredShard(shard.start, shard.tensor.shape, shard.tensor.path) for shard in shards]
 
 
 def list_inputs(sources: Sequence[Source], options: DiffOptions) -> list[str]:
@@ -174,6 +215,7 @@ def _split(source: Source) -> list[str]:
     # The name of a file may contain commas.
     if os.path.lexists(path):
         return [path]
+    # The path of a comma is an unknown file.
     parts = [part for part in path.split(",") if part]
     return parts or [path]
 
@@ -183,7 +225,7 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     snapshots: list[Snapshot] = []
     are_parts = True
     for group in groups:
-        snapshots += [snapshot for _, snapshot in group.ranks]
+        snapshots += list_snapshots(group)
         are_parts &= Grouping.PARTS_ALONE in [reason.code for reason in group.grouping]
     names: list[str] = []
     for snapshot in snapshots:
@@ -191,22 +233,31 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
     may_be_one = are_parts or len(set(names)) == len(names)
     if may_be_one and len(groups) == len(snapshots):
-        return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
+        return ReplicaGroup(
+            title,
+            None,
+            tuple(enumerate(snapshots)),
+            (),
+        )
     titles = names_text([_name_group(group) for group in groups])
     raise UsageError(f"{title}: {len(groups)} models ({titles}); pass the files of one step of one run")
 
 
+def list_snapshots(group: ReplicaGroup) -> list[Snapshot]:
+    """Return the snapshots of a group without their ranks."""
+    return [snapshot for _, snapshot in group.ranks]
+
+
 def _name_group(group: ReplicaGroup) -> str:
     """Return the run of a group, and its step if it is known."""
-    if group.step is None:
-        return group.run
-    return f"{group.run} step {group.step}"
+    return group.run if group.step is None else f"{group.run} step {group.step}"
 
 
 def list_earlier(side: Side) -> Iterator[Side]:
     """Yield the models of earlier steps beside a model, the latest step first."""
     if side.model.format == "memory":
         return
-    for title, group in find_earlier([snapshot.path for _, snapshot in side.group.ranks]):
+    paths = [snapshot.path for snapshot in list_snapshots(side.group)]
+    for title, group in find_earlier(paths):
         with suppress(SyncheckError):  # an incomplete earlier step is no reason to stop
             yield Side(title, group, join(dict(group.ranks), title))

@@ -22,15 +22,24 @@ if TYPE_CHECKING:
 
 def relate_tied(name: str, models: Models) -> dict[str, Relation]:
     """Find the weight with which B ties a tensor that is a weight of its own in A."""
-    # One wrong element of a copy is no other weight.
-    if name in models.local:
-        return {}
-    return _relate_tie(name, models, "B", models.b, models.a)
+    return _relate_tie(
+        name,
+        models,
+        side="B",
+        tied=models.b,
+        separate=models.a,
+    )
 
 
 def relate_untied(name: str, models: Models) -> dict[str, Relation]:
     """Find the weight with which A ties a tensor that is a weight of its own in B."""
-    return _relate_tie(name, models, "A", models.a, models.b)
+    return _relate_tie(
+        name,
+        models,
+        side="A",
+        tied=models.a,
+        separate=models.b,
+    )
 
 
 def _relate_tie(
@@ -42,14 +51,15 @@ def _relate_tie(
     tied: its tensors.
     separate: the tensors of the other model.
     """
-    for other in sorted(models.partners.get(name, ())):
+    for partner in sorted(models.partners.get(name, ())):
         # With another difference of the second tensor, a changed tie is not all that happened.
-        if models.equals(models.a[other], models.b[other]) is None:
+        if models.equals(models.a[partner], models.b[partner]) is None:
             continue
-        if models.equals(tied[name], tied[other]) is None:
+        # Two names of one weight have equal tensors in every model that ties them.
+        if models.equals(tied[name], tied[partner]) is None:
             continue
-        if models.equals(separate[name], separate[other]) is None:
-            return {name: Relation(RelationKind.TIE, {"other": other, "tied": side})}
+        if models.equals(separate[name], separate[partner]) is None:
+            return {name: Relation(RelationKind.TIE, {"other": partner, "tied": side})}
     return {}
 
 
@@ -60,6 +70,7 @@ def list_partners(models: Models) -> dict[str, set[str]]:
         named_tensors = [replace(tensor, name=name) for name, tensor in tensors.items() if has_elements(tensor)]
         for names in find_shared_tensors(named_tensors):
             _add_pairs(partners, names, models)
+    # A file may hold two copies of the bytes of one weight.
     vocabulary = [name for name in models.a if classify_vocabulary(name)]
     for pair in itertools.combinations(vocabulary, 2):
         if is_shared_weight(pair, models.a):
@@ -69,12 +80,19 @@ def list_partners(models: Models) -> dict[str, set[str]]:
 
 def _add_pairs(partners: dict[str, set[str]], names: Sequence[str], models: Models) -> None:
     """Add each pair of names whose tensors both models can read."""
-    for name, other in itertools.permutations(names, 2):
-        if all(_is_usable(tensors, name, other) for tensors in (models.a, models.b)):
-            partners[name].add(other)
+    for pair in itertools.permutations(names, 2):
+        if _is_usable(models.a, pair) and _is_usable(models.b, pair):
+            name, partner = pair
+            partners[name].add(partner)
 
 
-def _is_usable(tensors: Mapping[str, Tensor], *names: str) -> bool:
-    """Whether a model has tensors of the names and one shape, with data."""
-    shapes = {tensors[name].shape for name in names if name in tensors and has_elements(tensors[name])}
-    return len(shapes) == 1 and all(name in tensors for name in names)
+def _is_usable(tensors: Mapping[str, Tensor], pair: tuple[str, ...]) -> bool:
+    """Whether a model has tensors of two names and one shape, with data."""
+    # A model may store the weight once, under one of its names.
+    if not tensors.keys() >= set(pair):
+        return False
+    first, second = (tensors[name] for name in pair)
+    # The shape of a tensor without data may be unknown.
+    if not has_elements(first) or not has_elements(second):
+        return False
+    return first.shape == second.shape

@@ -31,6 +31,7 @@ def classify_vocabulary(name: str) -> str:
         return "output"
     if _STACK_EMBEDDING.fullmatch(name):
         return "encoder or decoder"
-    if _EMBEDDING.fullmatch(module) and not _OTHER_EMBEDDING.fullmatch(module):
-        return "embedding"
-    return ""
+    # Embeddings of positions have rows for other things than tokens.
+    if _OTHER_EMBEDDING.fullmatch(module):
+        return ""
+    return "embedding" if _EMBEDDING.fullmatch(module) else ""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from checkpoints import Done, changed, network, save
-from programs_of_ranks import Jobs
+from support.checkpoints import Done, changed, network, save
+from support.programs_of_ranks import Jobs
 
 from syncheck.cli import main
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def test_version_prints_the_details_for_a_bug_report() -> None:
     """The first line has the version of syncheck, for scripts; Python, machine, libraries and location follow."""
     done = subprocess.run([sys.executable, "-m", "syncheck", "--version"], capture_output=True, text=True, check=True)
-    own, python, libraries, location = done.stdout.splitlines()
-    assert own == f"syncheck {metadata.version('syncheck')}"
+    own_values, python, libraries, location = done.stdout.splitlines()
+    assert own_values == f"syncheck {metadata.version('syncheck')}"
     assert python == f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}"
     numbers = dict(item.split(" ") for item in libraries.split(", "))
     assert list(numbers) == list(versions.LIBRARIES)
@@ -58,5 +58,5 @@ def test_versions_are_names_of_folders(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "two" / "syncheck.egg-info").mkdir()
     (tmp_path / "two" / "syncheck.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nVersion: 9.9\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("missing", "one", "two")])
-    found = versions.find_versions(("rich-argparse", "numpy", "syncheck", "torch"))
-    assert found == {"rich-argparse": "1.7.0", "numpy": "2.1", "syncheck": "9.9"}
+    result = versions.find_versions(("rich-argparse", "numpy", "syncheck", "torch"))
+    assert result == {"rich-argparse": "1.7.0", "numpy": "2.1", "syncheck": "9.9"}

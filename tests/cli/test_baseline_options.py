@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
-from checkpoints import changed, network, save
+from support.checkpoints import changed, network, save
 
 import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
 
@@ -44,10 +44,10 @@ def test_known_findings_pass_and_new_findings_fail(cli: Run, differing: Callable
     assert cli(command, *FILES).code == 2
     created = cli(command, *FILES, "--update-baseline")
     assert (created.code, created.err) == (0, "syncheck: known.json: 2 names in 1 run accepted: 2 added, 0 removed\n")
-    known = cli(command, *FILES)
-    assert (known.code, known.err) == (0, "")
-    assert "SYN201 bn-local-stats (warning, consistent, accepted by the baseline) on ranks 0-1" in known.out
-    assert known.lines[-2] == "IN SYNC, ignoring baseline findings (SYN201)"
+    known_findings = cli(command, *FILES)
+    assert (known_findings.code, known_findings.err) == (0, "")
+    assert "SYN201 bn-local-stats (warning, consistent, accepted by the baseline) on ranks 0-1" in known_findings.out
+    assert known_findings.lines[-2] == "IN SYNC, ignoring baseline findings (SYN201)"
     differing("running_mean", "layer0.bn.running_var")
     new = cli(command, *FILES)
     assert (new.code, new.lines[-2]) == (1, "OUT OF SYNC")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
     Ranks = Callable[..., list[Path]]

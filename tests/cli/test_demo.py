@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 EXTERNAL_RESOURCES = re.compile(r"<link|src=|@import|url\((?!#)")
 

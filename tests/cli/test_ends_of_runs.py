@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_header, save_pth
+from support.checkpoints import save_header, save_pth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,7 +200,7 @@ import os, random, sys, time
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 import numpy as np
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 step = 0
 while True:
     for rank in range(2):

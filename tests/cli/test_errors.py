@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
+from support.checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
 
 import syncheck as library
 from syncheck import api
@@ -46,8 +46,8 @@ def write_bad_file(folder: Path, kind: str) -> Path:
     elif kind == "no pickle":
         save_records(path, b"\x80\x02nonsense")
     elif kind.startswith("cut"):
-        whole = (save_safetensors if kind.endswith("safetensors") else save_pth)(path, network()).read_bytes()
-        path.write_bytes(whole[: len(whole) * int(kind.split()[1]) // 100])
+        complete = (save_safetensors if kind.endswith("safetensors") else save_pth)(path, network()).read_bytes()
+        path.write_bytes(complete[: len(complete) * int(kind.split()[1]) // 100])
     return path
 
 
@@ -194,9 +194,9 @@ def test_no_command(cli: Run) -> None:
 def test_mistyped_option(cli: Run) -> None:
     """The error for a mistyped option suggests a similar option and refers to the help of the command."""
     prefix = "syncheck compare: error: unrecognized arguments:"
-    for given, hint in (("--only-bufers", "; did you mean --only-buffers?"), ("--zzzz=3", ".")):
-        done = cli("compare", given, "a.pth")
-        assert (done.code, done.err) == (2, f"{prefix} {given}{hint} See: syncheck compare --help\n")
+    for settings, hint in (("--only-bufers", "; did you mean --only-buffers?"), ("--zzzz=3", ".")):
+        done = cli("compare", settings, "a.pth")
+        assert (done.code, done.err) == (2, f"{prefix} {settings}{hint} See: syncheck compare --help\n")
 
 
 def test_help_and_version_exit_with_0(cli: Run) -> None:

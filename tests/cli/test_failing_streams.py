@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Shell = Callable[[str], tuple[int, str, str]]
 

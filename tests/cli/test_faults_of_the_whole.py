@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from support.checkpoints import network, save_pth, save_safetensors
 
 import syncheck
 from syncheck import cli

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jsonschema
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
     Ranks = Callable[..., list[Path]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, save, save_pth
+from support.checkpoints import Done, save, save_pth
 
 from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS

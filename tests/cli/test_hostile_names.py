@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from browser import opened
-from checkpoints import Done, save_pth, save_safetensors
-from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
+from support.browser import opened
+from support.checkpoints import Done, save_pth, save_safetensors
+from support.hostile_names import FILES, NAMES
 
 from syncheck.options import EXTENSIONS
 from syncheck.report.words import SITE
@@ -186,8 +186,8 @@ def test_in_a_browser(cli: Run, tmp_path: Path) -> None:
     assert not re.search(r"<(img|iframe|object|embed)", document)
     away = {link for link in links if not link.startswith("#")}
     assert all(link.startswith(f"{SITE}/reference/findings/syn") for link in away)
-    shown = html.unescape(re.sub(r"<[^>]*>", "", document))
-    missing = [name for name in names if one_line(name) not in shown]
+    output = html.unescape(re.sub(r"<[^>]*>", "", document))
+    missing = [name for name in names if one_line(name) not in output]
     assert missing == []
 
 

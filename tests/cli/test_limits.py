@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
-from required import unavailable
+from support.checkpoints import save_pth
+from support.required import unavailable
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 # Forbid threads in a separate process of another user, because the limit does not apply to root. The imports come

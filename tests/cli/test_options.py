@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
+from support.checkpoints import changed, network, save, save_pth
 
 from syncheck.messages import Note
 from syncheck.tensors.blocks import Files
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
     Ranks = Callable[..., list[Path]]

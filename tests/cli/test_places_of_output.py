@@ -13,8 +13,8 @@ from contextlib import chdir, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import Done, network, save_pth, save_safetensors
-from disks import make_read_only, small_disk
+from support.checkpoints import Done, network, save_pth, save_safetensors
+from support.disks import make_read_only, small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,10 +111,10 @@ def test_no_checkpoint_is_overwritten(cli: Run, tmp_path: Path) -> None:
     save_pth(tmp_path / "mine.json", network())
     (tmp_path / "link.txt").symlink_to("run_rank1.pth")
     assert cli("fingerprint", *TWO, "-q", "-o", "prints").code == 0
-    whole = tmp_path / "whole"
-    save_safetensors(whole / "model-00001-of-00001.safetensors", network())
+    complete = tmp_path / "whole"
+    save_safetensors(complete / "model-00001-of-00001.safetensors", network())
     names = dict.fromkeys(network(), "model-00001-of-00001.safetensors")
-    (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (complete / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     for path in ("mine.json", "link.txt", "prints/run_rank0.fingerprint.json", "whole/model.safetensors.index.json"):
         before = (tmp_path / path).read_bytes()
         message = f"output {path}: would overwrite a checkpoint; pass another path"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, network, save_pth, save_safetensors
+from support.checkpoints import Done, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.conversion.map_files import write_map
@@ -78,13 +78,13 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     check = {"event": "check", "time": "2026-01-01T00:00:00", "step": 1, "verdict": "in_sync", "tensors": 1}
     check |= {"compared": 1, "seconds": 0.1, "overhead": 0.1, "findings": []}
     (tmp_path / "events.jsonl").write_text(json.dumps(check) + "\n")
-    whole = tmp_path / "whole"
-    save_safetensors(whole / "model-00001-of-00001.safetensors", network())
+    complete = tmp_path / "whole"
+    save_safetensors(complete / "model-00001-of-00001.safetensors", network())
     names = dict.fromkeys(network(), "model-00001-of-00001.safetensors")
-    (whole / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    (whole / "config.json").write_text('{"num_attention_heads": 2}')
-    (whole / "original").mkdir()
-    (whole / "original" / "params.json").write_text('{"dim": 4096}')
+    (complete / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (complete / "config.json").write_text('{"num_attention_heads": 2}')
+    (complete / "original").mkdir()
+    (complete / "original" / "params.json").write_text('{"dim": 4096}')
     (tmp_path / "gguf.json").write_bytes(b"GGUF\3\0\0\0" + bytes(100))
     (tmp_path / "damaged.pth").write_text("version https://git-lfs.github.com/spec/v1\n")
     (tmp_path / "sub").mkdir()

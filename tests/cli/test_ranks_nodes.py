@@ -7,9 +7,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import changed, network, save
-from namespaces import two_hosts
-from programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
+from support.checkpoints import changed, network, save
+from support.namespaces import two_hosts
+from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
 
 import syncheck
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from checkpoints import Done
-    from namespaces import Host
-    from programs_of_ranks import Jobs
+    from support.checkpoints import Done
+    from support.namespaces import Host
+    from support.programs_of_ranks import Jobs
 
 pytestmark = pytest.mark.slow
 # Run a command with a host name of its own, as printed by `uname -n`.
@@ -89,8 +89,8 @@ def test_fingerprints_of_each_node(jobs: Jobs, hosts: list[Host], nodes: list[Pa
     desk = tmp_path / "desk"
     desk.mkdir()
     for host, folder in zip(hosts, nodes, strict=True):
-        made = finish(jobs.start(*host.command(*SYNCHECK, "fingerprint", "ckpts", "-o", "made"), cwd=folder))
-        assert (made.code, made.err) == (0, "")
+        created = finish(jobs.start(*host.command(*SYNCHECK, "fingerprint", "ckpts", "-o", "made"), cwd=folder))
+        assert (created.code, created.err) == (0, "")
         for file in (folder / "made").rglob("*.json"):
             shutil.copy(file, desk)
     files = sorted(file.name for file in desk.iterdir())

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save, save_header
-from programs_of_ranks import SYNCHECK, TORCHRUN, finish
-from started import alive, free_port, wait_for
+from support.checkpoints import changed, network, save, save_header
+from support.programs_of_ranks import SYNCHECK, TORCHRUN, finish
+from support.started import alive, free_port, wait_for
 
 if TYPE_CHECKING:
-    from programs_of_ranks import Jobs
+    from support.programs_of_ranks import Jobs
 
 PATH = "run_rank{rank}.pth"
 
@@ -139,10 +139,10 @@ def test_torchrun_of_a_missing_file(jobs: Jobs, tmp_path: Path) -> None:
 def test_unavailable_port(jobs: Jobs, tmp_path: Path) -> None:
     """A process that cannot join the other ranks prints one line with address and reason, and exits with 2."""
     write_ranks(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = finish(jobs.start(*SYNCHECK, "compare", PATH, **environment))
     assert (done.code, done.out) == (2, "")

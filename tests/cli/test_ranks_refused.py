@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import Call, Global, network, save_pth
+from support.checkpoints import Call, Global, network, save_pth
 
 import syncheck
 from syncheck.cli import commands
@@ -65,8 +65,8 @@ def replace_with_fingerprint(file: Path) -> None:
     from syncheck import read
     from syncheck.readers import fingerprints
 
-    made = fingerprints.fingerprint(read(str(file)))
-    file.write_text(made)
+    created = fingerprints.fingerprint(read(str(file)))
+    file.write_text(created)
 
 
 def replace_with_program(file: Path) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import numpy as np
-from checkpoints import changed, network, save_pth
+from support.checkpoints import changed, network, save_pth
 
 import syncheck as library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
 

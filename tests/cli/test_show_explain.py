@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from support.checkpoints import network, save_pth, save_safetensors
 
 from syncheck.diagnose.rules import RULES
 from syncheck.readers import contents
@@ -17,7 +17,7 @@ from syncheck.report import terminal, text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     Run = Callable[..., Done]
 
@@ -57,8 +57,8 @@ def test_listing(cli: Run, tmp_path: Path) -> None:
 def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     """No line is wider than 80 columns, even with optimizer names, and NaN adds a column for nonfinite elements."""
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
-    listed = contents.describe(str(path)) | {"path": "a.pth"}
-    drawn = terminal.render(text.list_contents(listed), 80, color=False)
+    listing = contents.describe(str(path)) | {"path": "a.pth"}
+    drawn = terminal.render(text.list_contents(listing), 80, color=False)
     assert max(map(len, drawn.splitlines())) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
     assert ", all values finite\n" in drawn
@@ -66,9 +66,9 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     model = network()
     model["fc.bias"][0] = np.nan
     save_pth(tmp_path / "b.pth", model)
-    odd = cli("show", "b.pth")
-    assert "finite\n" not in odd.out.partition("\n")[0]
-    assert next(line for line in odd.lines if line.startswith("fc.bias")).split()[-1] == "1"
+    outlier = cli("show", "b.pth")
+    assert "finite\n" not in outlier.out.partition("\n")[0]
+    assert next(line for line in outlier.lines if line.startswith("fc.bias")).split()[-1] == "1"
 
 
 def test_show_bad_file(cli: Run, tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def ema_pytorch(run: Run, updates: int) -> dict[str, Any]:
 
 def in_generator(run: Run, updates: int) -> dict[str, Any]:
     """Return the checkpoint of a generator and its average, beside a discriminator."""
-    other = {"conv.weight": torch.ones(3, 3), "conv.bias": torch.ones(3)}
-    return {"generator": run.model.state_dict(), "generator_ema": average(run, updates), "discriminator": other}
+    second = {"conv.weight": torch.ones(3, 3), "conv.bias": torch.ones(3)}
+    return {"generator": run.model.state_dict(), "generator_ema": average(run, updates), "discriminator": second}
 
 
 FORMATS: dict[str, Callable[[Run, int], dict[str, Any]]] = {

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import compare_ranks, save_safetensors
-from dtensors import save_ranks
+from support.checkpoints import compare_ranks, save_safetensors
+from support.dtensors import save_ranks
 
 import syncheck
 from syncheck.comparison import evidence, vectors
@@ -124,29 +124,29 @@ class TestStart:
     @pytest.mark.parametrize(("start", "length"), [(0, 2), (5, 64), (70_000, 130_000), (199_998, 2)])
     def test_start_of_a_run(self, tmp_path: Path, start: int, length: int) -> None:
         """The first element of a run is reported, also for runs across block borders."""
-        one = torch.rand(200_000)
-        other = one.clone()
-        other[start : start + length] += torch.rand(length) + 1
-        assert compare_tensors(tmp_path, one, other).first == start
+        first = torch.rand(200_000)
+        second = first.clone()
+        second[start : start + length] += torch.rand(length) + 1
+        assert compare_tensors(tmp_path, first, second).first == start
 
     def test_zeros_and_nans_before_a_run(self, tmp_path: Path) -> None:
         """Zeros of different sign and equal NaNs right before a run are not part of the run."""
-        one = torch.tensor([1.0, NAN, 0.0, 3.0, 4.0, 9.0, 9.0, 9.0])
-        other = torch.tensor([1.0, NAN, -0.0, 3.5, NAN, 19.0, 9.0, 9.0])
-        assert compare_tensors(tmp_path, one, other).first == 3
+        first = torch.tensor([1.0, NAN, 0.0, 3.0, 4.0, 9.0, 9.0, 9.0])
+        second = torch.tensor([1.0, NAN, -0.0, 3.5, NAN, 19.0, 9.0, 9.0])
+        assert compare_tensors(tmp_path, first, second).first == 3
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "int8", "float8_e5m2", "bool"])
     def test_other_dtypes(self, tmp_path: Path, dtype: str) -> None:
         """The position of the run is counted in elements, not in bytes."""
-        one = torch.zeros(4, 8).to(getattr(torch, dtype))
-        other = one.clone()
-        other.view(-1)[11:14] = torch.ones(3).to(one.dtype)
-        assert compare_tensors(tmp_path, one, other).first == 11
+        first = torch.zeros(4, 8).to(getattr(torch, dtype))
+        second = first.clone()
+        second.view(-1)[11:14] = torch.ones(3).to(first.dtype)
+        assert compare_tensors(tmp_path, first, second).first == 11
 
     def test_no_start_without_a_run(self, tmp_path: Path) -> None:
         """Scattered differences, and differences in all elements, have no first element."""
-        for other in ([1, 0, 1, 0], [1, 1, 1, 1]):
-            assert compare_tensors(tmp_path, torch.zeros(4), torch.tensor(other).float()).first is None
+        for second in ([1, 0, 1, 0], [1, 1, 1, 1]):
+            assert compare_tensors(tmp_path, torch.zeros(4), torch.tensor(second).float()).first is None
 
 
 class TestShards:
@@ -201,9 +201,9 @@ class TestDirections:
         """Norms and cosines cover only the first MEASURED elements."""
         monkeypatch.setattr(vectors, "MEASURED", 100)
         base = np.ones(1000)
-        other = base.copy()
-        other[500] = 1e6
-        result = self.compare_arrays(tmp_path, base, other)
+        second = base.copy()
+        second[500] = 1e6
+        result = self.compare_arrays(tmp_path, base, second)
         assert result.norms == {0: 10.0, 1: 10.0}
         assert result.cosine == pytest.approx(1.0)
 
@@ -260,8 +260,8 @@ class TestExchanged:
     def test_three_tensors_moved_by_one(self, tmp_path: Path) -> None:
         """Each of three tensors holds the values of the next."""
         a, b, c = weights(), weights() * 2, weights() * 3
-        held = self.hold(tmp_path, {"a": a, "b": b, "c": c}, {"a": b, "b": c, "c": a})
-        assert held == {"a": {1: "b"}, "b": {1: "c"}, "c": {1: "a"}}
+        contents = self.hold(tmp_path, {"a": a, "b": b, "c": c}, {"a": b, "b": c, "c": a})
+        assert contents == {"a": {1: "b"}, "b": {1: "c"}, "c": {1: "a"}}
 
     def test_constants_and_other_shapes_prove_nothing(self, tmp_path: Path) -> None:
         """Exchanged constants, and equal bytes in another shape, are not exchanged tensors."""

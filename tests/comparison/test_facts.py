@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import compare_ranks
+from support.checkpoints import compare_ranks
 
 from syncheck import testing
 from syncheck.diagnose import baseline

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import compare_ranks, network, save_pth, save_safetensors
+from support.checkpoints import compare_ranks, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.messages import Note
@@ -41,8 +41,8 @@ def group_of(folder: Path, *trees: dict[str, Any]) -> Group:
 def with_groups(*changes: dict[str, Any], number: int = 2) -> dict[str, Any]:
     """Return a training checkpoint with changed parameter groups, or with fewer groups."""
     tree = training()
-    made = zip(tree["optimizer"]["param_groups"], (*changes, {}, {}), strict=False)
-    tree["optimizer"]["param_groups"] = [group | change for group, change in made][:number]
+    created = zip(tree["optimizer"]["param_groups"], (*changes, {}, {}), strict=False)
+    tree["optimizer"]["param_groups"] = [group | change for group, change in created][:number]
     return tree
 
 
@@ -155,8 +155,8 @@ def test_values_that_some_files_lack_are_noted(tmp_path: Path) -> None:
     assert Note.VALUES_ABSENT(ranks=(1,), names=("note",)) in group_of(tmp_path, *trees).notes
     trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
     notes = group_of(tmp_path, *trees).notes
-    first, *others = [note for note in notes if note.code is Note.VALUES_ABSENT]
-    assert (first.parameters["ranks"], len(first.parameters["names"]), len(others)) == ((1, 2, 3, 4), 7, 2)
+    first, *remaining = [note for note in notes if note.code is Note.VALUES_ABSENT]
+    assert (first.parameters["ranks"], len(first.parameters["names"]), len(remaining)) == ((1, 2, 3, 4), 7, 2)
     assert str(first).count("own0_") == 5
     assert Note.MORE_VALUES_ABSENT(count=14) in notes
     assert all(len(str(note)) < 600 for note in notes)
@@ -210,7 +210,7 @@ OWN = {
 )
 def test_counted_values_under_the_keys_of_trainers(tmp_path: Path, key: str, value: Any, other: Any, code: str) -> None:
     """Scalers, schedulers and progress are recognized under every trainer's key, by name or by structure."""
-    group = group_of(tmp_path, *(training(**{key: one}) for one in (value, value, other)))
+    group = group_of(tmp_path, *(training(**{key: first}) for first in (value, value, other)))
     assert [(finding.code, finding.ranks) for finding in group.findings] == [(code, (2,))]
     assert len(group.values) >= 1
 
@@ -220,8 +220,8 @@ def test_values_of_single_ranks_do_not_count(tmp_path: Path) -> None:
 
     def other(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: other(of) for key, of in value.items()}
-        return [other(of) for of in value] if isinstance(value, list) else value * 2 or 1
+            return {key: other(source_value) for key, source_value in value.items()}
+        return [other(source_value) for source_value in value] if isinstance(value, list) else value * 2 or 1
 
     group = group_of(tmp_path, training(**OWN), training(**other(OWN)))
     assert (group.verdict, group.findings) == ("in_sync", ())
@@ -242,8 +242,8 @@ def test_members_of_parameter_groups(tmp_path: Path, members: Any, others: Any, 
     """Members swapped between groups with different weight decay are SYN107; the order within a group is ignored."""
     trees = []
     for groups in (members, others):
-        listed = [{"lr": 0.1, "weight_decay": 0.1 * i, "params": group} for i, group in enumerate(groups)]
-        trees.append({"model": network(), "optimizer": {"state": {}, "param_groups": listed}})
+        listing = [{"lr": 0.1, "weight_decay": 0.1 * i, "params": group} for i, group in enumerate(groups)]
+        trees.append({"model": network(), "optimizer": {"state": {}, "param_groups": listing}})
     report = compare_ranks(tmp_path, *trees)
     assert report.exit_code == code
     assert [finding.code for finding in report.groups[0].findings] == ["SYN107"] * code

@@ -10,7 +10,7 @@ import jsonschema
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import Done, changed, network, save, save_safetensors
+from support.checkpoints import Done, changed, network, save, save_safetensors
 
 import syncheck
 from syncheck.comparison import histograms
@@ -58,9 +58,9 @@ def test_two_replicas_against_numpy(tmp_path: Path, dtype: str, seed: int) -> No
     result = compare_histograms(tmp_path, {"w": a}, {"w": b})["w"]
     with np.errstate(invalid="ignore"):
         differences = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    finite = np.isfinite(a) & np.isfinite(b) & ~same
-    assert result == Histogram(int(same.sum()), expected(differences[finite]), int((~same & ~finite).sum()))
+    is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+    finite = np.isfinite(a) & np.isfinite(b) & ~is_same
+    assert result == Histogram(int(is_same.sum()), expected(differences[finite]), int((~is_same & ~finite).sum()))
     assert result.elements == a.size
     assert min(np.count_nonzero(result.counts), result.equal, result.not_finite) > 0
 

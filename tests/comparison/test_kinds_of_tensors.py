@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import save_header
+from support.checkpoints import save_header
 
 import syncheck
 from syncheck.errors import SyncheckError
@@ -61,23 +61,23 @@ def make_tensors() -> dict[str, Any]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a file with each kind of tensor."""
     folder = tmp_path_factory.mktemp("kinds")
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, tensor in make_tensors().items():
-            found[name] = folder / f"{name}.pt"
-            torch.save({"layer.weight": tensor, "layer.bias": torch.ones(4)}, found[name])
+            result[name] = folder / f"{name}.pt"
+            torch.save({"layer.weight": tensor, "layer.bias": torch.ones(4)}, result[name])
     for code, size in CODES.items():
-        found[code] = folder / f"{code}.safetensors"
+        result[code] = folder / f"{code}.safetensors"
         header = {
             "layer.bias": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
             "layer.weight": {"dtype": code, "shape": [4, 4], "data_offsets": [16, 16 + size]},
         }
-        save_header(found[code], header, torch.ones(4).numpy().tobytes() + bytes(size))
+        save_header(result[code], header, torch.ones(4).numpy().tobytes() + bytes(size))
     for name in ("float32", "coo", "meta"):
-        found[f"{name} fingerprint"] = folder / f"{name}.json"
-        found[f"{name} fingerprint"].write_text(fingerprint(syncheck.read(str(found[name]))))
-    return found
+        result[f"{name} fingerprint"] = folder / f"{name}.json"
+        result[f"{name} fingerprint"].write_text(fingerprint(syncheck.read(str(result[name]))))
+    return result
 
 
 def find_exit_code(call: Callable[[], syncheck.Report]) -> int:
@@ -92,8 +92,8 @@ def test_diff_of_any_two_kinds(files: dict[str, Path]) -> None:
     """`diff` is in sync for a copy only, unless the kind has no values, and for a file and its fingerprint."""
     for first, second in itertools.product(files, repeat=2):
         code = find_exit_code(lambda a=files[first], b=files[second]: syncheck.diff(a, b))  # type: ignore[misc]
-        same = first.removesuffix(" fingerprint") == second.removesuffix(" fingerprint")
-        expected = (2 if first in WITHOUT_VALUES else 0) if same else 1
+        is_same = first.removesuffix(" fingerprint") == second.removesuffix(" fingerprint")
+        expected = (2 if first in WITHOUT_VALUES else 0) if is_same else 1
         assert code == expected, (first, second)
 
 
@@ -105,8 +105,8 @@ def test_compare_of_any_two_kinds(files: dict[str, Path], tmp_path: Path) -> Non
             paths.append(tmp_path / f"{number}_rank{rank}{files[name].suffix}")
             shutil.copyfile(files[name], paths[-1])
         code = find_exit_code(lambda a=paths[0], b=paths[1]: syncheck.compare(a, b))  # type: ignore[misc]
-        same = first.removesuffix(" fingerprint") == second.removesuffix(" fingerprint")
-        expected = (2 if first in WITHOUT_VALUES else 0) if same else 1
+        is_same = first.removesuffix(" fingerprint") == second.removesuffix(" fingerprint")
+        expected = (2 if first in WITHOUT_VALUES else 0) if is_same else 1
         assert code == expected, (first, second)
 
 

@@ -145,9 +145,9 @@ def test_a_difference_of_the_model_is_another_finding(tmp_path: Path) -> None:
         update_classes(model.metric, rank)
     with torch.no_grad():
         models[1].fc.weight.add_(0.5)
-    found = codes(save(tmp_path, models))
-    assert found[0] == "SYN206"
-    assert len(found) == 2
+    found_codes = codes(save(tmp_path, models))
+    assert found_codes[0] == "SYN206"
+    assert len(found_codes) == 2
 
 
 def test_integers_are_no_parameters(tmp_path: Path) -> None:

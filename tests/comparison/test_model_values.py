@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_safetensors
+from support.checkpoints import save_safetensors
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -103,11 +103,11 @@ class Numbered(torch.nn.Sequential):
 
 def layers(names: str, kind: Callable[[Any], torch.nn.Module] = torch.nn.Sequential) -> torch.nn.Module:
     """Return a container with layers: `a` and `b` with weights of their own, and `r` for ReLU."""
-    made: dict[str, torch.nn.Module] = {"r": torch.nn.ReLU()}
+    created: dict[str, torch.nn.Module] = {"r": torch.nn.ReLU()}
     for number, name in enumerate("ab"):
-        made[name] = torch.nn.Linear(3, 3, bias=False)
-        torch.nn.init.constant_(made[name].weight, number)
-    return kind(OrderedDict((name, made[name]) for name in names))
+        created[name] = torch.nn.Linear(3, 3, bias=False)
+        torch.nn.init.constant_(created[name].weight, number)
+    return kind(OrderedDict((name, created[name]) for name in names))
 
 
 def renumbered(numbers: Any) -> torch.nn.Module:

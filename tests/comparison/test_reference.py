@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, compare_ranks, network, save
+from support.checkpoints import changed, compare_ranks, network, save
 
 import syncheck
 from syncheck.errors import OptionError
@@ -114,9 +114,9 @@ def test_a_folder_is_the_reference_of_every_group(tmp_path: Path) -> None:
     report = syncheck.compare(*folders, options=syncheck.Options(reference=str(tmp_path / "b")))
     assert len(report.groups) == 2
     for group in report.groups:
-        odd = [replica.path for replica in group.replicas if replica.rank in group.tensors[0].minority]
-        assert len(odd) == 2
-        assert not any("/b/" in path for path in odd)
+        outlier = [replica.path for replica in group.replicas if replica.rank in group.tensors[0].minority]
+        assert len(outlier) == 2
+        assert not any("/b/" in path for path in outlier)
 
 
 def test_a_rank_is_the_reference_of_each_group_with_this_rank(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck import api
@@ -108,8 +108,8 @@ def test_another_run_is_ignored(tmp_path: Path) -> None:
 
 def test_old_parameters_beside_new_state(tmp_path: Path) -> None:
     """A rank with old parameters, from an overlapped gather, is stale even if its optimizer state is new."""
-    odd = state(3) | {"model": state(2)["model"]}
-    report = syncheck.compare(write(tmp_path, {2: [state(2)] * 3, 3: [state(3), state(3), odd]}))
+    outlier = state(3) | {"model": state(2)["model"]}
+    report = syncheck.compare(write(tmp_path, {2: [state(2)] * 3, 3: [state(3), state(3), outlier]}))
     assert stale_ranks(report) == {3: {2: 2}}
     assert set(last_group(report).findings[0].tensors) == {"fc.weight", "fc.bias"}
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import network, save_pth
+from support.checkpoints import network, save_pth
 
 from syncheck import api, config, options
 from syncheck.errors import UsageError
@@ -77,8 +77,8 @@ def test_each_key_reaches_the_options(project: Path, key: str) -> None:
     """Each key sets only its field of Options."""
     lines = {name: EVERY_KEY[name] for name in TOGETHER.get(key, (key,))}
     path = write(project, "\n".join(f"{name} = {text}" for name, (text, _) in lines.items()))
-    found, values = config.load(project)
-    assert found == str(path)
+    result, values = config.load(project)
+    assert result == str(path)
     expected = api.Options(**{name: value for name, (_, value) in lines.items()})
     assert config.merge_options(values, api.Options, {}) == expected
     assert expected != api.Options()

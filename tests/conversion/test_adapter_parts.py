@@ -8,9 +8,9 @@ import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
@@ -22,7 +22,7 @@ from syncheck.records import Reason
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -76,12 +76,12 @@ def test_parts_that_are_not_merged(
     tmp_path: Path, model: Weights, adapter: Weights, parts: dict[str, tuple[int, ...]]
 ) -> None:
     """A correct merge of all other parts is undecided, and the part is named; --exclude is the way to ignore it."""
-    others = {f"{PREFIX}{name}": draw(*shape) for name, shape in parts.items()}
-    report = compare(tmp_path, model, adapter | others, merge(model, adapter))
-    assert (report.verdict, uncompared(report)) == ("undecided", set(others))
+    remaining = {f"{PREFIX}{name}": draw(*shape) for name, shape in parts.items()}
+    report = compare(tmp_path, model, adapter | remaining, merge(model, adapter))
+    assert (report.verdict, uncompared(report)) == ("undecided", set(remaining))
     sides = f"{tmp_path}/base,{tmp_path}/adapter", f"{tmp_path}/b"
     assert syncheck.diff(*sides, options=DiffOptions(subset=True)).verdict == "undecided"
-    options = DiffOptions(exclude=tuple(name.replace("[", "?") for name in others))
+    options = DiffOptions(exclude=tuple(name.replace("[", "?") for name in remaining))
     assert syncheck.diff(*sides, options=options).verdict == "in_sync"
 
 
@@ -125,8 +125,8 @@ def test_settings_that_are_not_supported(
     merged = merge(model, adapter)
     report = compare(tmp_path / "1", model, adapter, merged, **settings)
     assert (report.verdict, uncompared(report)) == ("undecided", {*adapter, *(f"{m}.weight" for m in MODULES)})
-    other = merged | {"model.norm.weight": merged["model.norm.weight"] * 2 + 1}
-    assert compare(tmp_path / "2", model, adapter, other, **settings).verdict == "out_of_sync"
+    second = merged | {"model.norm.weight": merged["model.norm.weight"] * 2 + 1}
+    assert compare(tmp_path / "2", model, adapter, second, **settings).verdict == "out_of_sync"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"lora_alpha": ' + "9" * 6000 + "}", "{}"])
@@ -153,8 +153,8 @@ def test_patterns_as_in_peft(tmp_path: Path, model: Weights, adapter: Weights) -
     alphas = {Q: 16, "model.layers.1.self_attn.q_proj": 32}
     merged = dict(model)
     for module in MODULES:
-        one = {name: w for name, w in adapter.items() if module in name}
-        product = one[f"{PREFIX}{module}.lora_B.weight"] @ one[f"{PREFIX}{module}.lora_A.weight"]
+        first = {name: w for name, w in adapter.items() if module in name}
+        product = first[f"{PREFIX}{module}.lora_B.weight"] @ first[f"{PREFIX}{module}.lora_A.weight"]
         merged[f"{module}.weight"] = model[f"{module}.weight"] + np.float32(alphas.get(module, ALPHA) / RANK) * product
     assert compare(tmp_path / "1", model, adapter, merged, **patterns).exit_code == 0
     assert codes(compare(tmp_path / "2", model, adapter, merge(model, adapter), **patterns)) == {"SYN303": 2}
@@ -180,8 +180,8 @@ def test_replaced_tensors(tmp_path: Path, model: Weights, adapter: Weights) -> N
     options = DiffOptions(base=str(tmp_path / "2" / "base"))
     report = syncheck.diff(f"{tmp_path}/2/base,{tmp_path}/2/adapter", tmp_path / "2" / "b", options=options)
     assert codes(report) == {"SYN303": 2}
-    other = full | {f"{EMBED}.weight": embedding[::-1].copy()}
-    assert "SYN303" not in codes(compare(tmp_path / "3", model, adapter | parts, other, **settings))
+    second = full | {f"{EMBED}.weight": embedding[::-1].copy()}
+    assert "SYN303" not in codes(compare(tmp_path / "3", model, adapter | parts, second, **settings))
 
 
 def test_a_new_module(tmp_path: Path, model: Weights, adapter: Weights) -> None:

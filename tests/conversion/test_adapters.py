@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.errors import UsageError
@@ -15,7 +15,7 @@ from syncheck.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RANK, ALPHA = 4, 8
 MODULES = [f"model.layers.{i}.{part}" for i in range(llama.LAYERS) for part in ("self_attn.q_proj", "mlp.down_proj")]
@@ -181,8 +181,8 @@ def test_two_adapters_are_compared_as_stored(tmp_path: Path) -> None:
     """Factors that differ while their product agrees are a difference."""
     model = llama.make_model()
     adapter = make_adapter(model)
-    other = {name: w * 2 if "lora_A" in name else w / 2 for name, w in adapter.items()}
-    a, b = llama.write(tmp_path / "a", {**model, **adapter}), llama.write(tmp_path / "b", {**model, **other})
+    second = {name: w * 2 if "lora_A" in name else w / 2 for name, w in adapter.items()}
+    a, b = llama.write(tmp_path / "a", {**model, **adapter}), llama.write(tmp_path / "b", {**model, **second})
     assert syncheck.diff(a, a).exit_code == 0
     assert syncheck.diff(a, b).counts.different == len(adapter)
 
@@ -191,8 +191,8 @@ def test_files_whose_names_differ_by_a_prefix_are_copies(tmp_path: Path) -> None
     """Two files of A with other prefixes hold the same tensors: their difference is reported."""
     model = llama.make_model()
     wrapped = {f"module.{name}": w + 1 for name, w in model.items()}
-    one, other = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
-    assert syncheck.diff(f"{one},{other}", one).exit_code == 1
+    first_path, second_path = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
+    assert syncheck.diff(f"{first_path},{second_path}", first_path).exit_code == 1
 
 
 @pytest.mark.parametrize("other", ["other data", "another scale", "equal"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.errors import UsageError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 LAYER = "model.layers.0."
 
@@ -115,8 +115,8 @@ def scale(model: Weights) -> None:
 def exchange_layers(model: Weights) -> None:
     """Two layers are exchanged."""
     for name in [name for name in model if name.startswith(LAYER) and "mlp" in name]:
-        other = name.replace(".0.", ".1.")
-        model[name], model[other] = model[other], model[name]
+        second = name.replace(".0.", ".1.")
+        model[name], model[second] = model[second], model[name]
 
 
 FAULTS: list[tuple[Callable[[Weights], None], str, int]] = [
@@ -164,11 +164,11 @@ def test_orders_of_fused_tensors(tmp_path: Path, wrong: dict[str, Any]) -> None:
     named = {f"model.layers.{i}.{part}.weight" for i in range(llama.LAYERS) for part in parts}
     converted = llama.to_megatron(model, **wrong)
     for i, pair in enumerate(((model, converted), (converted, model))):
-        found = find(tmp_path / str(i), *pair, llama.CONFIG)
-        assert found.keys() == {"SYN305"}
+        findings = find(tmp_path / str(i), *pair, llama.CONFIG)
+        assert findings.keys() == {"SYN305"}
         # A part can be at its place by chance: v is the last one in two orders.
-        assert found["SYN305"] <= named
-        assert len(found["SYN305"]) >= 2 * llama.LAYERS
+        assert findings["SYN305"] <= named
+        assert len(findings["SYN305"]) >= 2 * llama.LAYERS
 
 
 def test_several_causes(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_several_causes(tmp_path: Path) -> None:
         damage(copy)
     noise = np.random.default_rng(2).standard_normal(copy["lm_head.weight"].shape, np.float32)
     copy["lm_head.weight"] = copy["lm_head.weight"] + np.float32(0.1) * noise
-    found = find(tmp_path, model, copy)
-    assert found == {
+    findings = find(tmp_path, model, copy)
+    assert findings == {
         "SYN304": {f"{LAYER}self_attn.o_proj.weight"},
         "SYN306": {f"{LAYER}self_attn.{x}_proj.weight" for x in "qk"},
         "SYN307": {f"{LAYER}mlp.up_proj.weight"},
@@ -195,17 +195,17 @@ def test_a_cause_and_a_conversion(tmp_path: Path) -> None:
     model = llama.make_model()
     copy = {name: weight.astype(np.float16) for name, weight in model.items()}
     transpose(copy)
-    found = find(tmp_path, model, copy)
-    assert found["SYN304"] == {f"{LAYER}self_attn.o_proj.weight"}
-    assert len(found["SYN307"]) == len(model) - 1
+    findings = find(tmp_path, model, copy)
+    assert findings["SYN304"] == {f"{LAYER}self_attn.o_proj.weight"}
+    assert len(findings["SYN307"]) == len(model) - 1
     assert find(tmp_path, model, copy, cast="float16") == {"SYN304": {f"{LAYER}self_attn.o_proj.weight"}}
 
 
 def exchange(model: Weights) -> None:
     """Two experts are exchanged."""
     for name in [name for name in model if name.startswith(f"{LAYER}mlp.experts.1.")]:
-        other = name.replace("experts.1.", "experts.2.")
-        model[name], model[other] = model[other], model[name]
+        second = name.replace("experts.1.", "experts.2.")
+        model[name], model[second] = model[second], model[name]
 
 
 def duplicate(model: Weights) -> None:
@@ -226,9 +226,9 @@ def test_experts(tmp_path: Path, damage: Callable[[Weights], None], count: int) 
     model = llama.make_model(experts=4)
     copy = dict(model)
     damage(copy)
-    found = find(tmp_path, model, copy)
-    assert found.keys() == {"SYN310"}
-    assert len(found["SYN310"]) == count
+    findings = find(tmp_path, model, copy)
+    assert findings.keys() == {"SYN310"}
+    assert len(findings["SYN310"]) == count
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 1, 2, 0], [0, 1]])
@@ -236,16 +236,16 @@ def test_stacked_experts(tmp_path: Path, order: list[int]) -> None:
     """The same in one tensor for all experts."""
     stack = np.random.default_rng(0).standard_normal((4, 6, 5), np.float32)
     model = {"mlp.experts.down_proj": stack, "mlp.gate.weight": stack[:, :, 0]}
-    found = find(tmp_path, model, {**model, "mlp.experts.down_proj": stack[order]})
-    assert found.keys() == ({"SYN309"} if len(order) == 2 else {"SYN310"})
+    findings = find(tmp_path, model, {**model, "mlp.experts.down_proj": stack[order]})
+    assert findings.keys() == ({"SYN309"} if len(order) == 2 else {"SYN310"})
 
 
 def update(model: Weights, *, step: float = 0.01) -> Weights:
     """Return a model after an update of all tensors but one."""
     rng = np.random.default_rng(5)
-    kept = "model.norm.weight"
+    retained = "model.norm.weight"
     return {
-        name: w if name == kept else w + np.float32(step) * rng.standard_normal(w.shape, np.float32)
+        name: w if name == retained else w + np.float32(step) * rng.standard_normal(w.shape, np.float32)
         for name, w in model.items()
     }
 
@@ -276,8 +276,8 @@ def test_partially_updated(tmp_path: Path) -> None:
     copy = {name: base[name] if name in stale else weight for name, weight in model.items()}
     assert find(tmp_path, model, copy, base=path) == {"SYN302": stale}
     copy = {**base, f"{LAYER}self_attn.o_proj.weight": model[f"{LAYER}self_attn.o_proj.weight"].T}
-    found = find(tmp_path, model, copy, base=path)
-    assert found.keys() == {"SYN302", "SYN304"}
+    findings = find(tmp_path, model, copy, base=path)
+    assert findings.keys() == {"SYN302", "SYN304"}
 
 
 def test_an_earlier_step_is_the_base(tmp_path: Path) -> None:
@@ -299,16 +299,16 @@ def test_neighbours_are_not_accused(tmp_path: Path) -> None:
     """Fine-tuned, averaged and pruned models have no cause that is a proof."""
     rng = np.random.default_rng(3)
     model = llama.make_model()
-    other = llama.make_model(seed=4)
+    second = llama.make_model(seed=4)
     copies = [
         update(model, step=0.5),
-        {name: (w + other[name]) / 2 for name, w in model.items()},
+        {name: (w + second[name]) / 2 for name, w in model.items()},
         {name: np.where(rng.random(w.shape) < 0.5, 0, w).astype(np.float32) for name, w in model.items()},
         {name: np.sort(w.reshape(-1)).reshape(w.shape) for name, w in model.items() if w.ndim > 1},
     ]
     for i, copy in enumerate(copies):
-        found = find(tmp_path / str(i), model, copy)
-        assert found.keys() <= {"SYN101", "SYN311", "SYN399"}
+        findings = find(tmp_path / str(i), model, copy)
+        assert findings.keys() <= {"SYN101", "SYN311", "SYN399"}
 
 
 def test_steps_in_folders_are_found(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, get_parameters
+from support.found_causes import compare, draw, find, get_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,9 +28,9 @@ def test_an_offset(tmp_path: Path, offset: float, dtype: str) -> None:
     if dtype != "float32":
         # Adding 1 rounds nearly all bits of small weights away.
         expected = {"norm.weight", *(["small.weight"] if dtype == "float16" else [])}
-    found = find(tmp_path, a, b)
-    assert found["SYN315"] >= expected
-    assert found.keys() <= {"SYN315", "SYN399"}
+    findings = find(tmp_path, a, b)
+    assert findings["SYN315"] >= expected
+    assert findings.keys() <= {"SYN315", "SYN399"}
     assert get_parameters(tmp_path, a, b, "norm.weight")["offset"] == pytest.approx(offset, rel=1e-3)
 
 
@@ -67,9 +67,9 @@ def test_a_factor_for_each_block(tmp_path: Path, block: tuple[int, int], dtype: 
     scales = 0.5 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
     factors = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     b = (WEIGHT * factors).to(getattr(torch, dtype))
-    found, _ = compare(tmp_path, BODY | {"w": WEIGHT}, BODY | {"w": b})
-    assert found.keys() == {"SYN316"}
-    assert found["SYN316"].certainty == "likely"
+    findings, _ = compare(tmp_path, BODY | {"w": WEIGHT}, BODY | {"w": b})
+    assert findings.keys() == {"SYN316"}
+    assert findings["SYN316"].certainty == "likely"
     parameters = get_parameters(tmp_path, BODY | {"w": WEIGHT}, BODY | {"w": b}, "w")
     assert (parameters["block"], parameters["count"]) == (block, rows * columns)
     assert parameters["least"] == pytest.approx(float(scales.min()), rel=0.02)
@@ -123,10 +123,10 @@ def test_rounded_with_a_zero_point(tmp_path: Path) -> None:
         low = rows.amin(1, keepdim=True)
         step = (rows.amax(1, keepdim=True) - low) / 255
         rounded[name] = ((torch.round(rows / step)) * step).reshape(tensor.shape)
-    found = find(tmp_path, state, rounded)
+    findings = find(tmp_path, state, rounded)
     # 36 values of a row of the kernel may have fewer common divisors than their step shows.
-    assert found["SYN308"] >= {"norm.weight"}
-    assert found.keys() <= {"SYN308", "SYN399"}
+    assert findings["SYN308"] >= {"norm.weight"}
+    assert findings.keys() <= {"SYN308", "SYN399"}
 
 
 def test_wrong_rounding_is_not_quantized(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_wrong_rounding_is_not_quantized(tmp_path: Path) -> None:
     lost = torch.round(WEIGHT / largest) * largest
     numbers, scales = quantize(WEIGHT, 127, 64)
     shifted = ((numbers + 1) * scales).reshape(32, 64)
-    other = (quantize(draw(32, 64, seed=9), 127, 64)[0] * scales).reshape(32, 64)
+    second = (quantize(draw(32, 64, seed=9), 127, 64)[0] * scales).reshape(32, 64)
     pruned = torch.where(WEIGHT.abs() < 0.01, 0, WEIGHT)
-    for copy in (lost, shifted, other, pruned):
+    for copy in (lost, shifted, second, pruned):
         findings, _ = compare(tmp_path, {"w": WEIGHT}, {"w": copy}, allow=("SYN308",))
         assert "SYN308" not in findings
 
@@ -146,8 +146,8 @@ def test_wrong_rounding_is_not_quantized(tmp_path: Path) -> None:
 def test_integers_without_scales(tmp_path: Path, length: int) -> None:
     """B holds the integers of each row, block or tensor as floats, and A the values."""
     numbers, _ = quantize(WEIGHT, 127, length)
-    found, _ = compare(tmp_path, {"w": WEIGHT} | BODY, {"w": numbers.reshape(32, 64)} | BODY)
-    assert found.keys() == {"SYN316"}
+    findings, _ = compare(tmp_path, {"w": WEIGHT} | BODY, {"w": numbers.reshape(32, 64)} | BODY)
+    assert findings.keys() == {"SYN316"}
 
 
 @pytest.mark.parametrize("scale_shape", [(), (32, 1), (4, 8)])

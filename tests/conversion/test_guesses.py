@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -14,7 +14,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RNG = np.random.default_rng(0)
 FIRST, SECOND, THIRD = (RNG.standard_normal((8, 8)).astype("f4") for _ in range(3))
@@ -23,8 +23,11 @@ ACCEPT = DiffOptions(accept_inferred=True)
 
 def diff_both(tmp_path: Path, a: Weights, b: Weights) -> set[int]:
     """Return the exit codes with an accepted map, with either model as A."""
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    return {syncheck.diff(one, other, options=ACCEPT).exit_code, syncheck.diff(other, one, options=ACCEPT).exit_code}
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    return {
+        syncheck.diff(first_path, second_path, options=ACCEPT).exit_code,
+        syncheck.diff(second_path, first_path, options=ACCEPT).exit_code,
+    }
 
 
 def number(template: str, *weights: Any) -> Weights:
@@ -79,11 +82,11 @@ def test_weights_that_models_tie(tmp_path: Path, names: tuple[str, ...]) -> None
 def test_layers_that_share_their_memory(tmp_path: Path, layers: int) -> None:
     """torch.save keeps shared memory, as of ALBERT's layers; copies of a layer are other tensors."""
     torch = pytest.importorskip("torch")
-    shared, rest = torch.randn(4, 4), torch.randn(4, 4)
+    shared, remainder = torch.randn(4, 4), torch.randn(4, 4)
     models = {
-        "shared": {f"layers.{i}.w": shared for i in range(4)} | {"v": rest},
-        "copies": {f"layers.{i}.w": shared.clone() for i in range(4)} | {"v": rest},
-        "group": {f"group.{i}.w": shared.clone() for i in range(layers)} | {"x": rest},
+        "shared": {f"layers.{i}.w": shared for i in range(4)} | {"v": remainder},
+        "copies": {f"layers.{i}.w": shared.clone() for i in range(4)} | {"v": remainder},
+        "group": {f"group.{i}.w": shared.clone() for i in range(layers)} | {"x": remainder},
     }
     paths = {}
     for name, model in models.items():
@@ -116,14 +119,14 @@ NORMS = [("weight", "bias"), ("gamma", "beta"), ("g", "h")]
 def test_initial_values_have_one_rule(tmp_path: Path, first: str, second: str, layers: int, start: int) -> None:
     """A layer whose weight and bias are exchanged is a finding: the other layers show it, or their names."""
     a, b = make_norms(layers, first, second, start)
-    one, other = f"h.{start + layers // 2}.norm.{first}", f"h.{start + layers // 2}.norm.{second}"
-    exchanged = b | {one: b[other], other: b[one]}
+    single, altered = f"h.{start + layers // 2}.norm.{first}", f"h.{start + layers // 2}.norm.{second}"
+    exchanged = b | {single: b[altered], altered: b[single]}
     assert diff_both(tmp_path, a, b) == {0}
     # Nothing shows which name of a single norm is its weight.
     code = 0 if layers == 1 and first == "g" else 1
     assert diff_both(tmp_path / "exchanged", a, exchanged) == {code}
     if layers > 2:
-        assert diff_both(tmp_path / "zeroed", a, b | {one: b[other]}) == {1}
+        assert diff_both(tmp_path / "zeroed", a, b | {single: b[altered]}) == {1}
 
 
 def test_one_norm_outside_of_all_layers(tmp_path: Path) -> None:

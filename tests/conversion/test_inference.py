@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.cli import main
@@ -17,7 +17,7 @@ from syncheck.report.words import undecided_reason
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 
 def rename(model: Weights) -> Weights:
@@ -128,12 +128,12 @@ def test_a_model_with_its_initial_values(tmp_path: Path) -> None:
     model = llama.make_model()
     names = {"input_layernorm": "n1", "post_attention_layernorm": "n2"}
     model |= {name: np.ones_like(w) for name, w in model.items() if w.ndim == 1}
-    other = {}
+    second = {}
     for name, weight in rename(model).items():
         for old, new in names.items():
             name = name.replace(old, new)
-        other[name] = weight
-    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other)
+        second[name] = weight
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", second)
     written = tmp_path / "map.toml"
     report = syncheck.diff(a, b, options=DiffOptions(write_map=str(written)))
     assert (report.verdict, report.counts.identical) == ("undecided", len(model))
@@ -147,9 +147,9 @@ def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
     model = llama.make_model()
     model |= {f"model.norm{i}.weight": model["model.norm.weight"] * 0 + 1 for i in (1, 2, 3)}
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
-    other = rename(model)
-    del other["x.net.norm2.weight"]
-    c = llama.write(tmp_path / "c", other)
+    second = rename(model)
+    del second["x.net.norm2.weight"]
+    c = llama.write(tmp_path / "c", second)
     for accept in (False, True):
         report = syncheck.diff(a, c, options=DiffOptions(accept_inferred=accept))
         assert (report.verdict, report.counts.not_compared) == ("undecided", 3)
@@ -165,10 +165,10 @@ def test_a_tied_weight_that_one_model_stores_once(tmp_path: Path) -> None:
     del once["x.lm_head.weight"]
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", once)
     written = str(tmp_path / "map.toml")
-    for one, other in ((a, b), (b, a)):
-        report = syncheck.diff(one, other, options=DiffOptions(write_map=written))
+    for first, second in ((a, b), (b, a)):
+        report = syncheck.diff(first, second, options=DiffOptions(write_map=written))
         assert (report.exit_code, report.counts.identical) == (2, len(model))
-        assert main(["diff", "-q", one, other, "--map", written]) == 0
+        assert main(["diff", "-q", first, second, "--map", written]) == 0
     model["lm_head.weight"] = model["lm_head.weight"] + 1
     c = llama.write(tmp_path / "c", model)
     assert main(["diff", "-q", c, b, "--map", written]) == 1
@@ -183,7 +183,7 @@ def test_constants_of_other_shapes_are_ambiguous(tmp_path: Path) -> None:
     weight["b.x"] = np.array(load(a)["a.w"])
     b = llama.write(tmp_path / "b", {**weight, "c.bias": np.zeros(24, np.float32)})
     c = llama.write(tmp_path / "c", {**weight, "c.bias": np.zeros(16, np.float32)})
-    assert [syncheck.diff(a, other).exit_code for other in (b, c)] == [2, 1]
+    assert [syncheck.diff(a, second).exit_code for second in (b, c)] == [2, 1]
 
 
 def test_biases_follow_the_rule_of_their_weight(tmp_path: Path) -> None:
@@ -196,11 +196,11 @@ def test_biases_follow_the_rule_of_their_weight(tmp_path: Path) -> None:
         a |= {f"layers.{i}.{x}.weight": part for x, part in zip("qkv", parts, strict=True)}
         a |= {f"layers.{i}.{x}.bias": np.zeros(len(part), "f4") for x, part in zip("qkv", parts, strict=True)}
         b |= {f"h.{i}.qkv.weight": np.concatenate(parts), f"h.{i}.qkv.bias": np.zeros(32, "f4")}
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    report = syncheck.diff(one, other)
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    report = syncheck.diff(first_path, second_path)
     assert (report.exit_code, report.counts.identical) == (2, 18)
     b["h.1.qkv.bias"][20] = 1
-    report = syncheck.diff(one, llama.write(tmp_path / "c", b))
+    report = syncheck.diff(first_path, llama.write(tmp_path / "c", b))
     assert [diff.name for diff in report.groups[-1].tensors] == ["layers.1.k.bias"]
 
 
@@ -236,10 +236,10 @@ def test_hostile_names(tmp_path: Path) -> None:
     renamed = {f"v.{name}": weight for name, weight in model.items()}
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", renamed)
     written = str(tmp_path / "map.toml")
-    for one, other in ((a, b), (b, a)):
-        report = syncheck.diff(one, other, options=DiffOptions(write_map=written))
+    for first, second in ((a, b), (b, a)):
+        report = syncheck.diff(first, second, options=DiffOptions(write_map=written))
         assert (report.exit_code, report.counts.identical) == (2, len(names))
-        assert syncheck.diff(one, other, options=DiffOptions(map=written)).exit_code == 0
+        assert syncheck.diff(first, second, options=DiffOptions(map=written)).exit_code == 0
 
 
 @pytest.mark.parametrize(

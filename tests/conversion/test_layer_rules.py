@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.conversion.numbering import find_numbering
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
     Damage = Callable[[Weights, int], None]
 
@@ -34,16 +34,16 @@ def make_pair(layers: int = LAYERS) -> tuple[Weights, Weights]:
     a: Weights = {"embed.weight": draw(60, WIDTH)}
     b: Weights = {"tok.w": a["embed.weight"]}
     for i in range(layers):
-        one, other = f"layers.{i}.", f"net.h.{i}."
+        first, second = f"layers.{i}.", f"net.h.{i}."
         parts = {x: draw(INNER, WIDTH) for x in ("gate", "up")} | {x: draw(WIDTH, WIDTH) for x in ("q", "k", "o")}
         parts["down"] = draw(WIDTH, INNER)
-        a |= {f"{one}{x}.weight": weight for x, weight in parts.items()}
+        a |= {f"{first}{x}.weight": weight for x, weight in parts.items()}
         b |= {
-            f"{other}w13.w": np.concatenate([parts["gate"], parts["up"]]),
-            f"{other}query.w": llama.interleave(parts["q"]),
-            f"{other}key.w": llama.interleave(parts["k"]),
-            f"{other}out.w": parts["o"].T,
-            f"{other}w2.w": parts["down"],
+            f"{second}w13.w": np.concatenate([parts["gate"], parts["up"]]),
+            f"{second}query.w": llama.interleave(parts["q"]),
+            f"{second}key.w": llama.interleave(parts["k"]),
+            f"{second}out.w": parts["o"].T,
+            f"{second}w2.w": parts["down"],
         }
     return a, b
 
@@ -66,14 +66,14 @@ def forget_transposition(b: Weights, i: int) -> None:
 
 def exchange_layers(b: Weights, i: int) -> None:
     """Exchange one tensor with the next layer."""
-    one, other = f"net.h.{i}.w2.w", f"net.h.{(i + 1) % LAYERS}.w2.w"
-    b[one], b[other] = b[other], b[one]
+    first, second = f"net.h.{i}.w2.w", f"net.h.{(i + 1) % LAYERS}.w2.w"
+    b[first], b[second] = b[second], b[first]
 
 
 def exchange_query_and_key(b: Weights, i: int) -> None:
     """Exchange two tensors of one layer."""
-    one, other = f"net.h.{i}.query.w", f"net.h.{i}.key.w"
-    b[one], b[other] = b[other], b[one]
+    first, second = f"net.h.{i}.query.w", f"net.h.{i}.key.w"
+    b[first], b[second] = b[second], b[first]
 
 
 def copy_a_layer(b: Weights, i: int) -> None:
@@ -99,12 +99,12 @@ def test_one_layer_with_another_rule(tmp_path: Path, damage: Damage, codes: set[
     a, b = make_pair()
     damage(b, layer)
     paths = [llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)]
-    one, other = paths[::-1] if turned else paths
+    first, second = paths[::-1] if turned else paths
     for accept in (False, True):
-        report = syncheck.diff(one, other, options=DiffOptions(accept_inferred=accept))
-        found = {finding.code for finding in report.groups[-1].findings}
+        report = syncheck.diff(first, second, options=DiffOptions(accept_inferred=accept))
+        found_codes = {finding.code for finding in report.groups[-1].findings}
         assert report.exit_code == 1
-        assert found & codes or turned, found
+        assert found_codes & codes or turned, found_codes
         assert all(
             str(layer) in diff.name or str((layer + 1) % LAYERS) in diff.name for diff in report.groups[-1].tensors
         )
@@ -157,8 +157,8 @@ def test_layers_of_two_kinds(tmp_path: Path) -> None:
         weight = rng.standard_normal((8, 8)).astype("f4")
         a[f"layers.{i}.mixer.weight"] = weight
         b[f"h.{i}.{'attn' if i % 2 else 'mamba'}.weight"] = weight
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    for pair in ((one, other), (other, one)):
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((first_path, second_path), (second_path, first_path)):
         assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 0
 
 
@@ -183,12 +183,12 @@ def test_transposed_and_fused(tmp_path: Path) -> None:
         a[f"h.{i}.attn.c_attn.weight"], a[f"h.{i}.attn.c_attn.bias"] = np.concatenate(parts).T, np.zeros(48, "f4")
         for name, part in zip("qkv", parts, strict=True):
             b |= {f"layers.{i}.{name}.weight": part, f"layers.{i}.{name}.bias": np.zeros(16, "f4")}
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    for pair in ((one, other), (other, one)):
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((first_path, second_path), (second_path, first_path)):
         report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
         assert (report.exit_code, report.counts.identical) == (0, len(b))
     b["layers.1.q.weight"], b["layers.1.k.weight"] = b["layers.1.k.weight"], b["layers.1.q.weight"]
-    report = syncheck.diff(one, llama.write(tmp_path / "c", b))
+    report = syncheck.diff(first_path, llama.write(tmp_path / "c", b))
     assert {finding.code for finding in report.groups[-1].findings} <= {"SYN305", "SYN313"}
     assert report.exit_code == 1
 
@@ -201,8 +201,8 @@ def test_positions_in_a_layer(tmp_path: Path) -> None:
         a |= {f"layers.{i}.fc{j}.w": rng.standard_normal((8, 8)).astype("f4") for j in (1, 2)}
     b = {name.replace("fc1", "mlp.0").replace("fc2", "mlp.2"): weight for name, weight in a.items()}
     b["layers.2.mlp.2.w"] = b["layers.2.mlp.2.w"] + 1
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    for pair, name in (((one, other), "layers.2.fc2.w"), ((other, one), "layers.2.mlp.2.w")):
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair, name in (((first_path, second_path), "layers.2.fc2.w"), ((second_path, first_path), "layers.2.mlp.2.w")):
         (diff,) = syncheck.diff(*pair).groups[-1].tensors
         assert (diff.name, diff.mismatched) == (name, 64)
 
@@ -221,11 +221,11 @@ def test_layers_in_reverse_order(tmp_path: Path, layers: int, start: int, step: 
             a[f"h.{i}.{name}"] = ordered[f"layers.{start + step * i}.{name}"] = weight
             reverse[f"layers.{start + step * (layers - 1 - i)}.{name}"] = weight
     accept = DiffOptions(accept_inferred=True)
-    one = llama.write(tmp_path / "a", a)
+    first_path = llama.write(tmp_path / "a", a)
     for name, model, code in (("ordered", ordered, 0), ("reverse", reverse, 1)):
-        other = llama.write(tmp_path / name, model)
-        assert syncheck.diff(one, other, options=accept).exit_code == code
-        assert syncheck.diff(other, one, options=accept).exit_code == code
+        second_path = llama.write(tmp_path / name, model)
+        assert syncheck.diff(first_path, second_path, options=accept).exit_code == code
+        assert syncheck.diff(second_path, first_path, options=accept).exit_code == code
 
 
 @pytest.mark.parametrize("join", [np.stack, np.concatenate])
@@ -243,8 +243,8 @@ def test_experts_in_one_tensor(tmp_path: Path, join: Any, order: tuple[int, ...]
         if i == 0:
             experts = [experts[j] for j in order]
         b[f"x.{i}.all"] = join(experts)
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    for pair in ((one, other), (other, one)):
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((first_path, second_path), (second_path, first_path)):
         report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
         assert report.exit_code == (order != (0, 1, 2, 3))
 
@@ -269,8 +269,8 @@ def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
     a, b = make_pair()
     # The first of both tensors gets the data of the layer.
     b = {"net.h.1.extra.w": b["net.h.1.out.w"], **b}
-    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
-    for pair in ((one, other), (other, one)):
+    first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((first_path, second_path), (second_path, first_path)):
         assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 1
 
 
@@ -278,8 +278,8 @@ def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
 def test_a_prefix_of_all_names(tmp_path: Path, prefix: str) -> None:
     """A second `model.` is no container, but another naming, and a note names the prefix, also with an accepted map."""
     model = llama.make_model()
-    other = {f"{prefix}{name}": weight for name, weight in model.items()}
-    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other)
+    second = {f"{prefix}{name}": weight for name, weight in model.items()}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", second)
     for pair, longer in (((a, b), "B"), ((b, a), "A")):
         for accept in (False, True):
             report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=accept))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, flip
+from support.found_causes import compare, draw, find, flip
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,10 +17,10 @@ WEIGHT = draw(64, 64)
 @pytest.mark.parametrize("bit", [3, 19, 23, 26, 30, 31])
 def test_one_flipped_bit(tmp_path: Path, bit: int) -> None:
     """A bit of the mantissa, the exponent or the sign: also one that makes an element as large as 1e36."""
-    found = find(
+    findings = find(
         tmp_path, {"fc.weight": WEIGHT, "b": WEIGHT * 2}, {"fc.weight": flip(WEIGHT, 327, bit), "b": WEIGHT * 2}
     )
-    assert found == {"SYN220": {"fc.weight"}}
+    assert findings == {"SYN220": {"fc.weight"}}
 
 
 def test_a_flip_in_a_norm_of_almost_equal_elements(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_a_flip_beside_a_conversion(tmp_path: Path) -> None:
     words[3, 4] ^= 1 << 13
     state = {"fc.weight": WEIGHT, "b": WEIGHT * 2}
     copy = {"fc.weight": words.view(torch.bfloat16), "b": WEIGHT.bfloat16() * 2}
-    found = find(tmp_path, state, copy)
-    assert found == {"SYN307": {"b"}, "SYN220": {"fc.weight"}}
+    findings = find(tmp_path, state, copy)
+    assert findings == {"SYN307": {"b"}, "SYN220": {"fc.weight"}}
     assert find(tmp_path, state, copy, cast="bfloat16") == {"SYN220": {"fc.weight"}}
     assert find(tmp_path, copy, state) == {"SYN307": {"b"}, "SYN220": {"fc.weight"}}
 
@@ -45,10 +45,10 @@ def test_a_flip_beside_trained_tensors(tmp_path: Path) -> None:
     """A huge element is a flipped bit, whatever training changed elsewhere; a small change of one element is not."""
     state = {"a.weight": WEIGHT, "b.weight": WEIGHT * 2}
     trained = WEIGHT * 2 + draw(64, 64, seed=3, scale=1e-3)
-    found = find(tmp_path, state, {"a.weight": flip(WEIGHT, 99, 30), "b.weight": trained})
-    assert found == {"SYN220": {"a.weight"}, "SYN399": {"b.weight"}}
-    found = find(tmp_path, state, {"a.weight": flip(WEIGHT, 99, 0), "b.weight": trained})
-    assert found == {"SYN399": {"a.weight", "b.weight"}}
+    findings = find(tmp_path, state, {"a.weight": flip(WEIGHT, 99, 30), "b.weight": trained})
+    assert findings == {"SYN220": {"a.weight"}, "SYN399": {"b.weight"}}
+    findings = find(tmp_path, state, {"a.weight": flip(WEIGHT, 99, 0), "b.weight": trained})
+    assert findings == {"SYN399": {"a.weight", "b.weight"}}
 
 
 @pytest.mark.parametrize("count", [2, 40, 400])
@@ -69,13 +69,13 @@ def test_a_part_of_the_rows_is_new(tmp_path: Path) -> None:
 def test_a_new_tensor_is_unrelated(tmp_path: Path) -> None:
     """Random values, also with a few elements in common, a few huge ones, or in another dtype, and constants."""
     random = draw(64, 64, seed=7)
-    some = random.clone()
-    some[0, :40] = WEIGHT[0, :40]
+    selected = random.clone()
+    selected[0, :40] = WEIGHT[0, :40]
     huge = random.clone()
     huge[1, 2] = 1e30
-    for copy in (random, some, huge, random.bfloat16(), torch.zeros(64, 64)):
-        found = find(tmp_path, {"fc.weight": WEIGHT, "b": WEIGHT * 2}, {"fc.weight": copy, "b": WEIGHT * 2})
-        assert found == {"SYN311": {"fc.weight"}}
+    for copy in (random, selected, huge, random.bfloat16(), torch.zeros(64, 64)):
+        findings = find(tmp_path, {"fc.weight": WEIGHT, "b": WEIGHT * 2}, {"fc.weight": copy, "b": WEIGHT * 2})
+        assert findings == {"SYN311": {"fc.weight"}}
 
 
 def test_outliers_of_a_trained_tensor(tmp_path: Path) -> None:

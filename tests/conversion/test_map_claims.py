@@ -6,9 +6,9 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.cli import main
@@ -21,7 +21,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 RNG = np.random.default_rng(0)
 
@@ -90,16 +90,16 @@ def test_real_rows_are_no_padding(tmp_path: Path) -> None:
 
 def test_only_the_library_that_pads_may_have_more_rows(tmp_path: Path) -> None:
     """40 rows in Hugging Face's names against 5 in Megatron's, and the other way round."""
-    for own, other in ((40, 5), (5, 40), (128, 5)):
+    for own_values, second in ((40, 5), (5, 40), (128, 5)):
         model, converted = llama.make_model(), llama.to_megatron(llama.make_model())
         for weights, names, rows in (
-            (model, ("model.embed_tokens.weight", "lm_head.weight"), own),
-            (converted, (EMBEDDING, OUTPUT), other),
+            (model, ("model.embed_tokens.weight", "lm_head.weight"), own_values),
+            (converted, (EMBEDDING, OUTPUT), second),
         ):
             for name in names:
                 weights[name] = np.resize(llama.make_model()["lm_head.weight"], (rows, llama.WIDTH))
-        a = llama.write(tmp_path / f"a{own}{other}", model, llama.CONFIG)
-        b = llama.write(tmp_path / f"b{own}{other}", converted)
+        a = llama.write(tmp_path / f"a{own_values}{second}", model, llama.CONFIG)
+        b = llama.write(tmp_path / f"b{own_values}{second}", converted)
         assert syncheck.diff(a, b).exit_code == syncheck.diff(b, a).exit_code == 1
 
 
@@ -107,9 +107,9 @@ def make_gpt2() -> Weights:
     """Return the linear layers of a GPT-2 with inputs first."""
     model: Weights = {}
     for i in range(2):
-        at = f"transformer.h.{i}."
-        model |= {f"{at}attn.c_attn.weight": draw(16, 48), f"{at}attn.c_proj.weight": draw(16, 16)}
-        model |= {f"{at}mlp.c_fc.weight": draw(16, 64), f"{at}mlp.c_proj.weight": draw(64, 16)}
+        prefix = f"transformer.h.{i}."
+        model |= {f"{prefix}attn.c_attn.weight": draw(16, 48), f"{prefix}attn.c_proj.weight": draw(16, 16)}
+        model |= {f"{prefix}mlp.c_fc.weight": draw(16, 64), f"{prefix}mlp.c_proj.weight": draw(64, 16)}
     return model
 
 
@@ -131,8 +131,8 @@ def test_a_model_has_one_orientation(tmp_path: Path, forgotten: tuple[str, ...])
     options = DiffOptions(map="gpt2")
     for pair in ((a, b), (b, a)):
         assert codes(syncheck.diff(*pair, options=options)) == {"SYN304"}
-    whole = llama.write(tmp_path / "c", {name: weight.T for name, weight in model.items()})
-    assert syncheck.diff(a, whole, options=options).exit_code == 0
+    complete = llama.write(tmp_path / "c", {name: weight.T for name, weight in model.items()})
+    assert syncheck.diff(a, complete, options=options).exit_code == 0
     assert syncheck.diff(a, a, options=options).exit_code == 0
 
 
@@ -172,8 +172,8 @@ def test_a_part_that_does_not_fit(tmp_path: Path, rows: int, codes: list[int]) -
     a = llama.write(tmp_path / "a", {"x.qk": fused, "body": body}, config)
     rules = [{"name": f"{n}.qk", "parts": ["q", "k"], "sizes": [2, 1], "rotary": True} for n in "xy"]
     path = write_map(tmp_path / "m.toml", *rules)
-    for i, other in enumerate((changed, fused)):
-        b = llama.write(tmp_path / f"b{i}", {"y.qk": other, "body": body}, config)
+    for i, second in enumerate((changed, fused)):
+        b = llama.write(tmp_path / f"b{i}", {"y.qk": second, "body": body}, config)
         assert main(["diff", "-q", "--map", path, a, b]) == codes[i]
 
 
@@ -181,8 +181,8 @@ def test_ignored_tensors_that_differ(tmp_path: Path) -> None:
     """A map that ignores what differs is an error, with equal names, other names, and other shapes."""
     weight, mask = draw(4, 4), draw(3, 3)
     a = llama.write(tmp_path / "a", {"a.w": weight, "a.k": mask, "both": mask})
-    same = llama.write(tmp_path / "same", {"b.w": weight, "b.k": mask, "both": mask})
-    other = llama.write(tmp_path / "other", {"b.w": weight, "b.k": draw(3, 3), "both": mask})
+    equal_copy = llama.write(tmp_path / "same", {"b.w": weight, "b.k": mask, "both": mask})
+    second_path = llama.write(tmp_path / "other", {"b.w": weight, "b.k": draw(3, 3), "both": mask})
     name = llama.write(tmp_path / "name", {"b.w": weight, "b.k": mask, "both": draw(3, 3)})
     shape = llama.write(tmp_path / "shape", {"b.w": weight, "b.k": mask, "both": draw(3, 4)})
     lacks = llama.write(tmp_path / "lacks", {"b.w": weight})
@@ -192,7 +192,13 @@ def test_ignored_tensors_that_differ(tmp_path: Path) -> None:
         {"name": "both", "parts": []},
         {"name": "{m}.k", "parts": []},
     )
-    assert [main(["diff", "-q", "--map", path, a, b]) for b in (same, other, name, shape, lacks)] == [0, 2, 2, 2, 0]
+    assert [main(["diff", "-q", "--map", path, a, b]) for b in (equal_copy, second_path, name, shape, lacks)] == [
+        0,
+        2,
+        2,
+        2,
+        0,
+    ]
 
 
 def test_colliding_parts(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import llama
 import ml_dtypes
 import numpy as np
 import pytest
+from support import llama
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
 
 import syncheck
@@ -17,7 +17,7 @@ from syncheck.options import DiffOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llama import Weights
+    from support.llama import Weights
 
 NAME = f"{MODULES[0]}.weight"
 FACTOR = f"base_model.model.{MODULES[0]}.lora_B.weight"
@@ -94,8 +94,8 @@ def test_an_adapter_in_another_dtype(tmp_path: Path) -> None:
     wide = {name: w.astype(np.float32) for name, w in adapter.items()}
     merged = dict(model)
     for module in MODULES:
-        at = f"base_model.model.{module}"
-        product = (wide[f"{at}.lora_B.weight"] @ wide[f"{at}.lora_A.weight"]) * np.float32(ALPHA / RANK)
+        prefix = f"base_model.model.{module}"
+        product = (wide[f"{prefix}.lora_B.weight"] @ wide[f"{prefix}.lora_A.weight"]) * np.float32(ALPHA / RANK)
         rounded = product.astype(ml_dtypes.bfloat16).astype(np.float32)
         merged[f"{module}.weight"] = model[f"{module}.weight"] + rounded
     assert compare(tmp_path / "1", model, adapter, merged).exit_code == 0
@@ -155,8 +155,8 @@ def test_causes_ignore_no_nonfinite_element(tmp_path: Path, value: float) -> Non
     scaled = {**model, NAME: model[NAME] * 2}
     assert codes(syncheck.diff(base, llama.write(tmp_path / "1", scaled))) == {"SYN312": 1}
     for folder, b in (("2", change(scaled, NAME, value)), ("3", {**model, NAME: np.full_like(model[NAME], value)})):
-        found = codes(syncheck.diff(base, llama.write(tmp_path / folder, b)))
-        assert (sum(found.values()), {"SYN311", "SYN312"} & found.keys()) == (1, set())
+        found_codes = codes(syncheck.diff(base, llama.write(tmp_path / folder, b)))
+        assert (sum(found_codes.values()), {"SYN311", "SYN312"} & found_codes.keys()) == (1, set())
 
 
 def test_infinity_precedes_the_largest_number(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.cli import main
@@ -75,17 +75,17 @@ STACK = ROWS.reshape(4, 16, 6)
 )
 def test_operations(rule: Rule, array: Any, wanted: dict[str, Any]) -> None:
     """Each operation gives the elements that numpy computes."""
-    found = split(rule, array)
-    assert found.keys() == wanted.keys()
+    result = split(rule, array)
+    assert result.keys() == wanted.keys()
     for name, part in wanted.items():
-        assert np.array_equal(found[name], part), name
+        assert np.array_equal(result[name], part), name
 
 
 def test_rotary() -> None:
     """Halves of heads of 8 rows are interleaved in the stored tensor, also in a bias."""
     for array in (ROWS, ROWS[:, 0]):
-        found = split(Rule("w", ("v",), rotary=True), llama.interleave(array))
-        assert np.array_equal(found["v"], array)
+        result = split(Rule("w", ("v",), rotary=True), llama.interleave(array))
+        assert np.array_equal(result["v"], array)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_megatron_names_are_recognized(tmp_path: Path) -> None:
 def test_sizes_of_heads_are_found_in_the_data(tmp_path: Path) -> None:
     """Without config.json, numbers of heads that fit are a proposal; in two unrelated models, none fits."""
     a = llama.write(tmp_path / "hf", llama.make_model())
-    same = llama.write(tmp_path / "same", llama.to_megatron(llama.make_model()))
-    report = syncheck.diff(a, same)
+    equal_copy = llama.write(tmp_path / "same", llama.to_megatron(llama.make_model()))
+    report = syncheck.diff(a, equal_copy)
     assert (report.exit_code, undecided_reason(report).code) == (2, Undecided.GUESSED_HEADS)
     assert Note.GUESSED_HEADS in notes(report)
-    accepted = syncheck.diff(a, same, options=DiffOptions(accept_inferred=True))
+    accepted = syncheck.diff(a, equal_copy, options=DiffOptions(accept_inferred=True))
     assert (accepted.exit_code, Note.GUESSED_HEADS in notes(accepted)) == (0, True)
     report = syncheck.diff(a, llama.write(tmp_path / "other", llama.to_megatron(llama.make_model(seed=1))))
     assert report.exit_code == 1
@@ -192,8 +192,8 @@ def test_two_numbers_of_heads_are_an_error(tmp_path: Path) -> None:
     """Configurations of two numbers of heads describe two models, whichever is A."""
     model = llama.make_model()
     a = llama.write(tmp_path / "hf", model, llama.CONFIG)
-    other = {**llama.CONFIG, "num_attention_heads": 2 * llama.CONFIG["num_attention_heads"]}
-    b = llama.write(tmp_path / "megatron", llama.to_megatron(model), other)
+    second = {**llama.CONFIG, "num_attention_heads": 2 * llama.CONFIG["num_attention_heads"]}
+    b = llama.write(tmp_path / "megatron", llama.to_megatron(model), second)
     for sides in ((a, b), (b, a)):
         assert main(["diff", "-q", *sides]) == 2
 
@@ -261,8 +261,8 @@ def test_two_tensors_for_one_part_are_both_kept(tmp_path: Path) -> None:
     a = llama.write(tmp_path / "a", model, llama.CONFIG)
     for i, names in enumerate((both, dict(reversed(both.items())))):
         report = syncheck.diff(a, llama.write(tmp_path / str(i), names))
-        found = {diff.name for diff in report.groups[-1].tensors}
-        assert (report.exit_code, found) == (1, {"model.norm.weight", "decoder.final_layernorm.weight"})
+        result = {diff.name for diff in report.groups[-1].tensors}
+        assert (report.exit_code, result) == (1, {"model.norm.weight", "decoder.final_layernorm.weight"})
 
 
 def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find
+from support.found_causes import compare, draw, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,8 +107,8 @@ def test_a_trained_norm_is_no_flip(tmp_path: Path) -> None:
     """One changed element of a norm is no damage if another tensor was trained."""
     before, after = train_norm_in_bfloat16()
     weight, trained = train_in_bfloat16()
-    found = find(tmp_path, {"norm.weight": before, "w": weight}, {"norm.weight": after, "w": trained})
-    assert found == {"SYN399": {"norm.weight", "w"}}
+    findings = find(tmp_path, {"norm.weight": before, "w": weight}, {"norm.weight": after, "w": trained})
+    assert findings == {"SYN399": {"norm.weight", "w"}}
 
 
 def test_initial_values(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_clean_conversions(trials: ModuleType, pair: str) -> None:
     """Every tensor agrees, in both directions; without a map, except for layers of one name in two orientations."""
     a, b = folders(trials, pair)
     options = syncheck.DiffOptions(map=trials.MAPS.get(pair))
-    for one, other in ((a, b), (b, a)):
-        report = syncheck.diff(one, other, options=options)
+    for first, second in ((a, b), (b, a)):
+        report = syncheck.diff(first, second, options=options)
         assert (report.exit_code, report.counts.not_compared) == (0, 0)
         assert report.counts.compared > 20
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from found_causes import compare, draw, find, get_parameters
+from support.found_causes import compare, draw, find, get_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 BODY = {"fc.weight": draw(16, 16, seed=2)}
 KEY = draw(32, 24, seed=3)
@@ -20,21 +20,23 @@ KEY = draw(32, 24, seed=3)
 def test_exchanged_layers_of_a_sequential_model(tmp_path: Path) -> None:
     """Layers with numbers as names, also below a module, and norms and biases with few elements."""
     for i, names in enumerate((("0", "2"), ("features.0", "features.3"), ("norm1", "norm2"), ("a.q_norm", "a.k_norm"))):
-        one, other = (f"{name}.weight" for name in names)
-        state = {one: draw(16, 16, seed=i), other: draw(16, 16, seed=i + 50)} | BODY
+        first, second = (f"{name}.weight" for name in names)
+        state = {first: draw(16, 16, seed=i), second: draw(16, 16, seed=i + 50)} | BODY
         (tmp_path / str(i)).mkdir()
-        found = find(tmp_path / str(i), state, {**state, one: state[other], other: state[one]})
-        assert found == {"SYN313": {one, other}}
+        findings = find(tmp_path / str(i), state, {**state, first: state[second], second: state[first]})
+        assert findings == {"SYN313": {first, second}}
 
 
 def test_exchanged_parts_of_a_fused_tensor(tmp_path: Path) -> None:
     """Names of query, key and value, and of gate and up, are parts of one tensor in other libraries."""
-    for i, (one, other) in enumerate((("q_proj", "k_proj"), ("wq", "wv"), ("to_k", "to_v"), ("gate_proj", "up_proj"))):
-        names = [f"layers.0.block.{name}.weight" for name in (one, other)]
+    for i, (first, second) in enumerate(
+        (("q_proj", "k_proj"), ("wq", "wv"), ("to_k", "to_v"), ("gate_proj", "up_proj"))
+    ):
+        names = [f"layers.0.block.{name}.weight" for name in (first, second)]
         state = {name: draw(16, 16, seed=n) for n, name in enumerate(names)} | BODY
         (tmp_path / str(i)).mkdir()
-        found = find(tmp_path / str(i), state, {**state, names[0]: state[names[1]], names[1]: state[names[0]]})
-        assert found == {"SYN305": set(names)}
+        findings = find(tmp_path / str(i), state, {**state, names[0]: state[names[1]], names[1]: state[names[0]]})
+        assert findings == {"SYN305": set(names)}
 
 
 def test_a_copied_norm(tmp_path: Path) -> None:
@@ -107,8 +109,8 @@ def test_a_wrong_size_of_a_head(tmp_path: Path, name: str, size: int, back: int)
 def test_the_same_order_of_another_tensor(tmp_path: Path) -> None:
     """Interleaved halves of a tensor that is no query or key are rows in another order."""
     state, copy = {"mlp.up_proj.weight": KEY} | BODY, {"mlp.up_proj.weight": interleave(KEY, 32)} | BODY
-    found = find(tmp_path, state, copy)
-    assert found.keys() <= {"SYN305", "SYN306"}
+    findings = find(tmp_path, state, copy)
+    assert findings.keys() <= {"SYN305", "SYN306"}
 
 
 REPEATS: list[tuple[str, Any, dict[str, Any]]] = [
@@ -154,5 +156,5 @@ def test_elements_of_a_sparse_tensor_are_no_padding(tmp_path: Path) -> None:
     matrix[range(6), range(6)] = draw(6, seed=8)
     more = matrix.clone()
     more[7, 7] = 1.0
-    found = find(tmp_path, {"w": matrix.to_sparse()} | BODY, {"w": more.to_sparse()} | BODY)
-    assert found.keys() == {"SYN102"}
+    findings = find(tmp_path, {"w": matrix.to_sparse()} | BODY, {"w": more.to_sparse()} | BODY)
+    assert findings.keys() == {"SYN102"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llama
 import ml_dtypes
 import numpy as np
 import pytest
+from support import llama
 
 import syncheck
 from syncheck.conversion.scales import are_plausible
@@ -43,13 +43,13 @@ def fp8(w: Any) -> Pair:
 def in_blocks(w: Any) -> Pair:
     """8-bit floats with one scale for each block of 128 x 128; the last block of rows is shorter."""
     scale = np.zeros((2, 2), np.float32)
-    stored = np.zeros(w.shape, ml_dtypes.float8_e4m3fn)
+    stored_values = np.zeros(w.shape, ml_dtypes.float8_e4m3fn)
     for i in range(2):
         for j in range(2):
             block = np.s_[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
             scale[i, j] = np.abs(w[block]).max() / 448
-            stored[block] = (w[block] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
-    return stored, scale
+            stored_values[block] = (w[block] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
+    return stored_values, scale
 
 
 def quantize(name: str, w: Any) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def quantize(name: str, w: Any) -> dict[str, Any]:
             packed |= numbers[:, i::8].astype(np.uint32) << np.uint32(4 * i)
         shape = np.array(w.shape, np.int64)
         return {f"{NAME}_packed": packed.view(np.int32), f"{NAME}_scale": scale, f"{NAME}_shape": shape}
-    stored, scale = {"tensor": per_tensor, "row": per_row, "fp8": fp8, "blocks": in_blocks}[name](w)
-    return {NAME: stored, f"{NAME}_scale_inv" if name == "blocks" else f"{NAME}_scale": scale}
+    stored_values, scale = {"tensor": per_tensor, "row": per_row, "fp8": fp8, "blocks": in_blocks}[name](w)
+    return {NAME: stored_values, f"{NAME}_scale_inv" if name == "blocks" else f"{NAME}_scale": scale}
 
 
 def compare(tmp_path: Path, copy: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def weight() -> Any:
 @pytest.mark.parametrize("name", ["tensor", "row", "fp8", "blocks", "int4"])
 def test_schemes(tmp_path: Path, name: str) -> None:
     """Each scheme is named, and the largest difference is at most half a step."""
-    found = compare(tmp_path, quantize(name, weight()))
-    assert found.keys() == {"SYN308"}
-    assert 0.3 < found["SYN308"].relation.parameters["steps"] <= 0.51
+    findings = compare(tmp_path, quantize(name, weight()))
+    assert findings.keys() == {"SYN308"}
+    assert 0.3 < findings["SYN308"].relation.parameters["steps"] <= 0.51
 
 
 @pytest.mark.parametrize("name", ["tensor", "row", "fp8", "blocks", "int4"])
@@ -107,17 +107,28 @@ def test_wrong_scales(tmp_path: Path, name: str) -> None:
 def test_scales_that_are_not_in_the_file(tmp_path: Path, name: str) -> None:
     """The scales are fitted to A, and the scheme says so."""
     copy = quantize(name, weight())
-    found = compare(tmp_path, {NAME: copy[NAME]})
-    assert found.keys() == {"SYN308"}
-    assert "fitted" in found["SYN308"].relation.parameters["scheme"]
-    other = np.random.default_rng(5).integers(-128, 127, (ROWS, COLUMNS)).astype(np.int8)
-    assert "SYN308" not in compare(tmp_path / "2", {NAME: other})
+    findings = compare(tmp_path, {NAME: copy[NAME]})
+    assert findings.keys() == {"SYN308"}
+    assert "fitted" in findings["SYN308"].relation.parameters["scheme"]
+    second = np.random.default_rng(5).integers(-128, 127, (ROWS, COLUMNS)).astype(np.int8)
+    assert "SYN308" not in compare(tmp_path / "2", {NAME: second})
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_integers_without_elements_have_no_scales(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A matrix without rows or columns is a difference of dtypes, and no scales are fitted to it."""
+    common = {"norm.weight": np.ones(8, np.float32)}
+    a = llama.write(tmp_path / "a", {NAME: np.zeros(shape, np.float32), **common})
+    b = llama.write(tmp_path / "b", {NAME: np.zeros(shape, np.int8), **common})
+    report = syncheck.diff(a, b)
+    assert [diff.name for diff in report.groups[-1].tensors] == [NAME]
+    assert "SYN308" not in {finding.code for finding in report.groups[-1].findings}
 
 
 def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
     """A changed scale of activations, and a scale and weight that changed together."""
-    stored = quantize("row", weight())
-    model = {**stored, "mlp.down_proj.input_scale": np.ones(1, np.float32)}
+    stored_values = quantize("row", weight())
+    model = {**stored_values, "mlp.down_proj.input_scale": np.ones(1, np.float32)}
     a = llama.write(tmp_path / "a", model)
     assert syncheck.diff(a, llama.write(tmp_path / "same", model)).exit_code == 0
     for i, name in enumerate(("mlp.down_proj.input_scale", f"{NAME}_scale")):
@@ -128,8 +139,8 @@ def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
 
 def test_tensors_beside_a_quantized_weight_are_reported(tmp_path: Path) -> None:
     """A scale of activations is no part of the weight: B has a tensor that A lacks."""
-    found = compare(tmp_path, {**quantize("row", weight()), "mlp.down_proj.input_scale": np.ones(1, np.float32)})
-    assert found.keys() == {"SYN308", "SYN101"}
+    findings = compare(tmp_path, {**quantize("row", weight()), "mlp.down_proj.input_scale": np.ones(1, np.float32)})
+    assert findings.keys() == {"SYN308", "SYN101"}
 
 
 def accept(tmp_path: Path, number: int, copy: dict[str, Any]) -> int:
@@ -142,14 +153,14 @@ def accept(tmp_path: Path, number: int, copy: dict[str, Any]) -> int:
 
 def test_implausible_scales_are_not_accepted(tmp_path: Path) -> None:
     """Scales that round values to zero or have no meaning, for all rows or for one, are never only a quantization."""
-    stored, scales = per_row(weight())
-    zeros, row = np.zeros_like(stored), stored.copy()
+    stored_values, scales = per_row(weight())
+    zeros, row = np.zeros_like(stored_values), stored_values.copy()
     row[7] = 0
-    one = scales.copy()
-    one[7] = 1e30
-    copies = [(-stored, -scales), (row, one)]
+    first = scales.copy()
+    first[7] = 1e30
+    copies = [(-stored_values, -scales), (row, first)]
     for number in (1e30, np.inf, np.nan, 0, 2.5 * np.abs(weight()).max()):
-        copies += [(stored, np.full_like(scales, number)), (zeros, np.full_like(scales, number))]
+        copies += [(stored_values, np.full_like(scales, number)), (zeros, np.full_like(scales, number))]
     for i, (integers, factors) in enumerate(copies):
         assert accept(tmp_path, i, {NAME: integers, f"{NAME}_scale": factors}) == 1, i
 

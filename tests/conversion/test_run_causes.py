@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from found_causes import compare
+from support.found_causes import compare
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 
 def train(
@@ -21,21 +21,21 @@ def train(
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.ReLU(), torch.nn.Linear(24, 4))
     if optimizer == "adam":
-        made: Any = torch.optim.AdamW(model.parameters(), lr=lr)
+        created: Any = torch.optim.AdamW(model.parameters(), lr=lr)
     else:
-        made = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        created = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(data)
     for step in range(steps):
         batch = torch.randn(32, 12, generator=generator)
         labels = torch.randint(0, 4, (32,), generator=generator)
-        made.zero_grad()
+        created.zero_grad()
         torch.nn.functional.cross_entropy(model(batch), labels).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad *= scale
         if step != skipped:
-            made.step()
-    return {"model": model.state_dict(), "optimizer": made.state_dict(), "step": steps}
+            created.step()
+    return {"model": model.state_dict(), "optimizer": created.state_dict(), "step": steps}
 
 
 RUNS: list[tuple[dict[str, Any], str, str]] = [
@@ -106,13 +106,13 @@ class Traced(torch.nn.Module):
 def test_constants_of_traced_code(tmp_path: Path, count: int) -> None:
     """Constants of other code are no bit flips, and were not loaded from A."""
     numbers = torch.arange(80.0).tolist()
-    others = [number + 1 if i < count else number for i, number in enumerate(reversed(numbers))]
-    others.reverse()
+    remaining = [number + 1 if i < count else number for i, number in enumerate(reversed(numbers))]
+    remaining.reverse()
     if count > 1:
-        others = torch.randn(80, generator=torch.Generator().manual_seed(0)).tolist()
-    one, other = Traced(numbers), Traced(others)
-    other.load_state_dict(one.state_dict())
-    for module, label in ((one, "a"), (other, "b")):
+        remaining = torch.randn(80, generator=torch.Generator().manual_seed(0)).tolist()
+    first, second = Traced(numbers), Traced(remaining)
+    second.load_state_dict(first.state_dict())
+    for module, label in ((first, "a"), (second, "b")):
         torch.jit.trace(module, torch.ones(2, 24)).save(str(tmp_path / f"{label}.pt"))
     import syncheck
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from found_causes import compare, draw, find, flip, get_parameters
+from support.found_causes import compare, draw, find, flip, get_parameters
 
 import syncheck
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from found_causes import State
+    from support.found_causes import State
 
 EMBEDDING, HEAD = draw(48, 16), draw(48, 16, seed=1)
 BODY = draw(16, 16, seed=2)
@@ -49,8 +49,8 @@ def test_equal_copies_without_shared_memory(tmp_path: Path) -> None:
     copies = make(names, EMBEDDING.clone())
     assert find(tmp_path, make(names, HEAD), copies) == {"SYN314": {"head.weight"}}
     converted = {name: tensor.bfloat16() for name, tensor in copies.items()}
-    found = find(tmp_path, make(names, HEAD), converted)
-    assert found == {"SYN307": {"embed.weight", "fc.weight"}, "SYN314": {"head.weight"}}
+    findings = find(tmp_path, make(names, HEAD), converted)
+    assert findings == {"SYN307": {"embed.weight", "fc.weight"}, "SYN314": {"head.weight"}}
 
 
 def test_shared_memory_of_any_name(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_tied_pipeline_stages(tmp_path: Path) -> None:
             run="r", rank=rank, world_size=2, step=3, mesh={"pp": rank}, tied={"head.weight": "embed.weight"}
         )
         torch.save({"model": model, "syncheck": metadata}, tmp_path / f"pp_rank{rank}.pth")
-    whole = {**stages[0], **stages[1], "head.weight": EMBEDDING.clone()}
-    torch.save({"model": whole}, tmp_path / "full.pt")
+    complete = {**stages[0], **stages[1], "head.weight": EMBEDDING.clone()}
+    torch.save({"model": complete}, tmp_path / "full.pt")
     pair = [str(tmp_path / "pp_rank*.pth"), str(tmp_path / "full.pt")]
     for sources in (pair, pair[::-1]):
         report = syncheck.diff(*sources)
@@ -101,8 +101,8 @@ def test_better_explanations_than_a_tie(tmp_path: Path) -> None:
 
 def test_models_that_differ_everywhere(tmp_path: Path) -> None:
     """If the embedding differs as well, a changed tie explains nothing."""
-    other = {"embed.weight": draw(48, 16, seed=5), "fc.weight": BODY, "head.weight": draw(48, 16, seed=6)}
-    assert find(tmp_path, make(PAIRS[0], None), other) == {"SYN311": {"embed.weight", "head.weight"}}
+    second = {"embed.weight": draw(48, 16, seed=5), "fc.weight": BODY, "head.weight": draw(48, 16, seed=6)}
+    assert find(tmp_path, make(PAIRS[0], None), second) == {"SYN311": {"embed.weight", "head.weight"}}
 
 
 def test_equal_layers_are_no_tie(tmp_path: Path) -> None:
@@ -125,5 +125,5 @@ def test_a_head_beside_a_model_that_stores_the_weight_once(tmp_path: Path, head:
     """A has the embedding alone, as `save_pretrained` writes it, and its map ties the head to it."""
     body = {"model.layers.0.mlp.down_proj.weight": BODY, "model.norm.weight": draw(16, seed=5)}
     once = {"model.embed_tokens.weight": EMBEDDING, **body}
-    found = find(tmp_path, once, {**once, "lm_head.weight": head}, map="llama")
-    assert found == {code: {"lm_head.weight"}}
+    findings = find(tmp_path, once, {**once, "lm_head.weight": head}, map="llama")
+    assert findings == {code: {"lm_head.weight"}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from found_causes import compare
+from support.found_causes import compare
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -64,8 +64,8 @@ def test_few_elements_do_not_show_an_unrelated_tensor(tmp_path: Path) -> None:
 def test_accepted_padding_and_orientation_are_in_sync(tmp_path: Path) -> None:
     """The option of the fix makes the exit code 0, because the common part and the orientation were compared."""
     weight = torch.randn(8, 4)
-    for name, other in (("SYN309", torch.cat([weight, torch.zeros(2, 4)])), ("SYN304", weight.t().contiguous())):
-        for label, tensor in (("a", weight), ("b", other)):
+    for name, second in (("SYN309", torch.cat([weight, torch.zeros(2, 4)])), ("SYN304", weight.t().contiguous())):
+        for label, tensor in (("a", weight), ("b", second)):
             torch.save({"model": {**LAYER, "embed.weight": tensor}}, tmp_path / f"{label}.pt")
         codes = []
         for allow in ((), (name,), ("SYN301",)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, snapshot
+from support.checkpoints import changed, network, save, snapshot
 
 import syncheck
 from syncheck import api, testing
@@ -49,8 +49,8 @@ def make_baseline(report: Report) -> Known:
 
 def test_the_file_has_the_documented_content(run_folder: Path) -> None:
     """The file lists sorted names by run, code and kind, without sizes, ranks, paths or steps, in reproducible text."""
-    known = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
-    text = baseline.serialize(known)
+    known_findings = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
+    text = baseline.serialize(known_findings)
     assert json.loads(text) == {
         "syncheck_baseline": 1,
         "accepted": {
@@ -63,37 +63,39 @@ def test_the_file_has_the_documented_content(run_folder: Path) -> None:
         },
     }
     file = run_folder.parent / "known.json"
-    file.write_text(baseline.serialize(known))
-    assert file.read_text() == text == baseline.serialize(frozenset(sorted(known, reverse=True)))
-    assert baseline.read(str(file)) == known
+    file.write_text(baseline.serialize(known_findings))
+    assert file.read_text() == text == baseline.serialize(frozenset(sorted(known_findings, reverse=True)))
+    assert baseline.read(str(file)) == known_findings
 
 
 def test_names_of_all_kinds_survive(tmp_path: Path) -> None:
     """Names with surrogates or line breaks, and names equal to keys of the file, are read back unchanged."""
     names = ["\ud800", "a\nb", "accepted", "", "\u4e2d", '"', "x" * 5000]
-    known = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run in names for name in names)
-    (tmp_path / "b.json").write_text(baseline.serialize(known))
-    assert baseline.read(str(tmp_path / "b.json")) == known
+    known_findings = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run in names for name in names)
+    (tmp_path / "b.json").write_text(baseline.serialize(known_findings))
+    assert baseline.read(str(tmp_path / "b.json")) == known_findings
     assert (tmp_path / "b.json").read_text(encoding="ascii").isascii()
 
 
 def test_entries_do_not_depend_on_size_rank_or_step(run_folder: Path, tmp_path: Path) -> None:
     """Known statistics stay known with a larger difference, another odd rank, more ranks, a later step, or in another
     folder."""
-    known = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
-    assert baseline.apply_baseline(compare_two_ranks(run_folder, *STATISTICS, by=7.0), known).verdict == "in_sync"
+    known_findings = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
+    assert (
+        baseline.apply_baseline(compare_two_ranks(run_folder, *STATISTICS, by=7.0), known_findings).verdict == "in_sync"
+    )
     later = tmp_path / "elsewhere" / "step_200"
     for rank in range(3):
         save(later / f"ddp_rank{rank}.pth", changed(network(), *STATISTICS, by=float(rank)))
-    assert baseline.apply_baseline(syncheck.compare(later), known).exit_code == 0
+    assert baseline.apply_baseline(syncheck.compare(later), known_findings).exit_code == 0
 
 
 def test_another_code_kind_or_run_is_a_new_finding(run_folder: Path) -> None:
     """A known tensor is a new finding with another code, kind or run."""
     report = compare_two_ranks(run_folder, "fc.weight")
     (entry,) = make_baseline(report)
-    for other in (entry._replace(code="SYN201"), entry._replace(kind="buffer"), entry._replace(run="other")):
-        judged = baseline.apply_baseline(report, frozenset({other}))
+    for second in (entry._replace(code="SYN201"), entry._replace(kind="buffer"), entry._replace(run="other")):
+        judged = baseline.apply_baseline(report, frozenset({second}))
         assert judged.exit_code == 1
         assert judged.groups[0].findings[0].new == ("fc.weight",)
     (finding,) = baseline.apply_baseline(report, frozenset()).groups[0].findings
@@ -108,20 +110,20 @@ def test_another_code_kind_or_run_is_a_new_finding(run_folder: Path) -> None:
 )
 def test_excluded_tensors_are_not_fixed(run_folder: Path, options: dict[str, Any]) -> None:
     """Known tensors excluded by options are not reported as fixed, and an update keeps their entries."""
-    known = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
-    report = baseline.apply_baseline(compare_two_ranks(run_folder, **options), known)
+    known_findings = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
+    report = baseline.apply_baseline(compare_two_ranks(run_folder, **options), known_findings)
     assert report.groups[0].fixed == ()
-    assert baseline.update_baseline(report, known) == known
+    assert baseline.update_baseline(report, known_findings) == known_findings
 
 
 def test_skipped_rng_states_are_not_fixed(run_folder: Path) -> None:
     """Without --rng, a known RNG state is not compare_two_ranks, so it is not fixed, and an update keeps its entry."""
     for rank in range(2):
         save(run_folder / f"ddp_rank{rank}.safetensors", network() | {"rng_state": np.full(8, rank, np.uint8)})
-    known = make_baseline(syncheck.compare(run_folder, options=syncheck.Options(rng=True)))
-    assert {entry.kind for entry in known} == {"rng"}
-    report = baseline.apply_baseline(syncheck.compare(run_folder), known)
-    assert (report.groups[0].fixed, baseline.update_baseline(report, known)) == ((), known)
+    known_findings = make_baseline(syncheck.compare(run_folder, options=syncheck.Options(rng=True)))
+    assert {entry.kind for entry in known_findings} == {"rng"}
+    report = baseline.apply_baseline(syncheck.compare(run_folder), known_findings)
+    assert (report.groups[0].fixed, baseline.update_baseline(report, known_findings)) == ((), known_findings)
 
 
 def test_a_missing_rank_is_not_fixed(run_folder: Path) -> None:
@@ -130,36 +132,40 @@ def test_a_missing_rank_is_not_fixed(run_folder: Path) -> None:
         state = changed(network(), *(("fc.weight",) if rank == 2 else ()))
         block = syncheck.metadata(run="ddp", run_id="a" * 8, rank=rank, world_size=3, step=1)
         save(run_folder / f"ddp_rank{rank}.pth", {"model": state, "syncheck": block})
-    known = make_baseline(syncheck.compare(run_folder))
-    assert {entry.name for entry in known} == {"fc.weight"}
+    known_findings = make_baseline(syncheck.compare(run_folder))
+    assert {entry.name for entry in known_findings} == {"fc.weight"}
     (run_folder / "ddp_rank2.pth").unlink()
-    report = baseline.apply_baseline(syncheck.compare(run_folder), known)
-    assert (report.verdict, report.groups[0].fixed, baseline.update_baseline(report, known)) == ("in_sync", (), known)
+    report = baseline.apply_baseline(syncheck.compare(run_folder), known_findings)
+    assert (report.verdict, report.groups[0].fixed, baseline.update_baseline(report, known_findings)) == (
+        "in_sync",
+        (),
+        known_findings,
+    )
 
 
 def test_a_removed_tensor_is_fixed(run_folder: Path) -> None:
     """If all tensors are compare_two_ranks, a known tensor removed from the model is reported as fixed."""
-    known = make_baseline(compare_two_ranks(run_folder, "fc.weight")) | {
+    known_findings = make_baseline(compare_two_ranks(run_folder, "fc.weight")) | {
         baseline.Entry("ddp", "SYN299", "parameter", "old.weight")
     }
-    report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.weight"), known)
+    report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.weight"), known_findings)
     assert [fixed.names for fixed in report.groups[0].fixed] == [("old.weight",)]
 
 
 def test_entries_of_other_runs_are_kept(run_folder: Path) -> None:
     """An update for one run keeps the entries of other runs, and does not report them as fixed."""
-    other = baseline.Entry("zero", "SYN299", "parameter", "fc.weight")
-    report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.bias"), frozenset({other}))
+    second = baseline.Entry("zero", "SYN299", "parameter", "fc.weight")
+    report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.bias"), frozenset({second}))
     assert report.groups[0].fixed == ()
-    assert {entry.run for entry in baseline.update_baseline(report, frozenset({other}))} == {"ddp", "zero"}
+    assert {entry.run for entry in baseline.update_baseline(report, frozenset({second}))} == {"ddp", "zero"}
 
 
 def test_allowed_findings_are_not_written(run_folder: Path) -> None:
     """An allowed finding is not added to the baseline, and if known, it is not reported as fixed."""
     allowed = compare_two_ranks(run_folder, *STATISTICS, allow=("SYN201",))
     assert make_baseline(allowed) == frozenset()
-    known = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
-    report = baseline.apply_baseline(allowed, known)
+    known_findings = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
+    report = baseline.apply_baseline(allowed, known_findings)
     assert [(finding.allowed, finding.accepted) for finding in report.groups[0].findings] == [(True, False)]
     assert report.groups[0].fixed == ()
 
@@ -170,10 +176,10 @@ def test_steps_of_a_run_share_their_entries(tmp_path: Path) -> None:
         save(tmp_path / f"step_{step}" / "ddp_rank0.pth", network())
         save(tmp_path / f"step_{step}" / "ddp_rank1.pth", changed(network(), *endings))
     report = syncheck.compare(tmp_path)
-    known = make_baseline(report)
-    assert {entry.run for entry in known} == {"ddp"}
+    known_findings = make_baseline(report)
+    assert {entry.run for entry in known_findings} == {"ddp"}
     gone = baseline.Entry("ddp", "SYN220", "parameter", "fc.bias")
-    judged = baseline.apply_baseline(report, known | {gone})
+    judged = baseline.apply_baseline(report, known_findings | {gone})
     assert (judged.exit_code, [len(group.fixed) for group in judged.groups]) == (0, [0, 1])
 
 
@@ -185,24 +191,24 @@ def test_values_are_accepted_by_name(run_folder: Path) -> None:
             save(run_folder / f"ddp_rank{rank}.pth", {"model": network(), "epoch": step * rank})
         return syncheck.compare(run_folder)
 
-    known = make_baseline(report(3))
-    assert known == {baseline.Entry("ddp", "SYN106", "value", "epoch")}
-    assert baseline.apply_baseline(report(5), known).exit_code == 0
+    known_findings = make_baseline(report(3))
+    assert known_findings == {baseline.Entry("ddp", "SYN106", "value", "epoch")}
+    assert baseline.apply_baseline(report(5), known_findings).exit_code == 0
 
 
 def test_undecided_is_never_accepted(run_folder: Path) -> None:
     """With an unreadable file, the verdict is "undecided", nothing is fixed, and the baseline cannot be updated; an
     update without a comparison fails too."""
-    known = make_baseline(compare_two_ranks(run_folder, "fc.weight"))
+    known_findings = make_baseline(compare_two_ranks(run_folder, "fc.weight"))
     (run_folder / "ddp_rank2.pth").write_bytes(b"junk")
-    report = baseline.apply_baseline(syncheck.compare(run_folder), known)
+    report = baseline.apply_baseline(syncheck.compare(run_folder), known_findings)
     assert (report.verdict, report.exit_code, report.groups[0].fixed) == ("undecided", 2, ())
     with pytest.raises(UsageError, match=r"not updated: .*ddp_rank2.pth could not be read"):
-        baseline.update_baseline(report, known)
+        baseline.update_baseline(report, known_findings)
     save(run_folder / "ddp_rank1.pth", network())
-    assert baseline.apply_baseline(syncheck.compare(run_folder), known).groups[0].fixed == ()
+    assert baseline.apply_baseline(syncheck.compare(run_folder), known_findings).groups[0].fixed == ()
     with pytest.raises(UsageError, match="not updated: nothing was compared"):
-        baseline.update_baseline(syncheck.compare(run_folder / "ddp_rank0.pth"), known)
+        baseline.update_baseline(syncheck.compare(run_folder / "ddp_rank0.pth"), known_findings)
 
 
 def test_runs_with_one_name_are_distinguished_by_folder(tmp_path: Path) -> None:
@@ -210,17 +216,17 @@ def test_runs_with_one_name_are_distinguished_by_folder(tmp_path: Path) -> None:
     for side, endings in (("old", ("fc.weight",)), ("new", ())):
         for rank in range(2):
             save(tmp_path / "here" / side / f"ddp_rank{rank}.pth", changed(network(), *endings if rank else ()))
-    known = make_baseline(syncheck.compare(tmp_path / "here"))
-    assert {entry.run for entry in known} == {"old/ddp"}
+    known_findings = make_baseline(syncheck.compare(tmp_path / "here"))
+    assert {entry.run for entry in known_findings} == {"old/ddp"}
     shutil.move(tmp_path / "here", tmp_path / "there")
-    assert baseline.apply_baseline(syncheck.compare(tmp_path / "there"), known).exit_code == 0
+    assert baseline.apply_baseline(syncheck.compare(tmp_path / "there"), known_findings).exit_code == 0
     save(tmp_path / "there" / "new" / "ddp_rank1.pth", changed(network(), "fc.weight"))
-    assert baseline.apply_baseline(syncheck.compare(tmp_path / "there"), known).exit_code == 1
+    assert baseline.apply_baseline(syncheck.compare(tmp_path / "there"), known_findings).exit_code == 1
 
 
 def test_labels_have_no_run_id_and_no_step() -> None:
     """Labels distinguish launches in different folders, and contain no step or rank folder and no run id."""
-    found = group_replicas(
+    result = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/ddp_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank, step=step)
             for job in ("a", "b")
@@ -228,7 +234,7 @@ def test_labels_have_no_run_id_and_no_step() -> None:
             for rank in (0, 1)
         ]
     )
-    assert {(replicas.run_id, replicas.label) for replicas in found} == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
+    assert {(replicas.run_id, replicas.label) for replicas in result} == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
     plain = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/files/ddp_rank{rank}.pth")

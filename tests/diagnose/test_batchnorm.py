@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diagnose_case, diff, group
-from checkpoints import save_pth
+from support.cases import DIGEST, diagnose_case, diff, group
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only
@@ -33,8 +33,8 @@ COUNT, WEIGHT = diff("bn.num_batches_tracked", "bn_count", max_abs=3), diff("fc.
 def test_204(ranks: int) -> None:
     """Different variances beside equal means are SYN204, on the minority or on both ranks."""
     clusters = ((0,), (1,)) if ranks == 2 else ((0, 1, 2), (3,))
-    odd = diff("bn.running_var", "bn_var", clusters, max_rel=0.004)
-    fitted = diagnose_case(group(odd, ranks=ranks))
+    outlier = diff("bn.running_var", "bn_var", clusters, max_rel=0.004)
+    fitted = diagnose_case(group(outlier, ranks=ranks))
     assert set(fitted) == {"SYN204"}
     assert fitted["SYN204"].ranks == ((0, 1) if ranks == 2 else (3,))
     size = Common.LARGEST(difference=0.5, element="bn.running_var[1]")

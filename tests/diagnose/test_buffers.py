@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from groups import facts_of
-from small_model import HALF, SGD, group, in_head, make_diff, model, moments, unreduced
+from support.cases import diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.small_model import HALF, SGD, group, in_head, make_diff, model, moments, unreduced
 
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
 from syncheck.diagnose import syn225_not_updated_on_some_ranks as syn225
@@ -70,8 +70,8 @@ FIRST = alone("zeta", cosine=0.1, max_abs=0.3, step=5)
         # Rows with differences on every rank are local updates; on one rank of four, differing rows are damage.
         ([alone("queue", "buffer", mismatched=2, extent="contiguous")], "SYN205"),
         *(
-            ([group(make_diff("queue", "buffer", 4, odd, mismatched=2, extent="contiguous"), ranks=4)], code)
-            for odd, code in (((), "SYN205"), ((3,), "SYN221"))
+            ([group(make_diff("queue", "buffer", 4, outlier, mismatched=2, extent="contiguous"), ranks=4)], code)
+            for outlier, code in (((), "SYN205"), ((3,), "SYN221"))
         ),
     ],
 )

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diff, group
-from groups import facts_of
-from small_model import ADAM, SGD, make_diff, model, moments, start
-from small_model import group as small_group
+from support.cases import diagnose_case, diff, group
+from support.groups import facts_of
+from support.small_model import ADAM, SGD, make_diff, model, moments, start
+from support.small_model import group as small_group
 
 from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn220_bit_flip as syn220
@@ -85,12 +85,12 @@ MASKED = Evidence(values={0: 0.25, 1: 0.0}, flipped_bits=7)
 )  # fmt: skip
 def test_220(case: Group, expected: Any) -> None:
     """A flip is likely if a single bit differs, and no clipped gradient or small change explains the element."""
-    found = diagnose_case(case)["SYN220"]
+    findings = diagnose_case(case)["SYN220"]
     if case.tensors[0].name == MOMENT:  # the state of a parameter that agrees
         expected = LIKELY
-    assert result(found) == expected
-    assert (found.cause.code is syn220.Text.CAUSE_UNSURE) is (found.fix.code is syn220.Text.FIX_UNSURE)
-    assert (found.cause.code is syn220.Text.CAUSE_UNSURE) is (found.certainty == "consistent")
+    assert result(findings) == expected
+    assert (findings.cause.code is syn220.Text.CAUSE_UNSURE) is (findings.fix.code is syn220.Text.FIX_UNSURE)
+    assert (findings.cause.code is syn220.Text.CAUSE_UNSURE) is (findings.certainty == "consistent")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ FILLED = ("consistent", ("SYN210",))
 )
 def test_221(case: Group, expected: Any) -> None:
     """Corruption of adjacent elements is likely only if the state agrees and no rows were filled or masked."""
-    found = diagnose_case(case)["SYN221"]
-    assert result(found) == expected
-    assert (found.fix.code is syn221.Text.FIX_UNSURE) is (found.certainty == "consistent")
+    findings = diagnose_case(case)["SYN221"]
+    assert result(findings) == expected
+    assert (findings.fix.code is syn221.Text.FIX_UNSURE) is (findings.certainty == "consistent")
 
 
 ROUNDED = {"max_abs": 1e-8, "max_ulp": 1, "max_rel": 1e-7}
@@ -157,10 +157,10 @@ WEIGHTS = model(**ROUNDED)
 )
 def test_240(case: Group, expected: Any) -> None:
     """Rounding is likely only if the gradients were rounded differently too."""
-    found = diagnose_case(case)["SYN240"]
-    assert result(found) == expected
-    has_moments = found.alternatives == ("SYN213",)
-    assert (found.cause.code is syn240.Text.CAUSE_UNSURE) is not has_moments
+    findings = diagnose_case(case)["SYN240"]
+    assert result(findings) == expected
+    has_moments = findings.alternatives == ("SYN213",)
+    assert (findings.cause.code is syn240.Text.CAUSE_UNSURE) is not has_moments
 
 
 MATRICES = [replace(diff, shape=(diff.numel // 2, 2)) for diff in start(3)]
@@ -171,10 +171,10 @@ def test_210_after_a_step_in_sync(optimizer: Any) -> None:
     """If all parameters agreed at an earlier step, some ranks loaded or reset theirs later."""
     late = small_group(*MATRICES, ranks=3, optimizer=optimizer, step=30)
     agreed = small_group(ranks=3, optimizer=optimizer, step=20)
-    found = diagnose_case(late, agreed)["SYN210"]
-    assert result(found) == LIKELY
-    assert facts_of(found)[syn210.Text.AGREED] == {"step": 20}
-    assert (found.cause.code, found.fix.code) == (syn210.Text.CAUSE_LATER, syn210.Text.FIX_LATER)
+    findings = diagnose_case(late, agreed)["SYN210"]
+    assert result(findings) == LIKELY
+    assert facts_of(findings)[syn210.Text.AGREED] == {"step": 20}
+    assert (findings.cause.code, findings.fix.code) == (syn210.Text.CAUSE_LATER, syn210.Text.FIX_LATER)
     differing = small_group(*MATRICES, ranks=3, optimizer=optimizer, step=20)
     for alone in (diagnose_case(late)["SYN210"], diagnose_case(late, differing)["SYN210"]):
         assert syn210.Text.AGREED not in facts_of(alone)
@@ -196,12 +196,12 @@ def test_224(contents: dict[str, str], cause: Any) -> None:
     """Values that return under no other name were copied, tied or renamed, but not exchanged."""
     tensors = [make_diff(name) for name in ("a.weight", "b.weight", "c.weight")]
     tensors = [
-        replace(one, evidence=Evidence(holds={1: contents[one.name]})) if one.name in contents else one
-        for one in tensors
+        replace(first, evidence=Evidence(holds={1: contents[first.name]})) if first.name in contents else first
+        for first in tensors
     ]
     more = dict.fromkeys(("a.weight", "b.weight", "c.weight"), "parameter")
-    found = diagnose_case(small_group(*tensors, more=more))["SYN224"]
-    assert (found.certainty, found.cause.code) == ("proved", cause)
+    findings = diagnose_case(small_group(*tensors, more=more))["SYN224"]
+    assert (findings.certainty, findings.cause.code) == ("proved", cause)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,6 @@ def test_241(ranks: int, odd: Any, expected: Any) -> None:
     """Ranks that train on their own do not hold equal parameters."""
     averaging = Metadata(averaging={"period": 4, "warmup_steps": 0, "last_step": 8}, step=10)
     case = small_group(*model(ranks=ranks, odd=odd), ranks=ranks, metadata=averaging)
-    found = diagnose_case(case)["SYN241"]
-    assert result(found) == expected
-    assert (syn241.Text.SOME_EQUAL in facts_of(found)) is (expected[0] == "consistent")
+    findings = diagnose_case(case)["SYN241"]
+    assert result(findings) == expected
+    assert (syn241.Text.SOME_EQUAL in facts_of(findings)) is (expected[0] == "consistent")

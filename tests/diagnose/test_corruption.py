@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import cases
 import pytest
-from cases import DIGEST, diff, group
-from groups import facts_of
+from support import cases
+from support.cases import DIGEST, diff, group
+from support.groups import facts_of
 
 from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221
@@ -64,8 +64,8 @@ def diagnose_four(*tensors: TensorDiff, earlier: tuple[Group, ...] = (), **field
 
 def test_damaged_files_are_the_suspects() -> None:
     """A wrong checksum makes its file the suspect, even against a majority, and SYN223 covers only that tensor."""
-    odd = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
-    fitted = cases.diagnose_case(four(odd))
+    outlier = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
+    fitted = cases.diagnose_case(four(outlier))
     assert {code: (f.ranks, f.tensors) for code, f in fitted.items()} == {
         "SYN223": ((1,), ("fc.weight",)),
         "SYN299": ((3,), ("fc.weight",)),
@@ -74,8 +74,8 @@ def test_damaged_files_are_the_suspects() -> None:
         syn223.Text.CHANGED(paths=("rank1.pth",)),
         syn223.Text.CHECKSUMS(count=1, ranks=(1,), names=("fc.weight",)),
     )
-    assert diagnose_four(odd, MEAN)["SYN223"].tensors == ("fc.weight",)
-    several = diagnose_four(odd, run("a", evidence=Evidence(damaged=(2, 3))))
+    assert diagnose_four(outlier, MEAN)["SYN223"].tensors == ("fc.weight",)
+    several = diagnose_four(outlier, run("a", evidence=Evidence(damaged=(2, 3))))
     assert several.keys() == {"SYN223"}
     assert several["SYN223"].ranks == (1, 2, 3)
     facts = facts_of(several["SYN223"])
@@ -125,9 +125,9 @@ def test_222_compares_counts_of_equal_shards(made: TensorDiff, ranks: tuple[int,
 
 def test_222_on_a_rank_without_finite_parameters() -> None:
     """If most parameters of a rank have no finite element, the evidence mentions gradients without averaging."""
-    odd = [whole(f"p{i}", nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
-    assert facts_of(diagnose_four(*odd)["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
-    assert syn222.Text.NOTHING_ELSE not in facts_of(diagnose_four(*odd[:5])["SYN222"])
+    outlier = [whole(f"p{i}", nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
+    assert facts_of(diagnose_four(*outlier)["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
+    assert syn222.Text.NOTHING_ELSE not in facts_of(diagnose_four(*outlier[:5])["SYN222"])
 
 
 BIT_29 = syn220.Text.BIT(bit=29, part="exponent")
@@ -181,9 +181,9 @@ def test_evidence(code: str) -> None:
 )
 def test_220_reports_the_part_of_the_number(dtype: str, bit: int, part: str | None) -> None:
     """SYN220 reports the sign, exponent or mantissa according to the dtype, and no part for an integer."""
-    made = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
+    created = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
     expected = syn220.Text.BIT(bit=bit, part=part) if part else syn220.Text.INTEGER_BIT(bit=bit)
-    assert facts_of(diagnose_four(made)["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
+    assert facts_of(diagnose_four(created)["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
 
 
 def test_220_with_more_bits() -> None:
@@ -218,8 +218,8 @@ def test_221_beside_other_tensors() -> None:
     rows = run(mismatched=8, index=(1, 2), evidence=Evidence(first=4))
     assert facts_of(diagnose_four(rows)["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
     assert facts_of(diagnose_four(replace(rows, mismatched=4))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
-    for other in (replace(rows, evidence=None), run(shape=(32,), index=(8,), evidence=Evidence(first=4))):
-        assert syn221.Text.ROWS not in facts_of(diagnose_four(other)["SYN221"])
+    for second in (replace(rows, evidence=None), run(shape=(32,), index=(8,), evidence=Evidence(first=4))):
+        assert syn221.Text.ROWS not in facts_of(diagnose_four(second)["SYN221"])
 
 
 MOMENTUM = run("optimizer.fc.weight.momentum_buffer", "optimizer", mismatched=7, extent="scattered")

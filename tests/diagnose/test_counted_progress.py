@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_single
-from progress_cases import batches, group, statistics, trained
+from support.cases import diagnose_single
+from support.progress_cases import batches, group, statistics, trained
 
 import syncheck
 from syncheck.diagnose import syn106_different_progress as syn106
@@ -176,10 +176,10 @@ def test_one_of_two_optimizers_skips(tmp_path: Path, skips: int) -> None:
             each.step(number, "d" if rank == 1 and number < skips else "")
     for rank, each in enumerate(ranks):
         each.save(tmp_path / f"rank{rank}.pth")
-    found = find(tmp_path)
-    assert set(found) == {"SYN214"}
-    assert (found["SYN214"].certainty, found["SYN214"].ranks) == ("consistent", (1,))
-    assert "SYN225" in found["SYN214"].alternatives
+    findings = find(tmp_path)
+    assert set(findings) == {"SYN214"}
+    assert (findings["SYN214"].certainty, findings["SYN214"].ranks) == ("consistent", (1,))
+    assert "SYN225" in findings["SYN214"].alternatives
 
 
 def test_state_of_a_layer_was_reset(tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_state_of_a_layer_was_reset(tmp_path: Path) -> None:
                 parameter.grad = torch.randn(parameter.shape, generator=numbers)
             optimizer.step()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"rank{rank}.pth")
-    found = find(tmp_path)
-    assert verdict(found["SYN225"]) == ("SYN225", "consistent", ("SYN215",))
-    assert found["SYN225"].cause.code is syn225.Text.CAUSE_BEHIND
+    findings = find(tmp_path)
+    assert verdict(findings["SYN225"]) == ("SYN225", "consistent", ("SYN215",))
+    assert findings["SYN225"].cause.code is syn225.Text.CAUSE_BEHIND
 
 
 def test_zero_gradients_without_counters(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_zero_gradients_without_counters(tmp_path: Path) -> None:
             each.step(number, zeroed="d.weight" if rank == 1 and number == 3 else "")
             if number >= 2:
                 each.save(tmp_path / f"step_{number}" / f"rank{rank}.pth")
-    found = find(tmp_path)
-    assert verdict(found["SYN225"]) == ("SYN225", "consistent", ("SYN217", "SYN218"))
-    assert found["SYN225"].cause.code is syn225.Text.CAUSE_UNCOUNTED
+    findings = find(tmp_path)
+    assert verdict(findings["SYN225"]) == ("SYN225", "consistent", ("SYN217", "SYN218"))
+    assert findings["SYN225"].cause.code is syn225.Text.CAUSE_UNCOUNTED
 
 
 def test_lbfgs_returned_early(tmp_path: Path) -> None:
@@ -225,6 +225,6 @@ def test_lbfgs_returned_early(tmp_path: Path) -> None:
             parameter.grad = torch.randn(12, generator=generator) * (0 if rank and number == 6 else 1)
             optimizer.step(lambda: torch.tensor(1.0))
         torch.save({"model": {"w": parameter.data}, "optimizer": optimizer.state_dict()}, tmp_path / f"rank{rank}.pth")
-    found = find(tmp_path)
-    assert not {"SYN107", "SYN224", "SYN214"} & set(found)
-    assert any("n_iter" in name for finding in found.values() for name in finding.values)
+    findings = find(tmp_path)
+    assert not {"SYN107", "SYN224", "SYN214"} & set(findings)
+    assert any("n_iter" in name for finding in findings.values() for name in finding.values)

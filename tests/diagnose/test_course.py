@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import small_model
 import torch
-from groups import make_finding
+from support import small_model
+from support.groups import make_finding
 from torch import nn
 
 import syncheck
@@ -47,16 +47,16 @@ def decide(*steps: Group) -> list[list[tuple[str, str, tuple[str, ...]]]]:
 
 def test_alternating_causes_become_one() -> None:
     """The code of most steps decides. Both seemed likely, so the finding is only consistent with it."""
-    found = decide(step(5, "SYN211"), step(10, "SYN213"), step(20, "SYN211"))
-    assert found == [[("SYN211", "consistent", ("SYN213",))]] * 3
+    findings = decide(step(5, "SYN211"), step(10, "SYN213"), step(20, "SYN211"))
+    assert findings == [[("SYN211", "consistent", ("SYN213",))]] * 3
 
 
 def test_a_weaker_step_refers_to_the_clearest_step() -> None:
     """A step that is only consistent with another cause does not weaken the clear one."""
-    found = decide(
+    findings = decide(
         step(5, "SYN213", certainty="consistent"), step(10, "SYN211"), step(20, "SYN299", certainty="consistent")
     )
-    assert found == [[("SYN211", "likely", ())]] * 3
+    assert findings == [[("SYN211", "likely", ())]] * 3
 
 
 def test_small_first_differences() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from groups import facts_of
+from support.groups import facts_of
 from torch import nn
 
 import syncheck
@@ -79,10 +79,10 @@ def test_nested_configurations_of_other_widths(tmp_path: Path) -> None:
 def test_one_file_of_another_launch(tmp_path: Path) -> None:
     """Of four files of one pattern, one is of another launch: it is the suspect, with certainty."""
     for rank in range(4):
-        own = rank == 2
-        given = {"world_size": 4, "run_id": "b" if own else "a", "config": {"lr": 0.02 if own else 0.01}}
-        content = train(5, lr=0.02 if own else 0.01, data=9 if own else 5)
-        torch.save(content | {"syncheck": block(rank, **given)}, tmp_path / f"rank{rank}.pth")
+        is_own = rank == 2
+        settings = {"world_size": 4, "run_id": "b" if is_own else "a", "config": {"lr": 0.02 if is_own else 0.01}}
+        content = train(5, lr=0.02 if is_own else 0.01, data=9 if is_own else 5)
+        torch.save(content | {"syncheck": block(rank, **settings)}, tmp_path / f"rank{rank}.pth")
     _, findings = diagnose(tmp_path, group_by="")
     assert list(findings) == ["SYN108"]
     assert (findings["SYN108"].ranks, findings["SYN108"].certainty) == ((2,), "proved")
@@ -96,10 +96,10 @@ def test_two_launches_paired_by_rank(tmp_path: Path) -> None:
             content = train(1 if launch == "a" else 2)
             if (launch, rank) == ("b", 1):
                 content["model"]["0.weight"][0, 0] += 1
-            given = {"run_id": launch, "config": {"seed": 1 if launch == "a" else 2}}
+            settings = {"run_id": launch, "config": {"seed": 1 if launch == "a" else 2}}
             path = tmp_path / launch / f"rank{rank}.pth"
             path.parent.mkdir(exist_ok=True)
-            torch.save(content | {"syncheck": block(rank, **given)}, path)
+            torch.save(content | {"syncheck": block(rank, **settings)}, path)
     for group in syncheck.compare(tmp_path, options=syncheck.Options(group_by=r"rank(\d)")).groups:
         assert [finding.code for finding in group.findings] == ["SYN108"]
         assert group.evidence.repeated_ranks == (0,) or group.evidence.repeated_ranks == (1,)
@@ -133,8 +133,10 @@ def test_a_flipped_bit_between_equal_runs(tmp_path: Path) -> None:
 def test_seeds_of_ranks_are_no_other_run(tmp_path: Path, slope: int, ranks: int) -> None:
     """Each rank saves its own seed, device, folder and log flag, and trains alone: SYN211, not another run."""
     for rank in range(ranks):
-        own = {"seed": 7 + slope * rank, "device": f"cuda:{rank}", "out": f"logs/{rank}", "name": f"exp-{rank}"}
-        torch.save(train(1, data=rank) | {"args": own | {"verbose": int(rank == 0)}}, tmp_path / f"rank{rank}.pth")
+        own_values = {"seed": 7 + slope * rank, "device": f"cuda:{rank}", "out": f"logs/{rank}", "name": f"exp-{rank}"}
+        torch.save(
+            train(1, data=rank) | {"args": own_values | {"verbose": int(rank == 0)}}, tmp_path / f"rank{rank}.pth"
+        )
     _, findings = diagnose(tmp_path)
     assert list(findings) == ["SYN211"]
 
@@ -180,8 +182,8 @@ def test_more_files_than_ranks(tmp_path: Path) -> None:
 )
 def test_files_that_claim_one_rank(tmp_path: Path, second: dict[str, Any], claimed: tuple[int, ...]) -> None:
     """Equal files of one rank, run and step do not show that two ranks are in sync, unless the user grouped them."""
-    for i, given in enumerate(({"rank": 0} | ({"world_size": 1} if "world_size" in second else {}), second)):
-        torch.save(train(1) | {"syncheck": block(**given)}, tmp_path / f"rank{i}.pth")
+    for i, settings in enumerate(({"rank": 0} | ({"world_size": 1} if "world_size" in second else {}), second)):
+        torch.save(train(1) | {"syncheck": block(**settings)}, tmp_path / f"rank{i}.pth")
     report = syncheck.compare(tmp_path)
     (group, *_) = report.groups
     assert group.evidence.claimed_twice == claimed

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from small_model import group, make_diff, moment
+from support.cases import diagnose_case, diagnose_single
+from support.small_model import group, make_diff, moment
 
 from syncheck.diagnose import syn205_buffer_local_state as syn205
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218
@@ -100,9 +100,9 @@ def test_statistics_behind_a_damaged_weight_are_not_changed_on_some_ranks() -> N
 
 def number(name: str, values: dict[int, int], dtype: str = "int64", kind: str = "buffer") -> TensorDiff:
     """Return a differing number with a value for each rank."""
-    odd = () if len(set(values.values())) == len(values) else None
+    is_odd = () if len(set(values.values())) == len(values) else None
     return make_diff(
-        name, kind, len(values), odd, values=values, dtype=dtype, numel=1, shape=(), mismatched=1, extent="one"
+        name, kind, len(values), is_odd, values=values, dtype=dtype, numel=1, shape=(), mismatched=1, extent="one"
     )
 
 

@@ -85,21 +85,21 @@ def test_lines_that_share_a_decision(syncheck_rank: Rank) -> None:
     """A NaN, a bad batch, a loss or an overflow on one of two ranks affects both ranks."""
     import torch
 
-    odd = syncheck_rank.rank == 1
-    loss = torch.tensor(float("nan") if odd else 1.0, requires_grad=True)
+    is_odd = syncheck_rank.rank == 1
+    loss = torch.tensor(float("nan") if is_odd else 1.0, requires_grad=True)
     line = "ok = loss.detach().isfinite().float(); dist.all_reduce(ok, dist.ReduceOp.MIN)"
     assert run("SYN222", line, loss=loss)["ok"] == 0
     line = "bad = torch.tensor(float(skip), device=device); dist.all_reduce(bad, op=dist.ReduceOp.MAX)"
-    assert run("SYN214", line, skip=odd, device="cpu")["bad"] == 1
+    assert run("SYN214", line, skip=is_odd, device="cpu")["bad"] == 1
 
     model = torch.nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     line = "dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())"
-    run("SYN107", line, loss=torch.tensor(2.0 if odd else 1.0), scheduler=scheduler)
+    run("SYN107", line, loss=torch.tensor(2.0 if is_odd else 1.0), scheduler=scheduler)
     assert scheduler.best == 1.5
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    if odd:
+    if is_odd:
         model.weight.grad[0] = torch.inf
     scaler.unscale_(optimizer)
     line = (

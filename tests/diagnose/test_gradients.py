@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from groups import facts_of
-from small_model import (
+from support.cases import diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.small_model import (
     ADAM,
     DECAY,
     MODEL,
@@ -175,8 +175,8 @@ def test_212_without_moments() -> None:
     head = in_head(model(cosine=0.99))
     fitted = diagnose_single(group(*head, optimizer=()), smaller(*head, optimizer=()))
     assert (fitted.code, fitted.facts[0].code) == ("SYN212", syn212.Text.CONSISTENT)
-    one = {"mismatched": 1, "extent": "one"}  # a damaged element and its moment
-    damaged = make_diff("fc.weight", **one), moment("fc.weight", **one)
+    first = {"mismatched": 1, "extent": "one"}  # a damaged element and its moment
+    damaged = make_diff("fc.weight", **first), moment("fc.weight", **first)
     for case in (group(*head, optimizer=()), group(*damaged), group(moment("fc.weight", cosine=0.5))):
         assert "SYN212" not in diagnose_case(case)
 
@@ -187,8 +187,8 @@ def test_213(factor: float, ranks: int, suspect: int) -> None:
     """First moments of equal direction, shorter by one factor on one rank, are SYN213 on that rank."""
     fitted = diagnose_single(group(*scaled(factor, ranks), ranks=ranks))
     assert (fitted.code, fitted.ranks) == ("SYN213", (suspect,))
-    others = tuple(range(ranks - 1))
-    assert fitted.facts[0] == syn213.Text.CLIPPED(ranks=(suspect,), ratio=pytest.approx(factor), others=others)
+    remaining = tuple(range(ranks - 1))
+    assert fitted.facts[0] == syn213.Text.CLIPPED(ranks=(suspect,), ratio=pytest.approx(factor), others=remaining)
     assert facts_of(fitted)[syn213.Text.COSINE] == {"count": 5, "cosine": pytest.approx(0.99)}
 
 

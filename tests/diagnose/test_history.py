@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from groups import make_group
+from support.groups import make_group
 
 from syncheck.diagnose.history import difference_ratios, history_of, trend_of
 from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff

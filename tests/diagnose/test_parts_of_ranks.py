@@ -64,18 +64,18 @@ def test_exchanged_layers(tmp_path: Path, steps: int) -> None:
     """Two layers of rank 1 are exchanged: proved by equal bytes, and likely after more steps."""
     ranks = [Rank(adamw) for _ in range(RANKS)]
     a, b = (ranks[1].model[name].weight for name in ("a", "b"))
-    kept = a.detach().clone()
+    retained = a.detach().clone()
     with torch.no_grad():
         a.copy_(b)
-        b.copy_(kept)
+        b.copy_(retained)
     for number in range(steps):
         for rank in ranks:
             rank.step(number)
     save(tmp_path, ranks)
-    found = find(tmp_path)
-    assert set(found) == {"SYN224"}
-    assert (found["SYN224"].ranks, found["SYN224"].tensors) == ((1,), ("a.weight", "b.weight"))
-    assert found["SYN224"].certainty == ("likely" if steps else "proved")
+    findings = find(tmp_path)
+    assert set(findings) == {"SYN224"}
+    assert (findings["SYN224"].ranks, findings["SYN224"].tensors) == ((1,), ("a.weight", "b.weight"))
+    assert findings["SYN224"].certainty == ("likely" if steps else "proved")
 
 
 def test_other_values_are_not_exchanged(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_no_state_of_one_layer(tmp_path: Path) -> None:
         for rank, each in enumerate(ranks):
             each.step(number, ("b",) if rank == 2 else ())
     save(tmp_path, ranks)
-    found = find(tmp_path)
-    assert set(found) == {"SYN225"}
-    assert found["SYN225"].ranks == (2,)
-    assert {"b.weight", "b.bias"} <= set(found["SYN225"].tensors)
+    findings = find(tmp_path)
+    assert set(findings) == {"SYN225"}
+    assert findings["SYN225"].ranks == (2,)
+    assert {"b.weight", "b.bias"} <= set(findings["SYN225"].tensors)
 
 
 @pytest.mark.parametrize("skipped", [(), ("a", "b", "c")])
@@ -120,9 +120,9 @@ def test_layer_skipped_in_some_steps(tmp_path: Path) -> None:
         for rank, each in enumerate(ranks):
             each.step(number, ("c",) if rank == 0 and number in (2, 3) else ())
     save(tmp_path, ranks)
-    found = find(tmp_path)
-    assert set(found) == {"SYN225"}
-    assert found["SYN225"].ranks == (0,)
+    findings = find(tmp_path)
+    assert set(findings) == {"SYN225"}
+    assert findings["SYN225"].ranks == (0,)
 
 
 def test_layer_that_stays_the_same(tmp_path: Path) -> None:
@@ -133,6 +133,6 @@ def test_layer_that_stays_the_same(tmp_path: Path) -> None:
             each.step(number, ("b",) if rank == 1 and number >= 4 else ())
         if number in (3, 5):
             save(tmp_path / f"step_{number}", ranks)
-    found = find(tmp_path)
-    assert set(found) == {"SYN225"}
-    assert found["SYN225"].ranks == (1,)
+    findings = find(tmp_path)
+    assert set(findings) == {"SYN225"}
+    assert findings["SYN225"].ranks == (1,)

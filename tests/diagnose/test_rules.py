@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from cases import diagnose_case, diff, group
+from support.cases import diagnose_case, diff, group
 
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
@@ -230,8 +230,8 @@ def test_not_201_beside_trained_tensors(others: list[TensorDiff]) -> None:
 
 def test_203() -> None:
     """Different batch counts are SYN203 on the minority and cover the minority's statistics."""
-    odd = diff(COUNT.name, "bn_count", ((0, 1, 3), (2,)), max_abs=3)
-    fitted = diagnose_case(group(odd, diff(MEAN.name, "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
+    outlier = diff(COUNT.name, "bn_count", ((0, 1, 3), (2,)), max_abs=3)
+    fitted = diagnose_case(group(outlier, diff(MEAN.name, "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
     # The statistics of ranks 0, 1 and 3 differ among themselves.
     assert {code: finding.ranks for code, finding in fitted.items()} == {"SYN203": (2,), "SYN201": (0, 1, 3)}
     size = Batches.BY_UP_TO(batches=3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import DIGEST, diagnose_case, diagnose_single
-from groups import facts_of
-from progress_cases import STATE, batches, diff, group, missing, statistics, trained
+from support.cases import DIGEST, diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.progress_cases import STATE, batches, diff, group, missing, statistics, trained
 
 from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214
@@ -129,17 +129,21 @@ def test_only_parameters_with_lagging_counters_are_covered() -> None:
 
     If only some counters differ, their parameters were not updated (SYN225).
     """
-    near, far = trained({0: 100, 1: 99}), trained({0: 100, 1: 9})
-    bias = {d.name for d in near if "bias" in d.name}
-    fitted = diagnose_case(group(*(d for d in near if d.name in bias), diff("fc.weight", "parameter", {0: 1, 1: 2})))
+    close_case, distant_case = trained({0: 100, 1: 99}), trained({0: 100, 1: 9})
+    bias = {d.name for d in close_case if "bias" in d.name}
+    fitted = diagnose_case(
+        group(*(d for d in close_case if d.name in bias), diff("fc.weight", "parameter", {0: 1, 1: 2}))
+    )
     assert set(fitted["SYN225"].tensors) == bias
     assert not {"SYN214", "SYN215"} & set(fitted)
-    assert FROZEN.name not in diagnose_case(group(*near, FROZEN))["SYN214"].tensors
+    assert FROZEN.name not in diagnose_case(group(*close_case, FROZEN))["SYN214"].tensors
     value = ValueDiff("optimizer.state.0.step", {0: 100, 1: 99}, counts=True, kind="counter")
     fields: dict[str, Any] = {"values": (value,), "metadata": Metadata(frozen=(FROZEN.name,))}
     fitted = diagnose_case(group(*trained({0: 1, 1: 2}, counts=False), FROZEN, **fields))
     assert FROZEN.name not in fitted["SYN214"].tensors
-    both = diagnose_case(group(*(d if d.name in bias else other for d, other in zip(near, far, strict=True))))
+    both = diagnose_case(
+        group(*(d if d.name in bias else second for d, second in zip(close_case, distant_case, strict=True)))
+    )
     assert set(both) == {"SYN214", "SYN215"}
     assert set(both["SYN214"].tensors) == bias
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from small_model import ADAM, HALF, MODEL, SGD, group, make_diff, model, moments, unreduced
+from support.cases import diagnose_case, diagnose_single
+from support.small_model import ADAM, HALF, MODEL, SGD, group, make_diff, model, moments, unreduced
 
 from syncheck.diagnose.syn107_settings_differ import Text
 from syncheck.records import ValueDiff

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import DIGEST, diagnose_case, diagnose_single
-from groups import facts_of
-from progress_cases import batches, counter, diff, group, scaler, statistics, trained
+from support.cases import DIGEST, diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.progress_cases import batches, counter, diff, group, scaler, statistics, trained
 
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
@@ -28,9 +28,9 @@ OPTIMIZERS = pytest.mark.parametrize("counts", [True, False], ids=["adamw", "sgd
 def make_stale(ranks: int = 2, *, counts: bool = True, forwards: bool = False, **fields: Any) -> Group:
     """Return a group whose last rank is one step behind. forwards: the last rank counted the batches of the step."""
     by_rank = {rank: 100 - (rank == ranks - 1) for rank in range(ranks)}
-    own = statistics({rank: rank for rank in by_rank})
+    own_values = statistics({rank: rank for rank in by_rank})
     bn = () if forwards else (batches(by_rank),)
-    return group(*trained(by_rank, counts=counts), *bn, *own, ranks=ranks, **{"stale": {ranks - 1: 99}} | fields)
+    return group(*trained(by_rank, counts=counts), *bn, *own_values, ranks=ranks, **{"stale": {ranks - 1: 99}} | fields)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,8 +57,8 @@ def test_217_before_106() -> None:
 def test_217_covers_no_difference_between_other_ranks() -> None:
     """SYN217 does not cover a parameter that also differs among the up-to-date ranks."""
     stale = make_stale(4)
-    other = diff("stem.weight", "parameter", {0: 1, 1: 2, 2: 1, 3: 3})
-    fitted = diagnose_case(group(*stale.tensors, other, ranks=4, stale={3: 99}))
+    second = diff("stem.weight", "parameter", {0: 1, 1: 2, 2: 1, 3: 3})
+    fitted = diagnose_case(group(*stale.tensors, second, ranks=4, stale={3: 99}))
     assert set(fitted["SYN217"].tensors) == {d.name for d in stale.tensors}
 
 
@@ -184,8 +184,8 @@ def local_sgd(step: int, *tensors: Any, ranks: int = 2, **averaging: int) -> Gro
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_241_between_averages(step: int, ranks: int) -> None:
     """Between two averages of local SGD, differing trained tensors are SYN241, a warning on all ranks."""
-    own = {rank: rank for rank in range(ranks)}
-    finding = diagnose_single(local_sgd(step, *trained(own, counts=False), *statistics(own), ranks=ranks))
+    own_values = {rank: rank for rank in range(ranks)}
+    finding = diagnose_single(local_sgd(step, *trained(own_values, counts=False), *statistics(own_values), ranks=ranks))
     assert (finding.code, finding.severity, finding.ranks) == ("SYN241", "warning", tuple(range(ranks)))
     assert finding.facts[0] == syn241.Text.OWN_STEPS(steps=step % 4)
     schedule = finding.facts[1]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diagnose_case, diff, group
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6
-from groups import facts_of
+from support.cases import DIGEST, diagnose_case, diff, group
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6
+from support.groups import facts_of
 
 import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
@@ -34,9 +34,9 @@ LOCAL = diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,)))
 
 def group_with_field(field: str, values: Sequence[Any], *tensors: TensorDiff) -> Group:
     """Return a group with one replica per value. field: host or mesh."""
-    made = group(*tensors, ranks=len(values))
-    replicas = zip(made.replicas, values, strict=True)
-    return replace(made, replicas=tuple(replace(replica, **{field: value}) for replica, value in replicas))
+    created = group(*tensors, ranks=len(values))
+    replicas = zip(created.replicas, values, strict=True)
+    return replace(created, replicas=tuple(replace(replica, **{field: value}) for replica, value in replicas))
 
 
 def group_on_hosts(hosts: Sequence[str | None], *tensors: TensorDiff) -> Group:
@@ -56,8 +56,8 @@ def test_230() -> None:
     )
     digests = diagnose_case(group_on_hosts("aabb", diff("fc.weight", "parameter", HALVES, **DIGEST)))
     assert facts_of(digests["SYN230"])[syn230.Text.TENSORS]["size"] == Common.SIZE_UNKNOWN()
-    odd = diff("fc.weight", "parameter", ((0, 1, 4, 5), (2, 3)))
-    assert diagnose_case(group_on_hosts("aabbcc", odd))["SYN230"].ranks == (2, 3)  # the node outside the majority
+    outlier = diff("fc.weight", "parameter", ((0, 1, 4, 5), (2, 3)))
+    assert diagnose_case(group_on_hosts("aabbcc", outlier))["SYN230"].ranks == (2, 3)  # the node outside the majority
 
 
 def test_230_covers_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def test_231() -> None:
     assert facts[syn231.Text.RANKS_DIFFER]["count"] == 2
     assert facts[syn231.Text.COORDINATES_AGREE] == {"groups": ((0, 2), (1, 3))}
     # With one rank per coordinate the odd rank is the suspect; digests suffice.
-    odd = diff("ln_f.weight", "parameter", ((0, 1, 3), (2,)), **DIGEST)
-    assert diagnose_case(group_with_field("mesh", [{"tp": rank} for rank in range(4)], odd))["SYN231"].ranks == (2,)
+    outlier = diff("ln_f.weight", "parameter", ((0, 1, 3), (2,)), **DIGEST)
+    assert diagnose_case(group_with_field("mesh", [{"tp": rank} for rank in range(4)], outlier))["SYN231"].ranks == (2,)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_not_231(meshes: Any, tensors: list[TensorDiff]) -> None:
 
 def test_231_covers_only_replicated_tensors() -> None:
     """SYN231 covers neither a weight with a difference on one rank nor running statistics."""
-    others = diff("fc.weight", "parameter", ONE), diff("bn.running_mean", "bn_mean", ALONG_TP)
-    fitted = diagnose_case(group_with_field("mesh", TWO_BY_TWO, NORM, *others))
+    remaining = diff("fc.weight", "parameter", ONE), diff("bn.running_mean", "bn_mean", ALONG_TP)
+    fitted = diagnose_case(group_with_field("mesh", TWO_BY_TWO, NORM, *remaining))
     assert fitted["SYN231"].tensors == (NORM.name,)
-    assert {diff.name for diff in others} <= set(fitted["SYN299"].tensors)
+    assert {diff.name for diff in remaining} <= set(fitted["SYN299"].tensors)
 
 
 REPLICATED = """
@@ -236,9 +236,9 @@ def test_replicated_dtensors(tmp_path: Path) -> None:
     """A DTensor replicated over a mesh named tp is SYN231 without a known name or metadata."""
     for rank in range(2):
         mesh = mesh_of_2_6([0, 1], [rank], ("tp",))
-        whole, shard = np.full((8, 3), rank, np.float32), np.full((4, 3), rank, np.float32)
+        complete, shard = np.full((8, 3), rank, np.float32), np.full((4, 3), rank, np.float32)
         save_pth(
-            tmp_path / f"m_rank{rank}.pth", {"odd": dtensor(whole, ["R"], mesh), "w": dtensor(shard, ["S(0)"], mesh)}
+            tmp_path / f"m_rank{rank}.pth", {"odd": dtensor(complete, ["R"], mesh), "w": dtensor(shard, ["S(0)"], mesh)}
         )
     (compared,) = syncheck.compare(tmp_path).groups
     assert [replica.mesh for replica in compared.replicas] == [{"tp": 0}, {"tp": 1}]

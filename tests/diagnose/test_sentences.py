@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diff, group
-from groups import facts_of
-from small_model import HALF, moments, unreduced
-from small_model import group as model_group
-from small_model import model as model_diffs
+from support.cases import diagnose_case, diff, group
+from support.groups import facts_of
+from support.small_model import HALF, moments, unreduced
+from support.small_model import group as model_group
+from support.small_model import model as model_diffs
 
 from syncheck.diagnose import syn201_bn_local_stats as syn201
 from syncheck.diagnose import syn211_gradients_not_reduced as syn211
@@ -45,32 +45,32 @@ def flipped(clusters: Any) -> TensorDiff:
 )
 def test_a_majority_is_named_only_if_there_is_one(clusters: Any, ranks: int, majority: bool) -> None:
     """Without a majority, the fix says how to choose the healthy rank."""
-    found = diagnose_case(group(flipped(clusters), ranks=ranks))["SYN220"]
-    assert found.fix.code is (syn220.Text.FIX if majority else syn220.Text.FIX_NO_MAJORITY)
+    findings = diagnose_case(group(flipped(clusters), ranks=ranks))["SYN220"]
+    assert findings.fix.code is (syn220.Text.FIX if majority else syn220.Text.FIX_NO_MAJORITY)
     elements = {"numel": 100, "shape": (10, 10), "mismatched": 4, "extent": "contiguous"}
     run = diff("fc.weight", "parameter", clusters, evidence=Evidence(first=3), **elements)
     names = {"fc.weight": "parameter", "optimizer.fc.weight.exp_avg": "optimizer"}
-    found = diagnose_case(group(run, ranks=ranks, names=names))["SYN221"]
-    assert found.fix.code is (syn221.Text.FIX if majority else syn221.Text.FIX_NO_MAJORITY)
+    findings = diagnose_case(group(run, ranks=ranks, names=names))["SYN221"]
+    assert findings.fix.code is (syn221.Text.FIX if majority else syn221.Text.FIX_NO_MAJORITY)
 
 
 @pytest.mark.parametrize(("shards", "sharded"), [(HSDP, True), (UNNAMED, True), (TP, False)], ids=str)
 def test_sharded_models_have_their_own_fix(shards: Shards, sharded: bool) -> None:
     """Advice about DDP does not help with fully_shard."""
-    found = diagnose_case(model_group(*unreduced(), shards=(shards,)))["SYN211"]
-    assert found.fix.code is (syn211.Text.FIX_SHARDED if sharded else syn211.Text.FIX)
+    findings = diagnose_case(model_group(*unreduced(), shards=(shards,)))["SYN211"]
+    assert findings.fix.code is (syn211.Text.FIX_SHARDED if sharded else syn211.Text.FIX)
 
 
 def test_statistics_beside_settings() -> None:
     """SYN107 is the reason of local statistics beside it, and a flipped bit is not."""
     names = {"bn.running_mean": "bn_mean", "bn.running_var": "bn_var"}
     local = [diff(name, kind) for name, kind in names.items()]
-    found = diagnose_case(model_group(*model_diffs(), *moments(), *local, more=names, values=(HALF,)))
-    assert list(found) == ["SYN107", "SYN201"]
-    assert found["SYN201"].cause.code is syn201.Text.CAUSE_OF_SETTINGS
-    assert Statistics.SETTINGS in facts_of(found["SYN201"])
-    found = diagnose_case(model_group(flipped(((0,), (1,))), *local, more=names))
-    assert found["SYN201"].cause.code is syn201.Text.CAUSE
+    findings = diagnose_case(model_group(*model_diffs(), *moments(), *local, more=names, values=(HALF,)))
+    assert list(findings) == ["SYN107", "SYN201"]
+    assert findings["SYN201"].cause.code is syn201.Text.CAUSE_OF_SETTINGS
+    assert Statistics.SETTINGS in facts_of(findings["SYN201"])
+    findings = diagnose_case(model_group(flipped(((0,), (1,))), *local, more=names))
+    assert findings["SYN201"].cause.code is syn201.Text.CAUSE
 
 
 def test_every_sentence_about_a_case_replaces_another() -> None:

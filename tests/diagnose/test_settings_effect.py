@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case
-from small_model import HALF, MODEL, group, model, moments
+from support.cases import diagnose_case
+from support.small_model import HALF, MODEL, group, model, moments
 
 import syncheck
 from syncheck.diagnose.syn107_settings_differ import Text
@@ -111,10 +111,10 @@ def run(folder: Path, make: Callable[..., Any], settings: dict[str, Any], fault:
 )
 def test_settings_that_explain_everything(tmp_path: Path, make: Any, settings: dict[str, Any]) -> None:
     """Without another fault, SYN107 is the only finding, and covers the parameters."""
-    found = run(tmp_path, make, settings, keep)
-    assert set(found) == {"SYN107"}
-    assert found["SYN107"].certainty == "proved"
-    assert {"0.weight", "2.weight"} <= set(found["SYN107"].tensors)
+    findings = run(tmp_path, make, settings, keep)
+    assert set(findings) == {"SYN107"}
+    assert findings["SYN107"].certainty == "proved"
+    assert {"0.weight", "2.weight"} <= set(findings["SYN107"].tensors)
 
 
 @pytest.mark.parametrize("fault", [double, disturb])
@@ -131,35 +131,35 @@ def test_settings_that_explain_everything(tmp_path: Path, make: Any, settings: d
 )
 def test_settings_without_effect(tmp_path: Path, make: Any, settings: dict[str, Any], fault: Any) -> None:
     """A setting that changes only rounding, or by a tiny part, leaves the differences to another finding."""
-    found = run(tmp_path, make, settings, fault)
-    assert found["SYN107"].tensors == ()
-    others = [finding for code, finding in found.items() if code != "SYN107"]
-    assert any("0.weight" in finding.tensors for finding in others)
-    assert {fact.code for fact in found["SYN107"].facts} & {Text.ONLY_ROUNDING, Text.UNEXPLAINED}
+    findings = run(tmp_path, make, settings, fault)
+    assert findings["SYN107"].tensors == ()
+    remaining = [finding for code, finding in findings.items() if code != "SYN107"]
+    assert any("0.weight" in finding.tensors for finding in remaining)
+    assert {fact.code for fact in findings["SYN107"].facts} & {Text.ONLY_ROUNDING, Text.UNEXPLAINED}
 
 
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_a_layer_with_other_gradients(tmp_path: Path, make: Any) -> None:
     """Another learning rate does not explain the moments of a layer with other gradients."""
-    found = run(tmp_path, make, {"lr": 0.01}, disturb_layer)
-    assert "2.weight" not in found["SYN107"].tensors
-    assert any("2.weight" in finding.tensors for code, finding in found.items() if code != "SYN107")
+    findings = run(tmp_path, make, {"lr": 0.01}, disturb_layer)
+    assert "2.weight" not in findings["SYN107"].tensors
+    assert any("2.weight" in finding.tensors for code, finding in findings.items() if code != "SYN107")
 
 
 def test_only_the_implementation_differs(tmp_path: Path) -> None:
     """The cause of different implementations is rounding, not unequal steps."""
-    found = run(tmp_path, adamw, {"foreach": True}, keep)
-    assert set(found) == {"SYN107"}
-    assert found["SYN107"].cause.code is Text.CAUSE_ROUNDING
+    findings = run(tmp_path, adamw, {"foreach": True}, keep)
+    assert set(findings) == {"SYN107"}
+    assert findings["SYN107"].cause.code is Text.CAUSE_ROUNDING
 
 
 @pytest.mark.parametrize(("decoupled", "codes"), [(1.0, {"SYN107", "SYN211"}), (0.0, {"SYN107"})])
 def test_moments_differ_too(decoupled: float, codes: set[str]) -> None:
     """Moments of the same direction are an effect of a learning rate only with weight decay in the gradients."""
     settings = {"lr": 0.2, "weight_decay": 1.0, "decoupled_weight_decay": decoupled}
-    found = diagnose_case(group(*model(), *moments(cosine=0.99), values=(HALF,), hyperparameters=settings))
-    assert bool(found["SYN107"].tensors) is (codes == {"SYN107"})
-    assert (len(found) > 1) is (codes != {"SYN107"})
+    findings = diagnose_case(group(*model(), *moments(cosine=0.99), values=(HALF,), hyperparameters=settings))
+    assert bool(findings["SYN107"].tensors) is (codes == {"SYN107"})
+    assert (len(findings) > 1) is (codes != {"SYN107"})
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,6 @@ def test_107_without_moments(by_rank: dict[int, float], expected: Any) -> None:
     """Without moments, the gradients may differ too, unless ranks with equal settings agree."""
     count = len(by_rank)
     rate = replace(HALF, by_rank=by_rank)
-    found = diagnose_case(group(*model(ranks=count), ranks=count, values=(rate,), optimizer=()))
-    assert set(found["SYN107"].tensors) == {*MODEL}
-    assert (found["SYN107"].certainty, found["SYN107"].alternatives) == expected
+    findings = diagnose_case(group(*model(ranks=count), ranks=count, values=(rate,), optimizer=()))
+    assert set(findings["SYN107"].tensors) == {*MODEL}
+    assert (findings["SYN107"].certainty, findings["SYN107"].alternatives) == expected

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import diagnose_case, diagnose_single
-from groups import facts_of
-from small_model import DECAY, HALF, SGD, by_digest, group, make_diff, model, moment, moments, start, unreduced
+from support.cases import diagnose_case, diagnose_single
+from support.groups import facts_of
+from support.small_model import DECAY, HALF, SGD, by_digest, group, make_diff, model, moment, moments, start, unreduced
 
 from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218

@@ -68,8 +68,8 @@ def test_both_names_of_a_tied_weight(tmp_path: Path, ranks: int, cloned: bool, n
     for rank in range(ranks):
         model, optimizer = train(rank)
         state = {name: tensor.clone() if cloned else tensor for name, tensor in model.state_dict().items()}
-        given = {"model": model, "optimizer": optimizer} if named else {}
-        content = {"model": state, "optimizer": optimizer.state_dict(), "syncheck": block(rank, ranks, **given)}
+        settings = {"model": model, "optimizer": optimizer} if named else {}
+        content = {"model": state, "optimizer": optimizer.state_dict(), "syncheck": block(rank, ranks, **settings)}
         torch.save(content, tmp_path / f"rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
     assert (group.verdict, codes(group)) == ("out_of_sync", ["SYN241"])

@@ -6,12 +6,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import cases
-import progress_cases
 import pytest
-import small_model
 import torch
-from groups import facts_of
+from support import cases, progress_cases, small_model
+from support.groups import facts_of
 
 from syncheck.api import compare
 from syncheck.comparison import histograms
@@ -30,11 +28,11 @@ MANY = 4_000
 def test_lost_state_beside_nan() -> None:
     """Optimizer state that one rank lacks is SYN215, even if SYN222 covers one of the tensors."""
     lost = progress_cases.missing((0, 1), *progress_cases.STATE)
-    name, others = lost[0].name, lost[1:]
+    name, remaining = lost[0].name, lost[1:]
     nan = progress_cases.diff(name, "optimizer", {0: 1.0, 1: 2.0}, reason="missing", nonfinite={0: 1, 1: 0})
-    findings = cases.diagnose_case(progress_cases.group(nan, *others, ranks=3, hyperparameters={"lr": 0.1}))
+    findings = cases.diagnose_case(progress_cases.group(nan, *remaining, ranks=3, hyperparameters={"lr": 0.1}))
     assert set(findings) == {"SYN222", "SYN215"}
-    assert findings["SYN215"].tensors == tuple(diff.name for diff in others)
+    assert findings["SYN215"].tensors == tuple(diff.name for diff in remaining)
     assert findings["SYN215"].ranks == (2,)
 
 
@@ -44,8 +42,8 @@ def test_extreme_statistics_at_one_step(tmp_path: Path, channels: int, scale: fl
     for step in (1, 2, 3):
         for rank in (0, 1):
             torch.manual_seed(step * 8 + rank)
-            odd = (step, rank) == (1, 1)
-            size, factor = (channels, scale) if odd else (4, 1.0)
+            is_odd = (step, rank) == (1, 1)
+            size, factor = (channels, scale) if is_odd else (4, 1.0)
             model = {
                 "bn.weight": torch.ones(4),
                 "bn.running_mean": torch.randn(size).double() * factor,
@@ -65,9 +63,11 @@ def make_large(count: int, kind: str) -> Group:
         values = tuple(ValueDiff(name, {0: 1, 1: 2}, counts=True, kind="setting") for name in names)
         return small_model.group(small_model.make_diff("fc.weight"), values=values)
     layers = {f"{'ema.' * (kind == 'ema')}l{i}.weight": kind for i in range(count)}
-    given = {"mismatched": 2, "extent": "scattered", "cosine": 0.5, "norms": {0: 1.0, 1: 1.3}}
-    odd = (small_model.make_diff(name, kind, odd=(), replica_groups=((0, 1),), **given) for name in list(layers)[::2])
-    return small_model.group(*odd, more=layers)
+    settings = {"mismatched": 2, "extent": "scattered", "cosine": 0.5, "norms": {0: 1.0, 1: 1.3}}
+    outlier = (
+        small_model.make_diff(name, kind, odd=(), replica_groups=((0, 1),), **settings) for name in list(layers)[::2]
+    )
+    return small_model.group(*outlier, more=layers)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "ema", "values"])
@@ -94,9 +94,9 @@ def test_cause_on_one_rank_hides_no_other_difference() -> None:
     assert finding.code == "SYN213"
     assert finding.ranks == (3,)
     hit = replace(tensors[0], clusters=((0, 2), (1,), (3,)), minority=(1, 3))
-    finding, other = cases.diagnose_case(small_model.group(hit, *tensors[1:], ranks=4)).values()
+    finding, other_finding = cases.diagnose_case(small_model.group(hit, *tensors[1:], ranks=4)).values()
     assert (finding.code, finding.ranks) == ("SYN213", (3,))
-    assert (other.code, other.ranks, other.tensors) == ("SYN299", (1,), (hit.name,))
+    assert (other_finding.code, other_finding.ranks, other_finding.tensors) == ("SYN299", (1,), (hit.name,))
 
 
 def test_chance_agreement_is_no_majority() -> None:

@@ -25,8 +25,8 @@ _LINK = re.compile(r"\]\(([^)]*)\)")
 
 def find_links(text: str, page: Path) -> set[str]:
     """Return the addresses of a page; paths of files from the root."""
-    found = _LINK.findall(text)
-    return {link if ":" in link else os.path.normpath(page.parent / link) for link in found}
+    matches = _LINK.findall(text)
+    return {link if ":" in link else os.path.normpath(page.parent / link) for link in matches}
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAGES.items())
@@ -40,8 +40,8 @@ def test_translations_share_code_and_structure(english: str, chinese: str) -> No
     numbers = [sorted(re.findall(r"<!-- result: ([a-z0-9-]+) -->", page)) for page in plain]
     assert numbers[0] == numbers[1]
     links = [find_links(plain[i], ROOT / path) for i, path in enumerate((english, chinese))]
-    own = {str(ROOT / path) for path in (english, chinese, "docs/zh-CN/glossary.md")}
-    assert links[1] - own == links[0] - own
+    own_values = {str(ROOT / path) for path in (english, chinese, "docs/zh-CN/glossary.md")}
+    assert links[1] - own_values == links[0] - own_values
     spans = [set(re.findall(r"`([^`\n]+)`", page)) for page in plain]
     assert spans[0] == spans[1]
 

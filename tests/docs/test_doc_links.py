@@ -26,14 +26,14 @@ def prose(text: str) -> str:
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """Return the anchors of a page as on GitHub: repeated headings get -1, -2 and so on."""
-    found: dict[str, int] = {}
-    made = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", path.read_text(encoding="utf-8")))
+    result: dict[str, int] = {}
+    created = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", path.read_text(encoding="utf-8")))
     for heading in re.findall(r"^#{1,6} +(.*?)#*$", prose(path.read_text(encoding="utf-8")), re.MULTILINE):
         words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-        made.add(f"{slug}-{found[slug]}" if found[slug] else slug)
-    return frozenset(made)
+        result[slug] = result.get(slug, -1) + 1
+        created.add(f"{slug}-{result[slug]}" if result[slug] else slug)
+    return frozenset(created)
 
 
 def leads(page: Path, target: str) -> bool:
@@ -63,9 +63,11 @@ def test_every_document_is_in_the_index() -> None:
     index = {(docs / t.partition("#")[0]).resolve() for t in _LINK.findall((docs / "README.md").read_text())}
     pages = {p for p in docs.rglob("*.md") if p.parent.name not in ("guide", "findings")} | {docs / "guide/README.md"}
     assert sorted(pages - index - {docs / "README.md"}) == []
-    for folder, own in (("guide", "guide/README.md"), ("reference/findings", "reference/findings.md")):
-        links = {(docs / own).parent / link for link in _LINK.findall((docs / own).read_text(encoding="utf-8"))}
-        assert sorted(p for p in (docs / folder).glob("*.md") if p not in links and p != docs / own) == []
+    for folder, own_values in (("guide", "guide/README.md"), ("reference/findings", "reference/findings.md")):
+        links = {
+            (docs / own_values).parent / link for link in _LINK.findall((docs / own_values).read_text(encoding="utf-8"))
+        }
+        assert sorted(p for p in (docs / folder).glob("*.md") if p not in links and p != docs / own_values) == []
     assert "docs/README.md" in _LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 

@@ -19,7 +19,7 @@ from syncheck.cli import main
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
@@ -61,20 +61,20 @@ def test_exit_codes_of_commands(clone: Path, cli: Callable[..., Done]) -> None:
 
 def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pytest command of the tables exits with its code, and an interrupted session with 2."""
-    asked = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
-    assert {code for _, code in asked} == {0, 1, 4, 5}
+    requested = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
+    assert {code for _, code in requested} == {0, 1, 4, 5}
     (clone / "interrupting.py").write_text(
         "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     write = ["--baseline", "known.json", "--update-baseline"]
     assert main(["compare", "fixtures/desync/bn_local_stats", "-q", *write]) == 0
-    asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
+    requested.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
     for folder in (ROOT / "tests" / "pytest_plugin", clone):
         monkeypatch.syspath_prepend(folder)
-    from sessions import sessions
+    from support.sessions import sessions
 
-    ended = sessions(*((clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked))
-    assert [session.code for session in ended] == [code for _, code in asked]
+    ended = sessions(*((clone, ["-p", "no:cacheprovider", *words]) for words, _ in requested))
+    assert [session.code for session in ended] == [code for _, code in requested]
     assert " passed" not in ended[-1].out
 
 

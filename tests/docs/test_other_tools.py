@@ -44,8 +44,8 @@ def test_hashes_of_torch_files_depend_on_the_name(tmp_path: Path) -> None:
 
 def test_default_tolerances_accept_different_weights() -> None:
     """Tiny weights that differ by a factor of nine are close, equal NaN is not, and the order of arguments matters."""
-    one, nine = torch.full((4,), 1e-9), torch.full((4,), 9e-9)
-    assert torch.allclose(one, nine)
+    first, nine = torch.full((4,), 1e-9), torch.full((4,), 9e-9)
+    assert torch.allclose(first, nine)
     torch.testing.assert_close(torch.full((4,), 1e-6), torch.full((4,), 9e-6))
     nan = torch.full((4,), float("nan"))
     assert not torch.equal(nan, nan.clone())

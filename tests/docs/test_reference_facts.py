@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from checkpoints import snapshot
+from support.checkpoints import snapshot
 
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas
@@ -26,25 +26,25 @@ def rows(name: str, section: str) -> list[list[str]]:
 
 def test_numbers_in_paths() -> None:
     """The rank, step and other numbers of each path are classified as in the table."""
-    listed = rows("layouts.md", "Numbers in paths")
-    assert len(listed) > 20
-    for path, rank, step, others in listed:
+    listing = rows("layouts.md", "Numbers in paths")
+    assert len(listing) > 20
+    for path, rank, step, remaining in listing:
         parts = split_path(path.strip("`"))
-        at = {role: parts.find(role) for role in ("rank", "step")}
-        shown = ["" if at[role] is None else str(parts.numbers[at[role]]) for role in ("rank", "step")]
-        rest = [i for i in range(len(parts.numbers)) if i not in at.values()]
-        assert [rank, step] == shown, path
-        assert others == ", ".join(f"{parts.numbers[i]} {parts.roles[i]}" for i in rest), path
+        position = {role: parts.find(role) for role in ("rank", "step")}
+        output = ["" if position[role] is None else str(parts.numbers[position[role]]) for role in ("rank", "step")]
+        remainder = [i for i in range(len(parts.numbers)) if i not in position.values()]
+        assert [rank, step] == output, path
+        assert remaining == ", ".join(f"{parts.numbers[i]} {parts.roles[i]}" for i in remainder), path
 
 
 def test_groups_of_files() -> None:
     """The files of each row form the groups of the table."""
-    listed = rows("layouts.md", "Which files make a group")
-    assert len(listed) > 8
-    for given, groups in listed:
-        found = group_replicas([snapshot(path) for path in given.strip("`").split()])
-        wanted = [group.split() for group in re.findall(r"`([^`]+)`", groups)]
-        assert sorted([s.path for _, s in group.ranks] for group in found) == sorted(wanted), given
+    listing = rows("layouts.md", "Which files make a group")
+    assert len(listing) > 8
+    for settings, groups in listing:
+        result = group_replicas([snapshot(path) for path in settings.strip("`").split()])
+        expected = [group.split() for group in re.findall(r"`([^`]+)`", groups)]
+        assert sorted([s.path for _, s in group.ranks] for group in result) == sorted(expected), settings
 
 
 FOLDERS = (
@@ -58,17 +58,17 @@ FOLDERS = (
 
 def test_folders_are_recognized(tmp_path: Path) -> None:
     """A folder with empty files named as in a row has the format of this row."""
-    listed = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
+    listing = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
     for i, (name, files) in enumerate(FOLDERS):
         for file in files.split():
-            place = tmp_path / str(i) / file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch()
-            known = re.findall(r"`([^`]+)`", listed[name] + "`model.safetensors`")
-            assert all(any(fnmatch(part, each.strip("/")) for each in known) for part in file.split("/")), file
-        found = sniff_folder(str(tmp_path / str(i)))
-        assert found is not None, files
-        assert name == found.FORMAT
+            location = tmp_path / str(i) / file
+            location.parent.mkdir(parents=True, exist_ok=True)
+            location.touch()
+            known_values = re.findall(r"`([^`]+)`", listing[name] + "`model.safetensors`")
+            assert all(any(fnmatch(part, each.strip("/")) for each in known_values) for part in file.split("/")), file
+        result = sniff_folder(str(tmp_path / str(i)))
+        assert result is not None, files
+        assert name == result.FORMAT
     assert sniff_folder(str(tmp_path)) is None
 
 
@@ -77,8 +77,8 @@ def test_every_variable_is_listed() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "syncheck").rglob("*.py"))
     used = set(re.findall(r"environ(?:\.get|\.setdefault)?[\[(]\"([A-Z_]+)\"", text)) | set(FIELDS.values())
     used |= set(re.findall(r"\"([A-Z]+(?:_[A-Z]+)+)\": ", text)) & set(re.findall(r"\"(\w+)\": ", text))
-    listed = {
+    listing = {
         name for cell, _ in rows("configuration.md", "Environment variables") for name in re.findall(r"\w+", cell)
     }
     # COLUMNS is read by shutil; PYTHONBREAKPOINT is set to a function of the plugin in ranks of a test.
-    assert used - {"PYTHONBREAKPOINT"} == listed - {"COLUMNS"}
+    assert used - {"PYTHONBREAKPOINT"} == listing - {"COLUMNS"}

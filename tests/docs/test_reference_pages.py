@@ -98,22 +98,22 @@ def test_number_follows_the_results(copy: Path) -> None:
 def test_no_number_mark_begins_a_line() -> None:
     """Markdown renders a line that begins with a comment as HTML, without emphasis, links and code."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    found = {str(path): re.findall(r"^ *<!-- result: .*", path.read_text(encoding="utf-8"), re.M) for path in pages}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    matches = {str(path): re.findall(r"^ *<!-- result: .*", path.read_text(encoding="utf-8"), re.M) for path in pages}
+    assert {path: lines for path, lines in matches.items() if lines} == {}
 
 
 def test_measured_times_are_generated() -> None:
     """Outside marks, generated blocks and code, no page states a time or a ratio with a number."""
     # The times on these pages are timeouts, or results of `python -m train.bench`.
-    others = {"bench.md", "data.md", "resume.md", "running.md", "stopping.md"}
+    remaining = {"bench.md", "data.md", "resume.md", "running.md", "stopping.md"}
     pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *REFERENCE.glob("*.md")}
-    pages -= {ROOT / "docs" / name for name in others}
+    pages -= {ROOT / "docs" / name for name in remaining}
     generated = re.compile(
         r"<!-- (made|result): .*?<!-- /\1 -->|```.*?```|^    .*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE
     )
     measured = re.compile(r"\b\d[\d.,]* (?:s|ms|seconds|microseconds|times as)\b")
-    found = {str(path): measured.findall(generated.sub("", path.read_text(encoding="utf-8"))) for path in pages}
-    assert {path: times for path, times in found.items() if times} == {}
+    matches = {str(path): measured.findall(generated.sub("", path.read_text(encoding="utf-8"))) for path in pages}
+    assert {path: times for path, times in matches.items() if times} == {}
 
 
 def test_every_finding_has_a_page() -> None:
@@ -190,15 +190,15 @@ def test_api_equals_the_imported_names() -> None:
     for module in (syncheck, live, testing):
         for name in module.__all__:
             assert f"### {module.__name__}.{name}\n" in text, name
-            found = getattr(module, name)
-            if inspect.isfunction(found):
-                shown = re.search(rf"### {module.__name__}\.{name}\n\n```python\n(.*?)```", text, re.DOTALL)
-                assert shown is not None
-                parameters = inspect.signature(found).parameters
-                assert re.findall(r"\**(\w+)(?:: |=)", shown[1]) == list(parameters)
+            result = getattr(module, name)
+            if inspect.isfunction(result):
+                output = re.search(rf"### {module.__name__}\.{name}\n\n```python\n(.*?)```", text, re.DOTALL)
+                assert output is not None
+                parameters = inspect.signature(result).parameters
+                assert re.findall(r"\**(\w+)(?:: |=)", output[1]) == list(parameters)
                 for key, parameter in parameters.items():
                     if parameter.default is not parameter.empty and key != "budget":  # the page has 4 << 30
-                        assert re.search(rf"\b{key}: [^=]* = {re.escape(repr(parameter.default))}", shown[1]), key
+                        assert re.search(rf"\b{key}: [^=]* = {re.escape(repr(parameter.default))}", output[1]), key
 
 
 @pytest.mark.parametrize(("name", "printed"), [("compare", "in_sync 14\n"), ("read", "bn1.running_mean float32 (4,)")])

@@ -32,8 +32,8 @@ def test_pages(tmp_path: Path) -> None:
         assert text.startswith(f"# {rule.code} {rule.slug}")
     printed = (pages / "reference" / "findings" / "syn201.md").read_text(encoding="utf-8")
     assert re.search(r"^    fix   ", printed, re.MULTILINE)
-    listed = re.findall(r"- (?:\w[\w ]*: )?([\w/-]+\.md)$", (tmp_path / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert set(listed) == {str(page.relative_to(pages)) for page in pages.rglob("*.md")}
+    listing = re.findall(r"- (?:\w[\w ]*: )?([\w/-]+\.md)$", (tmp_path / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert set(listing) == {str(page.relative_to(pages)) for page in pages.rglob("*.md")}
 
 
 def test_a_dead_link_stops_the_build(tmp_path: Path) -> None:
@@ -92,5 +92,5 @@ def test_released_versions(tmp_path: Path) -> None:
     for name in ("0.2", "dev", "latest"):
         assert (site / name / "reference" / "findings" / "syn304" / "index.html").exists()
     assert "url=latest/start/" in (site / "index.html").read_text(encoding="utf-8")
-    listed = subprocess.run(["git", "worktree", "list"], cwd=clone, capture_output=True, text=True, check=True).stdout
-    assert listed.count("\n") == 1
+    listing = subprocess.run(["git", "worktree", "list"], cwd=clone, capture_output=True, text=True, check=True).stdout
+    assert listing.count("\n") == 1

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need, train
+from support.libraries import need, train
 
 import syncheck
 

@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from libraries import need, train
+from support.libraries import need, train
 
 import syncheck
 
@@ -50,11 +50,11 @@ def test_ranks_of_lightning(trained: Path) -> None:
 def test_callbacks_are_listed(trained: Path) -> None:
     """A different best score of a callback is listed as a value, and is not a failure."""
     group = group_of(trained)
-    listed = {diff.name: diff for diff in group.values}
-    scores = [name for name in listed if name.startswith("callbacks.ModelCheckpoint") and "best_model_score" in name]
+    listing = {diff.name: diff for diff in group.values}
+    scores = [name for name in listing if name.startswith("callbacks.ModelCheckpoint") and "best_model_score" in name]
     assert len(scores) == 1
-    assert not any(diff.counts for diff in listed.values())
-    assert all(isinstance(value, float) for value in listed[scores[0]].by_rank.values())
+    assert not any(diff.counts for diff in listing.values())
+    assert all(isinstance(value, float) for value in listing[scores[0]].by_rank.values())
     assert not [diff for diff in group.tensors if diff.name.startswith("callbacks.")]
     assert syncheck.compare(trained / "last-rank*.ckpt", options=syncheck.Options(allow=("SYN201",))).exit_code == 0
 

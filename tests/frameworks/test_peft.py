@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from libraries import need
+from support.libraries import need
 
 import syncheck
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
@@ -187,7 +187,7 @@ def test_factors_that_peft_does_not_load(tmp_path: Path, edit: dict[str, Any]) -
         save_file({key: w.clone() for key, w in tensors.items()}, tmp_path / name / "model.safetensors")
         return str(tmp_path / name)
 
-    stored = make_model().state_dict()
+    stored_values = make_model().state_dict()
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["q", "v", "conv"], lora_bias=True)
     adapted = get_peft_model(make_model(), config)
     with torch.no_grad():
@@ -197,11 +197,11 @@ def test_factors_that_peft_does_not_load(tmp_path: Path, edit: dict[str, Any]) -
     adapted.save_pretrained(tmp_path / "adapter")
     full = adapted.merge_and_unload().state_dict()
     merged = load_edited(tmp_path / "adapter", edit)
-    changed = {name for name in stored if merged and not torch.equal(merged[name], stored[name])}
-    lost = {name for name in stored if not torch.equal(full[name], stored[name])} - changed
-    report = syncheck.diff([save(stored, "base"), tmp_path / "adapter"], save(full, "full"))
+    changed = {name for name in stored_values if merged and not torch.equal(merged[name], stored_values[name])}
+    lost = {name for name in stored_values if not torch.equal(full[name], stored_values[name])} - changed
+    report = syncheck.diff([save(stored_values, "base"), tmp_path / "adapter"], save(full, "full"))
     uncompared = {diff.name for diff in report.groups[-1].tensors if diff.uncompared}
-    assert (report.exit_code, uncompared & stored.keys()) == (2 if lost else 0, lost)
+    assert (report.exit_code, uncompared & stored_values.keys()) == (2 if lost else 0, lost)
     if merged is not None:
         assert syncheck.diff([tmp_path / "base", tmp_path / "adapter"], save(merged, "b")).exit_code == 2 * bool(lost)
 

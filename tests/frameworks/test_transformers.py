@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need, train
+from support.libraries import need, train
 
 import syncheck
 
@@ -32,11 +32,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_runs_are_replicas(trained: Path) -> None:
     """The runs' checkpoints of a step are compared with each other, never with checkpoints of another step."""
     report = syncheck.compare(trained)
-    found = [
+    result = [
         (group.step, [(r.rank, r.format, r.path.removeprefix(f"{trained}/")) for r in group.replicas])
         for group in report.groups
     ]
-    assert sorted(found, key=str) == [
+    assert sorted(result, key=str) == [
         (2, [(r, "huggingface", f"node{r}/run/checkpoint-2") for r in (0, 1)]),
         (4, [(r, "huggingface", f"node{r}/run/checkpoint-4") for r in (0, 1)]),
         (None, [(r, "huggingface", f"node{r}/sharded") for r in (0, 1)]),
@@ -60,9 +60,9 @@ def test_the_folder_records_its_step(trained: Path) -> None:
 
 def test_shards_are_one_model(trained: Path) -> None:
     """A sharded model equals the same model in one file."""
-    sharded, one = trained / "node0" / "sharded", trained / "node0" / "run" / "checkpoint-4"
+    sharded, first = trained / "node0" / "sharded", trained / "node0" / "run" / "checkpoint-4"
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    report = syncheck.compare(sharded, one, options=syncheck.Options(only=("params",)))
+    report = syncheck.compare(sharded, first, options=syncheck.Options(only=("params",)))
     assert (report.verdict, report.groups[0].counts.identical) == ("in_sync", 41)
 
 

@@ -53,11 +53,11 @@ def read(path: Path) -> Page:
 
 def commands(block: str) -> list[Command]:
     """Split a block into commands with their output."""
-    head, *rest = re.split(r"^\$ ", block, flags=re.MULTILINE)
+    head, *remainder = re.split(r"^\$ ", block, flags=re.MULTILINE)
     if head.strip():
         raise ValueError(f"a console block begins with a line that is typed ($ ...): {head[:60]!r}")
     result = []
-    for part in rest:
+    for part in remainder:
         typed, _, printed = part.partition("\n")
         while typed.endswith("\\"):  # a continued line
             more, _, printed = printed.partition("\n")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need
-from outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
+from support.libraries import need
+from support.outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
 
 from syncheck.errors import UsageError
 from syncheck.integrations.accelerate import monitor
@@ -62,8 +62,8 @@ def test_options_reach_the_monitor() -> None:
 def test_drift_of_batchnorm_is_found(quick: Outcomes) -> None:
     """Statistics that drift under DDP are found at each check."""
     assert quick.steps("drift") == [3, 6]
-    found = [(rank["codes"], rank["names"]) for rank in quick.of("drift")]
-    assert found == [(["SYN201"], ["1.running_mean", "1.running_var"])] * 2
+    result = [(rank["codes"], rank["names"]) for rank in quick.of("drift")]
+    assert result == [(["SYN201"], ["1.running_mean", "1.running_var"])] * 2
 
 
 @pytest.mark.slow

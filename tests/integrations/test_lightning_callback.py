@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need
-from outcomes import (
+from support.libraries import need
+from support.outcomes import (
     Outcomes,
     assert_not_checked_after_an_error,
     assert_nothing_changed,
@@ -82,8 +82,8 @@ def test_the_last_check_comes_before_the_last_validation(more: Outcomes) -> None
     more.ended_well()
     for case, step in (("two_epochs", 12), ("max_steps", 8)):
         assert more.steps(case) == [step]
-        found = [(rank["codes"], rank["names"]) for rank in more.of(case)]
-        assert found == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
+        matches = [(rank["codes"], rank["names"]) for rank in more.of(case)]
+        assert matches == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
         # Known from DDP itself, which is watched and not the module in it.
         assert str(syn201_bn_local_stats.Text.SYNCHRONIZED()) in more.of(case)[0]["evidence"][0]
 
@@ -134,23 +134,23 @@ def test_no_check_after_an_exception(tmp_path: Path) -> None:
 def test_ranks_started_by_lightning_stop(tmp_path: Path) -> None:
     """With devices=2 Lightning starts rank 1: the fault ends both ranks, and no process remains."""
     need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "launched", ranks=1)
-    assert_stopped_alike(found, "launched", "SYN220", ["net.2.weight"], 5)
+    result = outcomes(PROGRAM, tmp_path, "launched", ranks=1)
+    assert_stopped_alike(result, "launched", "SYN220", ["net.2.weight"], 5)
 
 
 @pytest.mark.slow
 def test_a_single_process_and_spawned_ranks(tmp_path: Path) -> None:
     """In a single process the callback warns once; it can be pickled for processes that Lightning spawns."""
     need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "single", "spawned", ranks=1)
-    assert_warned_once(found, "single")
-    assert found.of("spawned")[0]["steps"] == [5, 6]
+    result = outcomes(PROGRAM, tmp_path, "single", "spawned", ranks=1)
+    assert_warned_once(result, "single")
+    assert result.of("spawned")[0]["steps"] == [5, 6]
 
 
 @pytest.mark.slow
 def test_pytorch_lightning(tmp_path: Path) -> None:
     """The callback works with the package pytorch_lightning."""
     need("pytorch_lightning")
-    found = outcomes(PROGRAM, tmp_path, "healthy", "weight", "old")
-    assert found.steps("healthy") == [5, 6]
-    assert_stopped_alike(found, "weight", "SYN220", ["net.2.weight"], 5)
+    result = outcomes(PROGRAM, tmp_path, "healthy", "weight", "old")
+    assert result.steps("healthy") == [5, 6]
+    assert_stopped_alike(result, "weight", "SYN220", ["net.2.weight"], 5)

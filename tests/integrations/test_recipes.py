@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from libraries import need
-from outcomes import outcomes
-from recipes import blocks
+from support.libraries import need
+from support.outcomes import outcomes
+from support.recipes import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +123,6 @@ def test_a_loop_with_parts(syncheck_rank: Any, block: int) -> None:
 def test_the_recipe_of_a_library(heading: str, tmp_path: Path) -> None:
     """The recipe trains on two ranks, whose final check finds them in sync."""
     need(LIBRARIES[heading])
-    found = outcomes("recipe.py", tmp_path, heading)
-    found.ended_well()
-    assert [(rank["checks"], rank["verdict"]) for rank in found.of(heading)] == [(1, "in_sync")] * 2
+    result = outcomes("recipe.py", tmp_path, heading)
+    result.ended_well()
+    assert [(rank["checks"], rank["verdict"]) for rank in result.of(heading)] == [(1, "in_sync")] * 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from libraries import need
-from outcomes import (
+from support.libraries import need
+from support.outcomes import (
     Outcomes,
     assert_not_checked_after_an_error,
     assert_nothing_changed,
@@ -51,8 +51,8 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> None:
     """BatchNorm drift is found after the last step, before the evaluation that would hide it."""
     assert quick.steps("evaluated") == [12]
-    found = [(rank["codes"], rank["names"]) for rank in quick.of("evaluated")]
-    assert found == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
+    result = [(rank["codes"], rank["names"]) for rank in quick.of("evaluated")]
+    assert result == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
 
 
 def test_a_resumed_training_continues_counting(quick: Outcomes) -> None:

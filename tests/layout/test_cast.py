@@ -102,12 +102,12 @@ def test_a_second_rounding_is_out_of_sync(tmp_path: Path, stored: str, cast: str
 def test_shards_are_converted(tmp_path: Path) -> None:
     """The conversion applies to tensors in several files, and to tensors larger than a block."""
     import numpy as np
-    from dtensors import save_ranks
+    from support.dtensors import save_ranks
 
-    whole = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    complete = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
     (tmp_path / "ranks").mkdir()
-    save_ranks(tmp_path / "ranks", {0: whole[:4], 1: whole[4:]}, ["S(0)"], [2])
-    torch.save({"w": torch.from_numpy(whole).half()}, tmp_path / "half.pth")
+    save_ranks(tmp_path / "ranks", {0: complete[:4], 1: complete[4:]}, ["S(0)"], [2])
+    torch.save({"w": torch.from_numpy(complete).half()}, tmp_path / "half.pth")
     options = syncheck.DiffOptions(cast="float16")
     assert syncheck.diff(tmp_path / "ranks", tmp_path / "half.pth", options=options).exit_code == 0
     assert syncheck.diff(tmp_path / "ranks", tmp_path / "half.pth", options=BF16).exit_code == 1

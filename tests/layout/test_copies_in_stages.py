@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -26,8 +26,8 @@ def compare_stages(
 ) -> Group:
     """Save a file for each model, and compare the files. mesh: by default one pipeline stage for each rank."""
     for rank, model in enumerate(models):
-        at = {"pipeline": rank} if mesh is None else mesh[rank]
-        block = syncheck.metadata(run="pp", rank=rank, world_size=len(models), step=1, mesh=at)
+        position = {"pipeline": rank} if mesh is None else mesh[rank]
+        block = syncheck.metadata(run="pp", rank=rank, world_size=len(models), step=1, mesh=position)
         block["tied"] = tied[rank] if isinstance(tied, list) else tied
         block["buffers"] = [name for name in model if name.endswith("table")]
         block["optimizer_parameters"] = [name for name in model if name not in block["buffers"]]

@@ -49,12 +49,12 @@ def test_the_model_equals_zero_to_fp32(run: str) -> None:
     """Weights, frozen parameters, tied parameters and buffers have the names and bytes of zero_to_fp32.py."""
     joined = deepspeed.join(read(run)).tensors
     model = contents({name: tensor for name, tensor in joined.items() if not name.startswith("optimizer.")})
-    wanted = contents(syncheck.read(str(FIXTURES / run / "fp32.bin")).tensors)
+    expected = contents(syncheck.read(str(FIXTURES / run / "fp32.bin")).tensors)
     # zero_to_fp32.py loses the frozen parameters of ZeRO 1.
-    assert model.keys() - wanted.keys() == ({"frozen.weight"} if run == "zero1_bf16" else set())
-    different = {name for name, content in wanted.items() if model[name] != content}
+    assert model.keys() - expected.keys() == ({"frozen.weight"} if run == "zero1_bf16" else set())
+    different = {name for name, content in expected.items() if model[name] != content}
     assert different == CONVERTED.get(run, set())
-    assert len(wanted) > len(different) + 7
+    assert len(expected) > len(different) + 7
 
 
 def test_zero_1_and_zero_3_are_one_model() -> None:
@@ -107,9 +107,9 @@ def test_a_flipped_bit_has_its_global_index(
     flip(tmp_path / "tag" / file, read(run).tensors[stored], element)
     report = syncheck.diff(FIXTURES / run / "tag", tmp_path / "tag")
     assert report.exit_code == 1
-    found = {diff.name: (diff.index, diff.places[1].path) for diff in report.groups[-1].tensors if diff.index}
-    place = (index, str(tmp_path / "tag" / file))
-    assert found == {name: place}
+    result = {diff.name: (diff.index, diff.places[1].path) for diff in report.groups[-1].tensors if diff.index}
+    location = (index, str(tmp_path / "tag" / file))
+    assert result == {name: location}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -147,10 +147,12 @@ def test_hostile_numbers_are_one_line(run: str, case: str) -> None:
     snapshot = read(run)
     top = f"{LABEL}." if run.startswith("zero3") else ""
     changed = {name.format(top=top): value for name, value in HOSTILE[case].items()}
-    kept = {name: value for name, value in snapshot.values.items() if not (case == "partitions" and "_count" in name)}
+    retained = {
+        name: value for name, value in snapshot.values.items() if not (case == "partitions" and "_count" in name)
+    }
     start = time.monotonic()
     with pytest.raises(MalformedFile) as caught:
-        deepspeed.join(replace(snapshot, values=kept | changed))
+        deepspeed.join(replace(snapshot, values=retained | changed))
     assert time.monotonic() - start < 5
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000

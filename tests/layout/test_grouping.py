@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import snapshot
+from support.checkpoints import snapshot
 
 from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
@@ -87,15 +87,15 @@ def expanded(pattern: str) -> list[str]:
     while depth:
         depth += {"{": 1, "}": -1}.get(pattern[end], 0)
         end += 1
-    inside, words, level = pattern[start + 1 : end - 1], [""], 0
-    for c in inside:
+    inner, words, level = pattern[start + 1 : end - 1], [""], 0
+    for c in inner:
         level += {"{": 1, "}": -1}.get(c, 0)
         if c == "," and not level:
             words.append("")
         else:
             words[-1] += c
-    if len(words) == 1 and "-" in inside and "{" not in inside:
-        first, last = map(int, inside.split("-"))
+    if len(words) == 1 and "-" in inner and "{" not in inner:
+        first, last = map(int, inner.split("-"))
         words = [str(number) for number in range(first, last + 1)]
     heads = itertools.chain.from_iterable(expanded(word) for word in words)
     return [pattern[:start] + head + tail for head in heads for tail in expanded(pattern[end:])]
@@ -106,11 +106,11 @@ def groups(
 ) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
     paths = [path for pattern in patterns for path in expanded(pattern)]
-    found = group_replicas([snapshot(path) for path in paths], group_by, roots)
-    positions = [[paths.index(s.path) for _, s in group.ranks] for group in found]
+    result = group_replicas([snapshot(path) for path in paths], group_by, roots)
+    positions = [[paths.index(s.path) for _, s in group.ranks] for group in result]
     assert all(group == sorted(group) for group in positions)
     assert sorted(itertools.chain(*positions)) == list(range(len(paths)))
-    return found
+    return result
 
 
 def by_step(found: tuple[ReplicaGroup, ...]) -> list[tuple[int | None, list[int]]]:
@@ -210,10 +210,10 @@ RANKS: dict[str, list[tuple[int | None, list[int]]]] = {
 @pytest.mark.parametrize("pattern", RANKS)
 def test_steps_and_ranks(pattern: str) -> None:
     """Paths give these steps and ranks, and the order of the files does not matter."""
-    found = groups(pattern)
-    assert by_step(found) == RANKS[pattern]
+    result = groups(pattern)
+    assert by_step(result) == RANKS[pattern]
     again = members(group_replicas([snapshot(path) for path in reversed(expanded(pattern))]))
-    assert sorted(map(sorted, again)) == sorted(map(sorted, members(found)))
+    assert sorted(map(sorted, again)) == sorted(map(sorted, members(result)))
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_files_of_other_groups(paths: str, sizes: list[int]) -> None:
 )  # fmt: skip
 def test_steps_and_parts_are_not_replicas(pattern: str, grouping: Any) -> None:
     """Files that differ in the step, the part or the shard are not compared, and the reason is reported."""
-    found = groups(pattern)
-    assert {len(group.ranks) for group in found} == {1}
-    assert {group.grouping for group in found} == {(grouping,)}
+    result = groups(pattern)
+    assert {len(group.ranks) for group in result} == {1}
+    assert {group.grouping for group in result} == {(grouping,)}
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ def test_runs(pattern: str, runs: set[str]) -> None:
 
 def test_replicas_with_different_words() -> None:
     """If only words differ, files of one step and part are replicas, as in two copies of a run."""
-    found = groups("{new,old}/checkpoint-{500,1000}/model-00001-of-00002.bin")
-    assert by_step(found) == [(500, [0, 1]), (1000, [0, 1])]
-    assert {group.grouping for group in found} == {(Grouping.NO_RANKS_ONE_STEP(),)}
+    result = groups("{new,old}/checkpoint-{500,1000}/model-00001-of-00002.bin")
+    assert by_step(result) == [(500, [0, 1]), (1000, [0, 1])]
+    assert {group.grouping for group in result} == {(Grouping.NO_RANKS_ONE_STEP(),)}
 
 
 @pytest.mark.parametrize("pattern", ["c/rank{}.pth", "c/rank{:05}.pth", "c/{}.pth"])
@@ -346,8 +346,8 @@ def test_one_folder_per_host(pattern: str, hosts: tuple[str, str], described: st
 
 def test_hosts_of_several_runs_and_steps() -> None:
     """Hosts are joined within a run and a step; runs with equal ranks stay separate."""
-    found = groups("{x,y}/{a/{100,200}/rank{0,1},b/{100,200}/rank{2,3}}.pt")
-    assert [(group.run, *by_step((group,))[0]) for group in sorted(found, key=lambda g: (g.run, g.step or 0))] == [
+    result = groups("{x,y}/{a/{100,200}/rank{0,1},b/{100,200}/rank{2,3}}.pt")
+    assert [(group.run, *by_step((group,))[0]) for group in sorted(result, key=lambda g: (g.run, g.step or 0))] == [
         (run, step, [0, 1, 2, 3]) for run in ("x", "y") for step in (100, 200)
     ]
 
@@ -419,16 +419,16 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
 )
 def test_files_with_metadata(files: list[tuple[str, int, dict[str, Any]]], sizes: list[int]) -> None:
     """Launches are separate groups, and ranks of one launch with one path pattern are one group."""
-    found = described(*({"path": path.format(rank), "rank": rank} | more for path, rank, more in files))
-    assert sorted(itertools.chain(*found)) == sorted(path.format(rank) for path, rank, _ in files)
-    assert list(map(len, found)) == sizes
+    result = described(*({"path": path.format(rank), "rank": rank} | more for path, rank, more in files))
+    assert sorted(itertools.chain(*result)) == sorted(path.format(rank) for path, rank, _ in files)
+    assert list(map(len, result)) == sizes
 
 
 def test_numbers_of_experiments_are_no_ranks() -> None:
     """Files of two experiments of one name are never paired, although their numbers equal ranks."""
     files = [(f"exp{experiment}/{name}.pth", rank) for experiment in (0, 1) for rank, name in enumerate("ab")]
-    found = described(*({"path": path, "rank": rank, "step": 5} for path, rank in files))
-    assert found == [["exp0/a.pth", "exp0/b.pth"], ["exp1/a.pth", "exp1/b.pth"]]
+    result = described(*({"path": path, "rank": rank, "step": 5} for path, rank in files))
+    assert result == [["exp0/a.pth", "exp0/b.pth"], ["exp1/a.pth", "exp1/b.pth"]]
 
 
 def test_a_file_without_metadata_joins_its_group() -> None:
@@ -437,27 +437,27 @@ def test_a_file_without_metadata_joins_its_group() -> None:
     (group,) = group_replicas([*files, snapshot("c/ddp_rank3.pth")])
     assert members((group,)) == [[f"c/ddp_rank{r}.pth" for r in range(4)]]
     assert group.grouping == (Grouping.METADATA(), Grouping.SOME_BY_NAME(ranks=(3,)))
-    for other in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
-        found = members(group_replicas([*files, snapshot(other)]))
-        assert sorted(found, key=len) == [[other], [file.path for file in files]]
+    for second in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
+        result = members(group_replicas([*files, snapshot(second)]))
+        assert sorted(result, key=len) == [[second], [file.path for file in files]]
 
 
 def test_metadata_ranks_precede_names() -> None:
     """The metadata's rank precedes the name's rank."""
-    (found,) = described(*({"path": f"c/rank{i}.pth", "rank": 1 - i, "step": 1} for i in range(2)))
-    assert found == ["c/rank1.pth", "c/rank0.pth"]
+    (result,) = described(*({"path": f"c/rank{i}.pth", "rank": 1 - i, "step": 1} for i in range(2)))
+    assert result == ["c/rank1.pth", "c/rank0.pth"]
 
 
 def test_steps_and_runs_with_metadata() -> None:
     """Groups are sorted by step; two runs of one name get their folder as a prefix."""
-    found = group_replicas(
+    result = group_replicas(
         [snapshot(f"c/h/step_{s}/rank_{r}.pth", run="ddp", run_id="a", rank=r, step=s) for s in (20, 3) for r in (0, 1)]
     )
-    assert [(group.run, *by_step((group,))[0]) for group in found] == [("ddp", 3, [0, 1]), ("ddp", 20, [0, 1])]
-    found = group_replicas(
+    assert [(group.run, *by_step((group,))[0]) for group in result] == [("ddp", 3, [0, 1]), ("ddp", 20, [0, 1])]
+    result = group_replicas(
         [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run in "ab" for r in (0, 1)]
     )
-    assert [group.run for group in found] == ["a/ddp", "b/ddp"]
+    assert [group.run for group in result] == ["a/ddp", "b/ddp"]
 
 
 # --- the option --group-by ---

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
 
 import syncheck
 from syncheck.cli import main
@@ -152,9 +152,9 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
     full = {name: np.resize(W, t.full_shape) for name, t in tensors.items()}
     save_pth(tmp_path / "full.pth", full)
     start = time.process_time()
-    for other in ("ranks", "full.pth"):
-        report = syncheck.diff(tmp_path / "ranks", tmp_path / other)
-        assert (report.exit_code, report.verdict) == (2, "undecided"), other
+    for second in ("ranks", "full.pth"):
+        report = syncheck.diff(tmp_path / "ranks", tmp_path / second)
+        assert (report.exit_code, report.verdict) == (2, "undecided"), second
         assert any(diff.status == "not_compared" for group in report.groups for diff in group.tensors)
     assert time.process_time() - start < 5
 
@@ -175,8 +175,8 @@ def test_chunks_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     torch = pytest.importorskip("torch")
     from readers.dcp_folders import assemble
 
-    whole = (torch.from_numpy(W), [((0, 0), (8, 3))])
-    assemble(tmp_path / "folder", {"w": whole}, listed={"w": spans})
+    complete = (torch.from_numpy(W), [((0, 0), (8, 3))])
+    assemble(tmp_path / "folder", {"w": complete}, listed={"w": spans})
     save_pth(tmp_path / "full.pth", {"w": W})
     start = time.process_time()
     assert main(["diff", str(tmp_path / "full.pth"), str(tmp_path / "folder"), "--no-config"]) == 2

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save, save_pth
+from support.checkpoints import changed, network, save, save_pth
 
 import syncheck
 from syncheck.api import holds_checkpoint
@@ -56,8 +56,8 @@ def test_a_checkpoint_in_a_checkpoint(tmp_path: Path) -> None:
         state = {"module": changed(network(), "fc.bias") if copy == "b" else network()}
         save_pth(folder / "global_step5" / "mp_rank_00_model_states.pt", state)
     report = syncheck.compare(tmp_path / "a" / "checkpoint-5", tmp_path / "b" / "checkpoint-5")
-    found = [(group.replicas[0].format, len(group.replicas), group.verdict) for group in report.groups]
-    assert sorted(found) == [("deepspeed", 2, "out_of_sync"), ("huggingface", 2, "in_sync")]
+    result = [(group.replicas[0].format, len(group.replicas), group.verdict) for group in report.groups]
+    assert sorted(result) == [("deepspeed", 2, "out_of_sync"), ("huggingface", 2, "in_sync")]
 
 
 def test_a_folder_and_its_files_are_taken_once(tmp_path: Path) -> None:

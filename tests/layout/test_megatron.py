@@ -82,14 +82,14 @@ def test_one_flipped_bit(
     tmp_path: Path, model: str, label: str, stored: str, element: int, name: str, index: tuple[int, ...], rank: int
 ) -> None:
     """A bit in the file of one rank is found at its index in the whole model, with rank and file."""
-    folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
+    folder = copy(tmp_path, model, next(layout for is_own, layout, _ in LAYOUTS if is_own == model))
     flip(folder, label, stored, element)
     report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
     different = [diff for diff in report.groups[-1].tensors if diff.out_of_sync]
     assert [(diff.name, diff.index) for diff in different] == [(name, index)]
-    place = different[0].places[0]
-    assert (place.path, place.rank) == (str(folder / label / FILE), rank)
+    location = different[0].places[0]
+    assert (location.path, location.rank) == (str(folder / label / FILE), rank)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_one_flipped_bit(
 )  # fmt: skip
 def test_copies_that_differ(tmp_path: Path, model: str, label: str, stored: str, name: str) -> None:
     """Copies within the ranks are compared, and a difference is reported before the comparison with B."""
-    folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
+    folder = copy(tmp_path, model, next(layout for is_own, layout, _ in LAYOUTS if is_own == model))
     flip(folder, label, stored, 1)
     report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
@@ -154,10 +154,10 @@ def test_the_optimizer_is_not_compared(tmp_path: Path) -> None:
         param = next(iter(content["model"].values()))
         state = {"state": {0: {"exp_avg": torch.zeros_like(param)}}, "param_groups": [{"params": [0]}]}
         torch.save({**content, "optimizer": state}, file)
-    for other in (folder, FIXTURES / "gated" / "distributed"):
-        assert syncheck.diff(folder, other).exit_code in (1, 2)
+    for second in (folder, FIXTURES / "gated" / "distributed"):
+        assert syncheck.diff(folder, second).exit_code in (1, 2)
         only = DiffOptions(only=("params",))
-        assert syncheck.diff(folder, other, options=only).exit_code == 0
+        assert syncheck.diff(folder, second, options=only).exit_code == 0
     assert syncheck.diff(folder, folder).verdict == "undecided"
 
 
@@ -170,8 +170,8 @@ def test_two_tensors_of_one_name_are_kept() -> None:
         if name.endswith("output_layer.weight")
     }
     ranks = megatron.split(replace(snapshot, tensors={**snapshot.tensors, **twice}))
-    assert sum(len(own.tensors) for own in ranks.values()) == len(snapshot.tensors) + len(twice)
-    assert sum(1 for own in ranks.values() for tensor in own.tensors.values() if tensor.refused) == len(twice)
+    assert sum(len(is_own.tensors) for is_own in ranks.values()) == len(snapshot.tensors) + len(twice)
+    assert sum(1 for is_own in ranks.values() for tensor in is_own.tensors.values() if tensor.refused) == len(twice)
 
 
 def test_missing_layers_and_other_layouts() -> None:
@@ -185,7 +185,7 @@ def test_missing_layers_and_other_layouts() -> None:
         megatron.split(replace(snapshot, tensors=half))
     named = {name.replace("linear_proj", "other"): tensor for name, tensor in snapshot.tensors.items()}
     ranks = megatron.split(replace(snapshot, tensors=named))
-    refused = {name for own in ranks.values() for name, tensor in own.tensors.items() if tensor.refused}
+    refused = {name for own_values in ranks.values() for name, tensor in own_values.tensors.items() if tensor.refused}
     assert refused == {f"decoder.layers.{i}.self_attention.other.weight" for i in range(4)}
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 
@@ -44,8 +44,8 @@ def save_ranks(
     for rank in range(world):
         states: dict[int, Any] = {}
         for i, name in enumerate((*BIASES, *MATRICES)):
-            held = name in BIASES or rank in owners(i - len(BIASES))
-            if held and (rank, name) not in lost:
+            contents = name in BIASES or rank in owners(i - len(BIASES))
+            if contents and (rank, name) not in lost:
                 kinds = adam if name in BIASES else MOMENTUM
                 states[i] = {state: value_of(name, state) for state in kinds}
         numbers = [*range(len(BIASES))], [*range(len(BIASES), len(BIASES) + len(MATRICES))]
@@ -137,11 +137,11 @@ def test_owners_differ_in_a_bit_of_the_model(tmp_path: Path) -> None:
     save_ranks(tmp_path / "a", lambda i: {i % 2})
     save_ranks(tmp_path / "whole", lambda _: {0}, 1)
     save_ranks(tmp_path / "lost", lambda i: {i % 2}, lost=frozenset({(1, MATRICES[1])}))
-    whole = tmp_path / "whole" / "rank0.pth"
+    complete = tmp_path / "whole" / "rank0.pth"
     # The file of one rank numbers its optimizer state, so the names of the state are inferred.
     accept = syncheck.DiffOptions(accept_inferred=True)
-    assert syncheck.diff(tmp_path / "a", whole, options=accept).verdict == "in_sync"
-    report = syncheck.diff(tmp_path / "lost", whole)
+    assert syncheck.diff(tmp_path / "a", complete, options=accept).verdict == "in_sync"
+    report = syncheck.diff(tmp_path / "lost", complete)
     assert report.verdict == "out_of_sync"
     assert [finding.code for finding in report.groups[-1].findings] == ["SYN101"]
 

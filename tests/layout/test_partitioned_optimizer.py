@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import network as arrays
-from checkpoints import save_pth
+from support.checkpoints import network as arrays
+from support.checkpoints import save_pth
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -113,11 +113,11 @@ def test_consolidated_state_beside_partitions_is_undecided(tmp_path: Path, odd: 
     """If rank 0 holds the consolidated state, the parameters of the other ranks' states are unknown: exit code 2."""
     torch.manual_seed(0)
     model = network()
-    whole = take_step(torch.optim.AdamW(model.parameters(), lr=1e-3), model).state_dict()
+    complete = take_step(torch.optim.AdamW(model.parameters(), lr=1e-3), model).state_dict()
 
     def change(rank: int, content: dict[str, Any]) -> None:
         if rank == 0:
-            content["optimizer"] = whole
+            content["optimizer"] = complete
         elif rank == 1 and odd:
             next(iter(content["optimizer"]["state"].values()))["exp_avg"].view(-1)[0] += 1
 
@@ -162,18 +162,18 @@ def test_lost_state_of_a_partial_optimizer_is_missing(tmp_path: Path, lose: str)
 
 def write_nodes(folder: Path, ranks: list[list[int]], size: int = 4, value: float = 0.0) -> list[Path]:
     """Write a tag folder per node with the partitions of its ranks. value: added to the last node's model."""
-    made = []
-    for node, own in enumerate(ranks):
+    created = []
+    for node, own_values in enumerate(ranks):
         tag = folder / f"node{node}" / "global_step500"
         tag.mkdir(parents=True)
         model = {"w": torch.ones(4) + value * (node == len(ranks) - 1)}
         torch.save({"module": model, "global_steps": 500, "dp_world_size": size, "mp_world_size": 1},
                    tag / "mp_rank_00_model_states.pt")  # fmt: skip
-        for rank in own:
+        for rank in own_values:
             part = {"single_partition_of_fp32_groups": [torch.full((4,), float(rank))], "zero_stage": 2}
             torch.save({"optimizer_state_dict": part}, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        made.append(tag)
-    return made
+        created.append(tag)
+    return created
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_copies_of_one_nodes_folder_are_compared(tmp_path: Path) -> None:
     second = tmp_path / "copy" / "global_step500"
     shutil.copytree(first, second)
     assert syncheck.compare(first, second).exit_code == 0
-    other = {"single_partition_of_fp32_groups": [torch.zeros(4)], "zero_stage": 2}
-    torch.save({"optimizer_state_dict": other}, second / "zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    altered = {"single_partition_of_fp32_groups": [torch.zeros(4)], "zero_stage": 2}
+    torch.save({"optimizer_state_dict": altered}, second / "zero_pp_rank_3_mp_rank_00_optim_states.pt")
     assert syncheck.compare(first, second).exit_code == 1
 
 
@@ -244,14 +244,14 @@ def test_partitions_are_not_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whose", ["own", "shared"])
 def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     """If a rank lacks the state of a parameter in its metadata, the state is lost: SYN101."""
-    own = OWN if whose == "own" else (["fc.weight"], ["fc.weight", "fc.bias"])
+    is_own = OWN if whose == "own" else (["fc.weight"], ["fc.weight", "fc.bias"])
     first = {**moments("fc.weight")}
-    files = [rank_file(tmp_path, 0, first, own=own), rank_file(tmp_path, 1, {}, own=own)]
+    files = [rank_file(tmp_path, 0, first, own=is_own), rank_file(tmp_path, 1, {}, own=is_own)]
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
     (group,) = report.groups
     (finding,) = (finding for finding in group.findings if finding.fails)
-    lost = {f"optimizer.{name}.exp_avg" for name in own[1]}  # no file holds state of fc.bias
+    lost = {f"optimizer.{name}.exp_avg" for name in is_own[1]}  # no file holds state of fc.bias
     assert (finding.code, set(finding.tensors)) == ("SYN101", lost)
     details = {diff.name: diff.detail for diff in group.tensors}
     assert details["optimizer.fc.bias.exp_avg"] == Detail.OWN_PART_MISSING(rank=1)
@@ -262,8 +262,8 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
 def test_state_on_no_rank_is_not_missing(tmp_path: Path) -> None:
     """State is not missing if no rank has any, as with plain SGD or a parameter without gradients."""
     nobody = [rank_file(tmp_path / "sgd", rank, {}) for rank in range(2)]
-    own = (["fc.weight"], ["fc.bias", "conv.weight"])
-    unused = [rank_file(tmp_path / "unused", rank, moments(own[rank][0]), own=own) for rank in range(2)]
+    own_values = (["fc.weight"], ["fc.bias", "conv.weight"])
+    unused = [rank_file(tmp_path / "unused", rank, moments(own_values[rank][0]), own=own_values) for rank in range(2)]
     for files in (nobody, unused):
         assert syncheck.compare(*files).verdict == "in_sync"
 
@@ -278,8 +278,8 @@ def test_a_partition_flag_on_one_rank_only_is_ignored(tmp_path: Path) -> None:
 
 def test_state_on_both_ranks_is_compared(tmp_path: Path) -> None:
     """State of the same parameter on two ranks is compared, and a difference is out of sync."""
-    own = (["fc.weight"], ["fc.weight"])
-    files = [rank_file(tmp_path, rank, moments("fc.weight", rank), own=own) for rank in range(2)]
+    own_values = (["fc.weight"], ["fc.weight"])
+    files = [rank_file(tmp_path, rank, moments("fc.weight", rank), own=own_values) for rank in range(2)]
     (group,) = syncheck.compare(*files).groups
     assert group.verdict == "out_of_sync"
     assert [diff.name for diff in group.tensors] == ["optimizer.fc.weight.exp_avg"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6, save_ranks
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6, save_ranks
 
 import syncheck
 from syncheck.messages import Detail, Note

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import network, save_pth
-from dtensors import save_ranks
+from support.checkpoints import network, save_pth
+from support.dtensors import save_ranks
 
 import syncheck
 from syncheck.cli import main
@@ -37,10 +37,10 @@ def write(folder: Path, whole: Any = W) -> tuple[str, str]:
 
 def edited() -> Any:
     """Return W with two changed elements in the shard of rank 1; the larger change is at [6, 2]."""
-    whole = W.copy()
-    whole[5, 0] += 1
-    whole[6, 2] += 9
-    return whole
+    complete = W.copy()
+    complete[5, 0] += 1
+    complete[6, 2] += 9
+    return complete
 
 
 def diff_files(folder: Path, a: Any, b: Any, **options: Any) -> syncheck.Report:
@@ -130,9 +130,9 @@ def test_findings_name_models(tmp_path: Path, fault: Callable[[dict[str, Any]], 
         assert finding.code == code
         assert report.verdict == ("in_sync" if code == "SYN103" else "out_of_sync")
         assert not re.search(r"\branks?\b", f"{finding.evidence} {finding.cause} {finding.fix}", re.IGNORECASE)
-        odd = Side.B if b is faulty else Side.A
+        outlier = Side.B if b is faulty else Side.A
         if "ranks" in (parameters := finding.facts[0].parameters):
-            assert parameters["ranks"] == (odd,)
+            assert parameters["ranks"] == (outlier,)
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     a, b = write(tmp_path)
     path = Path(a, "m_rank1.pth")
     content = path.read_bytes()
-    at = content.index(W[4:].tobytes()) + 4
-    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    position = content.index(W[4:].tobytes()) + 4
+    path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
     (finding,) = syncheck.diff(a, b).groups[0].findings
     assert finding.code == "SYN223"
     assert finding.facts[0].parameters["paths"] == (str(path),)
@@ -198,8 +198,8 @@ def test_excluded_tensors_are_undecided(tmp_path: Path, capsys: pytest.CaptureFi
     _, b = write(tmp_path)
     assert main(["diff", b, b, "--exclude", "*"]) == 2
     assert "exclude 2 tensors" in capsys.readouterr().out
-    other = save_pth(tmp_path / "other.pth", {"x": W + 1})
-    assert main(["diff", b, str(other)]) == 2
+    second = save_pth(tmp_path / "other.pth", {"x": W + 1})
+    assert main(["diff", b, str(second)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
 
@@ -207,12 +207,12 @@ def test_excluded_tensors_are_undecided(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_baseline_accepts_a_difference(tmp_path: Path) -> None:
     """A known difference passes; a difference of another tensor fails."""
     a, b = write(tmp_path, edited())
-    known = ["--baseline", str(tmp_path / "known.json")]
-    assert main(["diff", a, b, "-q", *known]) == 2
-    assert main(["diff", a, b, "-q", *known, "--update-baseline"]) == 0
-    assert main(["diff", a, b, "-q", *known]) == 0
+    known_values = ["--baseline", str(tmp_path / "known.json")]
+    assert main(["diff", a, b, "-q", *known_values]) == 2
+    assert main(["diff", a, b, "-q", *known_values, "--update-baseline"]) == 0
+    assert main(["diff", a, b, "-q", *known_values]) == 0
     save_pth(Path(b), {**FULL, "norm.weight": np.zeros(5, np.float32)})
-    assert main(["diff", a, b, "-q", *known]) == 1
+    assert main(["diff", a, b, "-q", *known_values]) == 1
 
 
 @pytest.mark.parametrize("wrong", ["no.pth", "no*.pth", "ranks/m_rank0.pth", "text.txt", ".", "full.pth,text.txt"])

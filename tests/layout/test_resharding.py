@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import EXAMPLES, for_all
+from support.strategies import EXAMPLES, for_all
 
 import syncheck
 
@@ -65,11 +65,11 @@ def split(whole: Any, layout: Layout, mesh: Any, form: str) -> Any:
     # torch saves a view with the offset 0, as FSDP2 makes for padded shards, but no view with another offset.
     padded = torch.zeros([size + (form != "strided") for size in part.shape], dtype=part.dtype)
     local = padded[tuple(slice(size) for size in part.shape)].copy_(part)
-    made = DTensor(local, spec, requires_grad=False)
+    created = DTensor(local, spec, requires_grad=False)
     if order == sorted(order):
         by_torch = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        assert torch.equal(by_torch.to_local(), made.to_local())
-    return made
+        assert torch.equal(by_torch.to_local(), created.to_local())
+    return created
 
 
 def save(folder: Path, tensors: list[Any]) -> list[Path]:
@@ -89,9 +89,9 @@ def test_any_layout_is_joined(tmp_path_factory: pytest.TempPathFactory, examples
         layout, form, dtype, where = case
         shape, sizes, _ = layout
         folder = tmp_path_factory.mktemp("layout")
-        whole = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
-        torch.save({"w": whole}, folder / "full.pth")
-        parts = [split(whole.clone(), layout, mesh, form) for mesh in list_meshes(sizes)]
+        complete = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
+        torch.save({"w": complete}, folder / "full.pth")
+        parts = [split(complete.clone(), layout, mesh, form) for mesh in list_meshes(sizes)]
         files = save(folder / "ranks", parts)
         report = syncheck.diff(folder / "ranks", folder / "full.pth")
         assert (report.exit_code, report.counts.identical) == (0, 1), (case, report)
@@ -100,10 +100,10 @@ def test_any_layout_is_joined(tmp_path_factory: pytest.TempPathFactory, examples
             return
         rank = holders[int(where * len(holders))]
         local = parts[rank].to_local()
-        at = np.unravel_index(int(where * local.numel()), local.shape)
-        value = int(local[at])
+        position = np.unravel_index(int(where * local.numel()), local.shape)
+        value = int(local[position])
         copies = [i for i, part in enumerate(parts) if i != rank and (part.to_local() == value).any()]
-        local[at] += 1
+        local[position] += 1
         save(folder / "ranks", parts)
         report = syncheck.diff(folder / "ranks", folder / "full.pth")
         assert report.exit_code == 1, (case, report)
@@ -127,9 +127,9 @@ def test_uneven_shards_of_fsdp2_and_tensor_parallelism(tmp_path: Path, mesh: tup
     """FSDP2 splits the parts of tensor parallelism, of which the last is shorter or empty."""
     for length in range(1, 12):
         layout: Layout = (length,), mesh, [(1, 0), (0, 0)]
-        whole = torch.arange(length, dtype=torch.float32)
-        torch.save({"w": whole}, tmp_path / "full.pth")
-        save(tmp_path / "ranks", [split(whole, layout, rank, form) for rank in list_meshes(mesh)])
+        complete = torch.arange(length, dtype=torch.float32)
+        torch.save({"w": complete}, tmp_path / "full.pth")
+        save(tmp_path / "ranks", [split(complete, layout, rank, form) for rank in list_meshes(mesh)])
         report = syncheck.diff(tmp_path / "ranks", tmp_path / "full.pth")
         assert (report.exit_code, report.counts.identical) == (0, 1), length
 
@@ -140,9 +140,9 @@ def test_any_stripes_are_joined_or_refused(tmp_path: Path, mesh: tuple[int, ...]
     kinds = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=factor) for factor in (2, 3, 4))]
     outcomes: dict[Any, int] = defaultdict(int)
     for length, *placements in itertools.product((7, 8, 24), *[kinds] * len(mesh)):
-        whole = torch.arange(length, dtype=torch.float32)
-        torch.save({"w": whole}, tmp_path / "full.pth")
-        parts = [distribute_tensor(whole, rank, placements, src_data_rank=None) for rank in list_meshes(mesh)]
+        complete = torch.arange(length, dtype=torch.float32)
+        torch.save({"w": complete}, tmp_path / "full.pth")
+        parts = [distribute_tensor(complete, rank, placements, src_data_rank=None) for rank in list_meshes(mesh)]
         save(tmp_path / "ranks", parts)
         try:
             code = syncheck.diff(tmp_path / "ranks", tmp_path / "full.pth").exit_code

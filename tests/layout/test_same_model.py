@@ -45,16 +45,16 @@ def test_objects_and_files(tmp_path: Path) -> None:
     """A module, its state dict and a file of it are the same model in every combination; an edited element is found."""
     model = make_model()
     torch.save(model.state_dict(), tmp_path / "full.pth")
-    same = [model, model.state_dict(), tmp_path / "full.pth", str(tmp_path / "full.pth")]
-    for a in same:
-        for b in same:
+    equal_copy = [model, model.state_dict(), tmp_path / "full.pth", str(tmp_path / "full.pth")]
+    for a in equal_copy:
+        for b in equal_copy:
             assert assert_same_model(a, b).counts.identical == 9
-    other = make_model()
+    second = make_model()
     with torch.no_grad():
-        other[0].weight[7, 2] += 1
-    for thing in same:
+        second[0].weight[7, 2] += 1
+    for item in equal_copy:
         with pytest.raises(OutOfSync) as caught:
-            assert_same_model(thing, other)
+            assert_same_model(item, second)
         (diff,) = caught.value.report.groups[-1].tensors
         assert (diff.name, diff.index, caught.value.report.command) == ("0.weight", (7, 2), "diff")
 
@@ -85,8 +85,8 @@ def test_shards_of_ranks(syncheck_rank: Rank, how: str) -> None:
     if not rank.rank:
         torch.save(model.state_dict(), path)
     sharded = spread(make_model(), how)
-    other = spread(make_model(), "tp" if how == "fsdp" else "fsdp")
-    for a, b in ((sharded, path), (path, sharded), (sharded, model), (sharded, other)):
+    second = spread(make_model(), "tp" if how == "fsdp" else "fsdp")
+    for a, b in ((sharded, path), (path, sharded), (sharded, model), (sharded, second)):
         assert assert_same_model(a, b).counts.identical == 9
     name = "0.weight" if how == "fsdp" else "2.weight"
     if rank.rank == 1:
@@ -140,12 +140,12 @@ def test_a_failing_rank_fails_all(syncheck_rank: Rank) -> None:
         with pytest.raises(kind) as caught:
             assert_same_model(a, b)
         assert len(set(rank.gather(str(caught.value)))) == 1
-    other = make_model()
+    second = make_model()
     if rank.rank:
         with torch.no_grad():
-            other[0].weight[3, 3] += 1
+            second[0].weight[3, 3] += 1
     with pytest.raises(OutOfSync) as differing:
-        assert_same_model(other, model)
+        assert_same_model(second, model)
     assert [group.verdict for group in differing.value.report.groups] == ["out_of_sync", "in_sync"]
 
 
@@ -155,9 +155,9 @@ def test_whole_and_sharded_tensors_of_ranks(syncheck_rank: Rank) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    whole = torch.arange(12.0).reshape(6, 2)
+    complete = torch.arange(12.0).reshape(6, 2)
     mesh = DeviceMesh("cpu", [0, 1])
-    mine = whole if syncheck_rank.rank == 2 else distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-    report = compare({"w": mine, "plain": whole}, across_ranks=True)
+    mine = complete if syncheck_rank.rank == 2 else distribute_tensor(complete, mesh, [Shard(0)], src_data_rank=None)
+    report = compare({"w": mine, "plain": complete}, across_ranks=True)
     assert report.exit_code == 2
     assert [(diff.name, diff.status) for diff in report.groups[0].tensors] == [("w", "not_compared")]

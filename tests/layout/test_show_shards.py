@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
-from dtensors import save_ranks
+from support.dtensors import save_ranks
 
 from syncheck.cli import main
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth, save_safetensors
+from support.checkpoints import save_pth, save_safetensors
 
 import syncheck
 from syncheck.errors import CheckpointError, SyncheckError, UsageError
@@ -26,10 +26,10 @@ def save_stages(folder: Path, *stages: dict[str, Any], tied: Any = TIED, copies:
     for stage, model in enumerate(stages):
         for copy in range(copies):
             rank = stage * copies + copy
-            listed = tied[stage] if isinstance(tied, list) else tied
+            listing = tied[stage] if isinstance(tied, list) else tied
             mesh = {"pp": stage, "dp": copy}
             world = len(stages) * copies
-            block = syncheck.metadata(run="r", rank=rank, world_size=world, step=3, mesh=mesh, tied=listed)
+            block = syncheck.metadata(run="r", rank=rank, world_size=world, step=3, mesh=mesh, tied=listing)
             content = {"model": model, "syncheck": block, **more[stage % len(more)]}
             save_pth(folder / f"rank{rank}.pth", content)
     return folder
@@ -55,33 +55,33 @@ def exit_codes(a: Path, b: Path) -> set[int]:
 @pytest.mark.parametrize("both_names", [True, False])
 def test_the_copy_of_the_last_stage_counts(tmp_path: Path, copies: int, tied: Any, both_names: bool) -> None:
     """A garbage copy of a tied embedding is out of sync, whether the other model stores one name or both."""
-    whole = save_pth(tmp_path / "full.pth", {"model": MODEL | ({"head.weight": EMBED} if both_names else {})})
+    complete = save_pth(tmp_path / "full.pth", {"model": MODEL | ({"head.weight": EMBED} if both_names else {})})
     good = save_stages(tmp_path / "good", first_stage(), last_stage(), tied=tied, copies=copies)
     bad = save_stages(tmp_path / "bad", first_stage(), last_stage(GARBAGE), tied=tied, copies=copies)
-    assert exit_codes(bad, whole) == {1}
+    assert exit_codes(bad, complete) == {1}
     # Without a list of copies, the head is a tensor that only one model has.
-    assert exit_codes(good, whole) == ({0} if both_names or tied else {1})
+    assert exit_codes(good, complete) == ({0} if both_names or tied else {1})
     if tied:
         assert syncheck.compare(bad).exit_code == 1
 
 
 def test_one_of_the_copies_is_wrong(tmp_path: Path) -> None:
     """Of two ranks of the last stage, the second has a garbage copy: the first is not enough."""
-    whole = save_pth(tmp_path / "full.pth", {"model": MODEL | {"head.weight": EMBED}})
+    complete = save_pth(tmp_path / "full.pth", {"model": MODEL | {"head.weight": EMBED}})
     folder = save_stages(tmp_path / "ranks", first_stage(), last_stage(), copies=2)
-    other = save_stages(tmp_path / "other", first_stage(), last_stage(GARBAGE), copies=2)
-    (other / "rank3.pth").replace(folder / "rank3.pth")
-    assert exit_codes(folder, whole) == {1}
+    second = save_stages(tmp_path / "other", first_stage(), last_stage(GARBAGE), copies=2)
+    (second / "rank3.pth").replace(folder / "rank3.pth")
+    assert exit_codes(folder, complete) == {1}
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "model.embed_tokens.weight", "embedding.word_embeddings.weight"])
 def test_embeddings_of_one_name_in_two_stages(tmp_path: Path, name: str) -> None:
     """The first and the last stage hold one embedding: equal copies are in sync, other copies are not."""
     first = {name: EMBED, "layers.0.weight": FIRST}
-    whole = save_pth(tmp_path / "full.pth", {"model": first | {"layers.1.weight": LAST}})
+    complete = save_pth(tmp_path / "full.pth", {"model": first | {"layers.1.weight": LAST}})
     good = save_stages(tmp_path / "good", first, last_stage(EMBED, name), tied={})
     bad = save_stages(tmp_path / "bad", first, last_stage(GARBAGE, name), tied={})
-    assert (exit_codes(good, whole), exit_codes(bad, whole)) == ({0}, {1})
+    assert (exit_codes(good, complete), exit_codes(bad, complete)) == ({0}, {1})
     assert (syncheck.compare(good).exit_code, syncheck.compare(bad).exit_code) == (0, 1)
 
 
@@ -96,21 +96,21 @@ def test_two_copies_in_the_last_stage(tmp_path: Path) -> None:
 
 def test_stage_files_without_metadata(tmp_path: Path) -> None:
     """Files with other names are parts, not replicas; a tensor in two of them is compared."""
-    whole = save_pth(tmp_path / "full.pth", {"model": MODEL})
+    complete = save_pth(tmp_path / "full.pth", {"model": MODEL})
     for folder, copy, code in (("good", EMBED, 0), ("bad", GARBAGE, 1)):
         save_pth(tmp_path / folder / "stage0.pth", {"model": first_stage()})
         save_pth(tmp_path / folder / "stage1.pth", {"model": last_stage(copy, "embed.weight")})
-        assert exit_codes(tmp_path / folder, whole) == {code}
+        assert exit_codes(tmp_path / folder, complete) == {code}
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     """Shards without an index may hold a tensor twice; a copy that differs is out of sync."""
-    whole = save_pth(tmp_path / "full.pth", {"model": MODEL})
+    complete = save_pth(tmp_path / "full.pth", {"model": MODEL})
     for folder, copy, code in (("good", EMBED, 0), ("bad", GARBAGE, 1)):
         save_safetensors(tmp_path / folder / "model-00001-of-00002.safetensors", first_stage())
         save_safetensors(tmp_path / folder / "model-00002-of-00002.safetensors", last_stage(copy, "embed.weight"))
         shards = tmp_path / folder / "model-*-of-00002.safetensors"
-        assert exit_codes(shards, whole) == {code}
+        assert exit_codes(shards, complete) == {code}
 
 
 def steps_of(count: int) -> dict[str, Any]:
@@ -136,10 +136,10 @@ def test_parts_of_two_steps_are_no_model(tmp_path: Path, content: tuple[Any, Any
     parts = [{"layers.0.weight": FIRST}, {"layers.1.weight": LAST}]
     for i, part in enumerate(parts):
         save_pth(tmp_path / f"stage{i}.pth", {"model": part, **content[i]})
-    whole = save_pth(tmp_path / "full.pth", {"model": parts[0] | parts[1], **content[0]})
+    complete = save_pth(tmp_path / "full.pth", {"model": parts[0] | parts[1], **content[0]})
     stages = [tmp_path / "stage0.pth", tmp_path / "stage1.pth"]
     with pytest.raises(CheckpointError, match="one step of one run"):
-        syncheck.diff(*((whole, stages) if as_b else (stages, whole)))
+        syncheck.diff(*((complete, stages) if as_b else (stages, complete)))
     for i, part in enumerate(parts):
         save_pth(tmp_path / f"stage{i}.pth", {"model": part, **content[0]})
     model = parts[0] | parts[1]
@@ -152,16 +152,16 @@ def test_parts_of_two_steps_are_no_model(tmp_path: Path, content: tuple[Any, Any
 @pytest.mark.parametrize("name", ["step{}/part0.pth", "stage0_epoch{}.pth", "run/checkpoint-{}/stage0.pth"])
 def test_parts_from_folders_of_two_steps(tmp_path: Path, name: str) -> None:
     """Steps in names of files and folders count; equal saved steps count more."""
-    other = name.replace("0.pth", "1.pth").replace("stage0", "stage1")
-    files = [tmp_path / name.format(100), tmp_path / other.format(200)]
+    second = name.replace("0.pth", "1.pth").replace("stage0", "stage1")
+    files = [tmp_path / name.format(100), tmp_path / second.format(200)]
     for file, part in zip(files, ({"a": FIRST}, {"b": LAST}), strict=True):
         save_pth(file, {"model": part})
-    whole = save_pth(tmp_path / "full.pth", {"model": {"a": FIRST, "b": LAST}})
+    complete = save_pth(tmp_path / "full.pth", {"model": {"a": FIRST, "b": LAST}})
     with pytest.raises(CheckpointError, match="one step of one run"):
-        syncheck.diff(files, whole)
+        syncheck.diff(files, complete)
     for file, part in zip(files, ({"a": FIRST}, {"b": LAST}), strict=True):
         save_pth(file, {"model": part, "global_step": 200})
-    assert syncheck.diff(files, whole).exit_code == 0
+    assert syncheck.diff(files, complete).exit_code == 0
 
 
 def test_an_adapter_has_its_own_steps(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_an_adapter_has_its_own_steps(tmp_path: Path) -> None:
     settings = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q"]}'
     (tmp_path / "checkpoint-10" / "adapter_config.json").write_text(settings)
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
-    whole = save_pth(tmp_path / "merged.pth", {"model": {"q.weight": EMBED[:4]}})
-    assert syncheck.diff([tmp_path / "checkpoint-1000", tmp_path / "checkpoint-10"], whole).exit_code == 0
+    complete = save_pth(tmp_path / "merged.pth", {"model": {"q.weight": EMBED[:4]}})
+    assert syncheck.diff([tmp_path / "checkpoint-1000", tmp_path / "checkpoint-10"], complete).exit_code == 0
 
 
 def save_neox(folder: Path, ranks: int) -> Path:
@@ -194,19 +194,19 @@ def save_neox(folder: Path, ranks: int) -> Path:
 
 def test_parts_of_tensor_parallel_ranks_are_not_joined(tmp_path: Path) -> None:
     """Slices and partial sums equal those of the same layout only; with another layout, nothing is decided."""
-    two, copy, one = save_neox(tmp_path / "two", 2), save_neox(tmp_path / "copy", 2), save_neox(tmp_path / "one", 1)
+    two, copy, first = save_neox(tmp_path / "two", 2), save_neox(tmp_path / "copy", 2), save_neox(tmp_path / "one", 1)
     names = ("input_layernorm.weight", "attention.dense.bias", "attention.dense.weight")
     layer = dict(zip(names, (EMBED[0], EMBED[1], FIRST), strict=True))
-    whole = save_pth(tmp_path / "full.pth", {"model": {f"gpt_neox.layers.0.{name}": t for name, t in layer.items()}})
+    complete = save_pth(tmp_path / "full.pth", {"model": {f"gpt_neox.layers.0.{name}": t for name, t in layer.items()}})
     rules = [f'[[rule]]\nname = "layer_02-model_00.{name}"\nparts = ["gpt_neox.layers.0.{name}"]\n' for name in names]
     (tmp_path / "map.toml").write_text("".join(rules))
     assert exit_codes(two, copy) == {0}
-    for other in (whole, one):
+    for second in (complete, first):
         for options in (None, syncheck.DiffOptions(map=str(tmp_path / "map.toml"))):
-            for sides in ((two, other), (other, two)):
+            for sides in ((two, second), (second, two)):
                 with pytest.raises(UsageError, match="model-parallel ranks"):
                     syncheck.diff(*sides, options=options)
-    assert syncheck.diff(one, whole, options=syncheck.DiffOptions(map=str(tmp_path / "map.toml"))).exit_code == 0
+    assert syncheck.diff(first, complete, options=syncheck.DiffOptions(map=str(tmp_path / "map.toml"))).exit_code == 0
 
 
 def save_folder(folder: Path, tensors: dict[str, Any] = MODEL) -> Path:
@@ -223,15 +223,15 @@ SECOND = ["original/consolidated.00.pth", "consolidated.safetensors", "pytorch_m
 def test_second_copies_of_weights(tmp_path: Path, second: str) -> None:
     """The model of a Hugging Face folder is compared without other copies of its weights, which are reported."""
     published, export = save_folder(tmp_path / "published"), save_folder(tmp_path / "export")
-    other = {name.replace("layers", "blocks"): tensor for name, tensor in MODEL.items()}
-    (save_safetensors if second.endswith(".safetensors") else save_pth)(published / second, other)
+    altered = {name.replace("layers", "blocks"): tensor for name, tensor in MODEL.items()}
+    (save_safetensors if second.endswith(".safetensors") else save_pth)(published / second, altered)
     report = syncheck.diff(published, export)
     assert (report.exit_code, report.counts.identical) == (0, len(MODEL))
     assert any(second in str(note) for note in report.groups[-1].notes)
     assert exit_codes(published, save_folder(tmp_path / "wrong", MODEL | {"layers.1.weight": FIRST})) == {1}
     # Two copies of a folder: all files are compared.
     (save_safetensors if second.endswith(".safetensors") else save_pth)(
-        export / second, other | {"embed.weight": FIRST}
+        export / second, altered | {"embed.weight": FIRST}
     )
     assert syncheck.compare(published, export).exit_code == 1
 
@@ -255,8 +255,8 @@ def test_stages_that_number_their_layers_from_0(tmp_path: Path) -> None:
     head = {"head.weight": EMBED, "layers.0.weight": FIRST + 1, "layers.1.weight": LAST - 1}
     save_pth(tmp_path / "stage0.pth", embed)
     save_pth(tmp_path / "stage1.pth", head)
-    whole = {**embed, "head.weight": EMBED, "layers.2.weight": FIRST + 1, "layers.3.weight": LAST - 1}
-    save_pth(tmp_path / "whole.pth", whole)
+    complete = {**embed, "head.weight": EMBED, "layers.2.weight": FIRST + 1, "layers.3.weight": LAST - 1}
+    save_pth(tmp_path / "whole.pth", complete)
     stages = f"{tmp_path}/stage0.pth,{tmp_path}/stage1.pth"
     for sides in ((stages, tmp_path / "whole.pth"), (tmp_path / "whole.pth", stages)):
         with pytest.raises(UsageError, match="number their layers"):

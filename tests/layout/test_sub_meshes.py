@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6
+from support.checkpoints import save_pth
+from support.dtensors import dtensor, mesh_of_2_6
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -50,9 +50,9 @@ def local(tensor: Any, mesh: Any, *placements: Any) -> DTensor:
 
 def change_if_odd(tensor: Any, rank: int, odd: int | None) -> Any:
     """Return a copy of the tensor, with one element changed if rank equals odd."""
-    made = tensor.clone()
-    made.view(-1)[0] += rank == odd
-    return made
+    created = tensor.clone()
+    created.view(-1)[0] += rank == odd
+    return created
 
 
 def tp_in_ddp(rank: int, odd: int | None, outer: str = "dp") -> dict[str, Any]:
@@ -96,8 +96,8 @@ def test_a_tensor_missing_from_a_sibling_mesh(tmp_path: Path) -> None:
 
     def make(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-        held = {name: local(HALVES[rank % 2], mesh, Shard(0)) for name in ("a", "b", "c")}
-        return held if rank < 2 else {name: held[name] for name in "ab"}
+        contents = {name: local(HALVES[rank % 2], mesh, Shard(0)) for name in ("a", "b", "c")}
+        return contents if rank < 2 else {name: contents[name] for name in "ab"}
 
     (group,) = compare(tmp_path, make).groups
     assert [(f.code, f.tensors) for f in group.findings if f.fails] == [("SYN101", ("c",))]
@@ -123,16 +123,16 @@ def test_assembled_shards_are_compared_with_whole_tensors(tmp_path: Path, odd: i
 
 def test_uneven_shards_of_two_dimensions_beside_a_whole_tensor(tmp_path: Path) -> None:
     """Uneven shards of seven rows over three ranks and four columns over two are assembled like torch.chunk splits."""
-    whole = np.arange(28, dtype=np.float32).reshape(7, 4)
+    complete = np.arange(28, dtype=np.float32).reshape(7, 4)
     for rank in range(6):
         row, column = divmod(rank, 2)
-        part = np.ascontiguousarray(whole[row * 3 : row * 3 + 3, column * 2 : column * 2 + 2])
+        part = np.ascontiguousarray(complete[row * 3 : row * 3 + 3, column * 2 : column * 2 + 2])
         mesh = mesh_of_2_6(np.arange(6).reshape(3, 2), (row, column))
         save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(part, ["S(0)", "S(1)"], mesh, (7, 4))})
-    save_pth(tmp_path / "m_rank6.pth", {"w": whole})
+    save_pth(tmp_path / "m_rank6.pth", {"w": complete})
     assert syncheck.compare(tmp_path).exit_code == 0
-    whole[6, 3] += 1
-    save_pth(tmp_path / "m_rank6.pth", {"w": whole})
+    complete[6, 3] += 1
+    save_pth(tmp_path / "m_rank6.pth", {"w": complete})
     assert syncheck.compare(tmp_path).exit_code == 1
 
 
@@ -177,18 +177,18 @@ def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path:
     shared = [str(tmp_path)]
     dist.broadcast_object_list(shared, src=0)
     rank = dist.get_rank()
-    for odd in (False, True):
-        if odd and rank == 3:
+    for outlier in (False, True):
+        if outlier and rank == 3:
             with torch.no_grad():
                 model.norm.weight.to_local().add_(1)
-        folder = f"{shared[0]}/{odd}"
+        folder = f"{shared[0]}/{outlier}"
         os.makedirs(folder, exist_ok=True)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/m_rank{rank}.pth")
         dist.barrier()
         report = syncheck.compare(folder)
         different = {diff.name: diff.replica_groups for diff in report.groups[0].tensors if diff.status == "different"}
-        assert report.exit_code == int(odd)
-        assert different == ({"norm.weight": ((0, 1), (2, 3))} if odd else {})
+        assert report.exit_code == int(outlier)
+        assert different == ({"norm.weight": ((0, 1), (2, 3))} if outlier else {})
         dist.barrier()
 
 
@@ -207,8 +207,10 @@ def test_copies_along_the_expert_dimension(tmp_path: Path, odd: int | None, lost
         if rank != lost:
             model["router"] = local(change_if_odd(W, rank, odd), mesh, Replicate(), Replicate())
         state = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-        at = {"data": rank // 2, "expert": rank % 2}
-        block = syncheck.metadata(run="m", rank=rank, world_size=4, step=1, mesh=at) | {"optimizer_parameters": names}
+        position = {"data": rank // 2, "expert": rank % 2}
+        block = syncheck.metadata(run="m", rank=rank, world_size=4, step=1, mesh=position) | {
+            "optimizer_parameters": names
+        }
         return {"model": model, "optimizer": state, "syncheck": block}
 
     (group,) = compare(tmp_path, make).groups

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import compare_ranks
+from support.checkpoints import compare_ranks
 
 import syncheck
 
@@ -52,8 +52,8 @@ def test_equal_ties_on_all_ranks_are_no_finding(tmp_path: Path, tied: bool) -> N
 
 def test_views_and_empty_tensors_are_no_ties(tmp_path: Path) -> None:
     """A slice, a transposed view and an empty tensor that share one storage are not ties."""
-    whole, clones = torch.ones(4, 4), [torch.ones(4, 4) for _ in range(3)]
-    views = {"w": whole, "part": whole[:2], "t": whole.t(), "none": whole[:0], "no": whole[:0]}
+    complete, clones = torch.ones(4, 4), [torch.ones(4, 4) for _ in range(3)]
+    views = {"w": complete, "part": complete[:2], "t": complete.t(), "none": complete[:0], "no": complete[:0]}
     separate = {"w": clones[0], "part": clones[1][:2].clone(), "t": clones[2].t(), "none": clones[0][:0].clone()}
     group = compare_states(tmp_path, views, separate | {"no": torch.ones(0, 4)})
     assert group.ties == ()

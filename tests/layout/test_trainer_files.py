@@ -49,19 +49,21 @@ def gather_state(rank: Rank, file: Path) -> tuple[dict[str, Any], dict[str, Any]
     content = torch.load(file, weights_only=False)
     names = content["syncheck"]["optimizer_parameters"]
     states = {names[i]: state for i, state in content["optimizer"]["state"].items()}
-    own = {
+    own_values = {
         "model": {name: gather(tensor) for name, tensor in content["model"].items()},
         "state": {name: {key: gather(tensor) for key, tensor in state.items()} for name, state in states.items()},
     }
-    parts = rank.gather(own)
+    parts = rank.gather(own_values)
     (group,) = content["optimizer"]["param_groups"]
     model, state = ({name: t for part in parts[::-1] for name, t in part[key].items()} for key in ("model", "state"))
     for copy in content["syncheck"].get("tied", ()):
         state.pop(copy, None)  # a process alone has one parameter
     optimizer = {"state": state, "param_groups": [group | {"params": list(state)}]}
-    whole = {"model": model, "optimizer": optimizer, "epoch": content["epoch"], "step": content["step"]}
-    flat = content["model"] | {f"optimizer.{n}.{key}": t for n, of in states.items() for key, t in of.items()}
-    return flat, whole
+    complete = {"model": model, "optimizer": optimizer, "epoch": content["epoch"], "step": content["step"]}
+    flat = content["model"] | {
+        f"optimizer.{n}.{key}": t for n, source_value in states.items() for key, t in source_value.items()
+    }
+    return flat, complete
 
 
 def check_method(rank: Rank, method: str) -> None:
@@ -73,15 +75,15 @@ def check_method(rank: Rank, method: str) -> None:
     )  # fmt: skip
     train(settings, RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo"), Recorder())
     files = [rank.shared / f"{settings.run}_rank{i}.pth" for i in range(rank.world_size)]
-    tensors, whole = gather_state(rank, files[rank.rank])
+    tensors, complete = gather_state(rank, files[rank.rank])
     # A state of the optimizer, of which the last rank holds a part.
     name = rank.gather([name for name in tensors if name.endswith("down.weight.exp_avg")][-1:])[-1][0]
     index = rank.gather(find_last_element(tensors[name]) if name in tensors else ())[-1]
     if not rank.rank:
         full, ranks = rank.shared / "full.pth", f"{rank.shared}/{settings.run}_rank*.pth"
-        torch.save(whole, full)
+        torch.save(complete, full)
         report = syncheck.diff(ranks, full)
-        count = len(whole["model"]) + sum(map(len, whole["optimizer"]["state"].values()))
+        count = len(complete["model"]) + sum(map(len, complete["optimizer"]["state"].values()))
         assert (report.exit_code, report.counts.identical, report.counts.tensors) == (0, count, count), report
         flip_last_bit(files[-1], name)
         report = syncheck.diff(ranks, full)

@@ -31,8 +31,12 @@ def in_boxes(array: Any, cuts: tuple[int, ...]) -> Tensor:
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(array)}), len(array)]
     zeros = (0,) * (array.ndim - 1)
     parts = tuple(Shard(in_memory(array[low:high]), (low, *zeros)) for low, high in itertools.pairwise(edges))
-    whole = in_memory(array)
-    return whole if len(parts) == 1 else Tensor("w", "int32", whole.shape, whole.strides, "memory", 0, shards=parts)
+    complete = in_memory(array)
+    return (
+        complete
+        if len(parts) == 1
+        else Tensor("w", "int32", complete.shape, complete.strides, "memory", 0, shards=parts)
+    )
 
 
 def read(tensor: Tensor, start: int, count: int) -> list[int]:
@@ -80,8 +84,8 @@ def take_row(pair: Pair, draw: Callable[[Any], Any]) -> Pair:
     tensor, array = pair
     if array.ndim < 2:
         return pair
-    at = draw(st.integers(0, array.shape[0] - 1))
-    return [*views.unstack(tensor)][at], array[at]
+    position = draw(st.integers(0, array.shape[0] - 1))
+    return [*views.unstack(tensor)][position], array[position]
 
 
 @settings(max_examples=150, deadline=None)
@@ -95,16 +99,16 @@ def test_views_have_the_elements_of_numpy(data: st.DataObject) -> None:
     pair: Pair = original, array
     for step in data.draw(st.lists(st.sampled_from([unflatten, permute, narrow, flatten, take_row]), max_size=5)):
         pair = step(pair, data.draw)
-    tensor, wanted = pair
-    assert tensor.shape == wanted.shape
-    start = data.draw(st.integers(0, wanted.size - 1))
-    count = data.draw(st.integers(1, wanted.size - start))
-    assert read(tensor, start, count) == wanted.reshape(-1)[start : start + count].tolist()
-    index = tuple(int(i) for i in np.unravel_index(start, wanted.shape))
+    tensor, expected = pair
+    assert tensor.shape == expected.shape
+    start = data.draw(st.integers(0, expected.size - 1))
+    count = data.draw(st.integers(1, expected.size - start))
+    assert read(tensor, start, count) == expected.reshape(-1)[start : start + count].tolist()
+    index = tuple(int(i) for i in np.unravel_index(start, expected.shape))
     if len(original.shards) < 2:  # the boxes of this test have separate memory at equal offsets
-        found = views.find_element(original, tensor, index)
-        assert found is not None
-        assert array[found] == wanted[index]
+        result = views.find_element(original, tensor, index)
+        assert result is not None
+        assert array[result] == expected[index]
 
 
 def test_views_of_nothing() -> None:

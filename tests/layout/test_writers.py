@@ -114,7 +114,7 @@ def check_layout(rank: Rank, spread: Callable[[Any], None]) -> None:
     model(torch.arange(16.0).reshape(2, 8)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    whole = gather(state)
+    complete = gather(state)
     # The last rank with enough elements, and the index of the element that is changed later.
     with torch.no_grad():
         marks = model.head.weight.detach().clone()
@@ -131,7 +131,7 @@ def check_layout(rank: Rank, spread: Callable[[Any], None]) -> None:
     if rank.rank:
         dist.barrier()
         return
-    torch.save(whole, rank.shared / f"{spread.__name__}.pth")
+    torch.save(complete, rank.shared / f"{spread.__name__}.pth")
     report = syncheck.diff(folder, rank.shared / f"{spread.__name__}.pth")
     assert (report.exit_code, report.counts.identical) == (0, report.counts.tensors), report
     assert report.counts.tensors == TENSORS
@@ -194,9 +194,9 @@ def test_sharded_tensors_of_fsdp1(syncheck_rank: Rank) -> None:
     config = ShardedStateDictConfig(_use_dtensor=False)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
         torch.save({"model": model.state_dict()}, folder / f"m_rank{rank.rank}.pth")
-    whole = {"model": model.state_dict()}
+    complete = {"model": model.state_dict()}
     if not rank.rank:
-        torch.save(whole, full)
+        torch.save(complete, full)
         report = syncheck.diff(folder, full)
         assert (report.exit_code, report.counts.identical) == (0, 9), report
         flip_a_bit(folder / "m_rank1.pth", "head.weight", ELEMENT)
@@ -225,12 +225,12 @@ def test_distributed_checkpoints(syncheck_rank: Rank) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         torch.manual_seed(1)
-        other: Any = Block()
-        fully_shard(other, mesh=DeviceMesh.from_group(pair, "cpu"))
-        loaded = get_model_state_dict(other)
+        second: Any = Block()
+        fully_shard(second, mesh=DeviceMesh.from_group(pair, "cpu"))
+        loaded = get_model_state_dict(second)
         dcp.load(loaded, checkpoint_id=str(by_four), process_group=pair)
-        set_model_state_dict(other, loaded)
-        dcp.save(get_model_state_dict(other), checkpoint_id=str(by_two), process_group=pair)
+        set_model_state_dict(second, loaded)
+        dcp.save(get_model_state_dict(second), checkpoint_id=str(by_two), process_group=pair)
     dist.barrier()
     if not rank.rank:
         for a, b in ((by_four, by_two), (files, by_two), (f"{files}/*.pth", by_four)):

@@ -122,9 +122,9 @@ def test_parts_of_an_ambiguous_partition_are_numbered(world: int, syncheck_rank:
     consolidated = save(syncheck_rank, network, split_by_layer)
     assert syncheck_rank.world_size == world
     if syncheck_rank.rank == 0:
-        found = find_states(syncheck_rank)
-        assert all(name.startswith("optimizer.(rank ") for name in found)
-        assert sorted(found.values()) == sorted(consolidated.values())
+        result = find_states(syncheck_rank)
+        assert all(name.startswith("optimizer.(rank ") for name in result)
+        assert sorted(result.values()) == sorted(consolidated.values())
 
 
 @pytest.mark.syncheck(ranks=3)

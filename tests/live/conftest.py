@@ -7,7 +7,7 @@ import pytest
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
-pytest.register_assert_rewrite("agreement", "healing")
+pytest.register_assert_rewrite("support.agreement", "support.healing")
 
 
 @pytest.fixture

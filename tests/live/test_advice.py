@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank, flip, trained
+from support.agreement import all_pass, each_rank, flip, trained
 from torch import nn
 
 from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def only(report: Report) -> Finding:
     """Return the only finding of a report."""
-    (found,) = [finding for group in report.groups for finding in group.findings if finding.fails]
-    return found
+    (result,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    return result
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -33,11 +33,11 @@ def test_a_skipped_step_is_fixed_by_resync(syncheck_rank: Any) -> None:
         for state in optimizer.state.values():
             state["step"] -= 1
             state["exp_avg"] *= 0.9
-    found = only(all_pass(each_rank(check, model, optimizer)))
-    assert (found.code, found.ranks) == ("SYN214", (2,))
-    assert syn214_step_skipped.Text.STEP_UNKNOWN() not in found.facts
-    assert found.fix.code is syn214_step_skipped.Text.IN_A_JOB
-    assert "restart" not in str(found.fix)
+    result = only(all_pass(each_rank(check, model, optimizer)))
+    assert (result.code, result.ranks) == ("SYN214", (2,))
+    assert syn214_step_skipped.Text.STEP_UNKNOWN() not in result.facts
+    assert result.fix.code is syn214_step_skipped.Text.IN_A_JOB
+    assert "restart" not in str(result.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -47,10 +47,10 @@ def test_a_nan_is_fixed_by_resync(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         with torch.no_grad():
             model.module.fc.weight[0, 0] = float("nan")
-    found = only(all_pass(each_rank(check, model, optimizer)))
-    assert (found.code, found.ranks) == ("SYN222", (1,))
-    assert found.fix.code is syn222_nonfinite_on_some_ranks.Text.IN_A_JOB
-    assert "files" not in str(found.fix)
+    result = only(all_pass(each_rank(check, model, optimizer)))
+    assert (result.code, result.ranks) == ("SYN222", (1,))
+    assert result.fix.code is syn222_nonfinite_on_some_ranks.Text.IN_A_JOB
+    assert "files" not in str(result.fix)
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -59,10 +59,10 @@ def test_restored_state_is_not_outvoted(syncheck_rank: Any) -> None:
     model, optimizer = trained()
     if syncheck_rank.rank > 0:
         optimizer.state.clear()
-    found = only(all_pass(each_rank(check, model, optimizer)))
-    assert found.code == "SYN215"
-    assert found.fix.code is syn215_optimizer_state_not_restored.Text.IN_A_JOB
-    assert "source=RANK" in str(found.fix)
+    result = only(all_pass(each_rank(check, model, optimizer)))
+    assert result.code == "SYN215"
+    assert result.fix.code is syn215_optimizer_state_not_restored.Text.IN_A_JOB
+    assert "source=RANK" in str(result.fix)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -70,9 +70,9 @@ def test_restored_state_is_not_outvoted(syncheck_rank: Any) -> None:
 def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wrapped: bool) -> None:
     """Given DDP's wrapper the cause is certain; without it, SYN201 asks for the wrapper and not for early steps."""
     model, _ = trained(norm=True)
-    found = only(all_pass(each_rank(check, model if wrapped else model.module)))
-    assert found.code == "SYN201"
-    codes = {fact.code for fact in found.facts}
+    result = only(all_pass(each_rank(check, model if wrapped else model.module)))
+    assert result.code == "SYN201"
+    codes = {fact.code for fact in result.facts}
     assert not {LocalStatistics.SYNCHRONIZED_BY_METADATA, LocalStatistics.SAVE_EARLY_STEPS} & codes
     assert (LocalStatistics.SYNCHRONIZED in codes) == wrapped
     assert (LocalStatistics.USE_WRAPPER in codes) != wrapped
@@ -80,13 +80,13 @@ def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wr
 
 def test_objects_of_one_process_are_no_job() -> None:
     """Two models of one process cannot be synchronized by a collective call, so the fix has none."""
-    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    other.load_state_dict(model.state_dict())
+    model, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.load_state_dict(model.state_dict())
     with torch.no_grad():
-        other.weight[0, 0] = float("nan")
-    found = only(compare(model, other))
-    assert found.code == "SYN222"
-    assert found.fix.code is syn222_nonfinite_on_some_ranks.Text.FIX
+        second.weight[0, 0] = float("nan")
+    findings = only(compare(model, second))
+    assert findings.code == "SYN222"
+    assert findings.fix.code is syn222_nonfinite_on_some_ranks.Text.FIX
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -108,7 +108,7 @@ def test_optimizer_state_dict_beside_a_model(syncheck_rank: Any, saved: bool) ->
     model, optimizer = trained()
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
-    given = model.module.state_dict() if saved else model
-    report = all_pass(each_rank(check, given, optimizer.state_dict()))
+    settings = model.module.state_dict() if saved else model
+    report = all_pass(each_rank(check, settings, optimizer.state_dict()))
     assert only(report).tensors == ("fc.weight",)
     assert report.counts.tensors == 16

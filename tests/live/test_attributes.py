@@ -81,11 +81,11 @@ def list_attributes(report: Report) -> dict[str, Any]:
     """Return the attributes that differ. The report must be in sync and name them in a note."""
     assert report.verdict == "in_sync"
     (group,) = report.groups
-    found = {value.name: value.by_rank for value in group.values if value.kind == "attribute"}
+    result = {value.name: value.by_rank for value in group.values if value.kind == "attribute"}
     assert not any(value.counts for value in group.values)
     codes = {note.code for note in group.notes}
-    assert (Note.ATTRIBUTES in codes or Note.METRICS in codes) == bool(found)
-    return found
+    assert (Note.ATTRIBUTES in codes or Note.METRICS in codes) == bool(result)
+    return result
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -101,15 +101,15 @@ def test_numbers_and_texts_in_attributes_are_named_with_their_values(syncheck_ra
     """Numbers, texts, bools and settings of torch's layers are compared; what names the rank or its device is not."""
     rank = syncheck_rank.rank
     for first, second in ((0.5, 0.25), (1, 2), (True, 1), ("a", "b"), (float("nan"), 0.0), ([1, 2], [1, 3])):
-        found = list_attributes(check(Net(second if rank else first)))
-        assert list(found) == ["state"]
+        result = list_attributes(check(Net(second if rank else first)))
+        assert list(result) == ["state"]
         if not isinstance(first, list):
-            assert repr(found["state"][0]) == repr(first)
+            assert repr(result["state"][0]) == repr(first)
     assert list_attributes(check(Net(float("nan")))) == {}
     assert list_attributes(check(Net({"local_rank": rank, "device": rank, "where": f"cuda:{rank}"}))) == {}
-    own = Net(0)
-    own._global_rank, own.device = rank, f"cuda:{rank}"
-    assert list_attributes(check(own)) == {}
+    own_values = Net(0)
+    own_values._global_rank, own_values.device = rank, f"cuda:{rank}"
+    assert list_attributes(check(own_values)) == {}
     assert list(list_attributes(check(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1 + rank / 10))))) == ["1.p"]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import on_all
+from support.agreement import on_all
 from torch import nn
 
 from syncheck.live import channel, check, resync
@@ -54,9 +54,9 @@ class Failing(Channel):
             self.inside = False
             try:
                 point(self.rank)
-                made = work(*given)
+                created = work(*given)
                 point(self.rank)
-                return made
+                return created
             finally:
                 self.inside = True
 
@@ -69,11 +69,11 @@ class Failing(Channel):
         point(self.rank)
         self.inside = True
         try:
-            made = talk()
+            created = talk()
         finally:
             self.inside = False
         point(self.rank)
-        return made
+        return created
 
     def gather(self, message: Any, kind: str) -> Any:
         if kind == "done" or isinstance(message, channel.Failure):
@@ -132,17 +132,17 @@ def test_a_rank_that_fails_at_any_point_makes_all_raise(
     for module in (across_ranks, resynchronization):
         monkeypatch.setattr(module, "Channel", Failing)
     for rank in range(RANKS):
-        for at in range(1, 100):
-            PLAN.rank, PLAN.at, PLAN.points = rank, at, 0
+        for position in range(1, 100):
+            PLAN.rank, PLAN.at, PLAN.points = rank, position, 0
             raised = on_all(conversation(call, make, syncheck_rank.rank))
-            if not on_all(PLAN.points >= at)[rank]:  # the call has no further points
+            if not on_all(PLAN.points >= position)[rank]:  # the call has no further points
                 assert raised == [""] * RANKS
-                assert at > 6
+                assert position > 6
                 break
-            kind = ERRORS[at % len(ERRORS)].__name__
-            assert len(set(raised)) == 1, (rank, at, raised)
-            assert f"rank {rank}: " in raised[0], (rank, at, raised)
-            assert f"{kind}: injected at {at}" in raised[0], (rank, at, raised)
+            kind = ERRORS[position % len(ERRORS)].__name__
+            assert len(set(raised)) == 1, (rank, position, raised)
+            assert f"rank {rank}: " in raised[0], (rank, position, raised)
+            assert f"{kind}: injected at {position}" in raised[0], (rank, position, raised)
             assert raised[0].startswith("RankFailed: ")
         else:
             pytest.fail("the call does not end")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, each_rank, flip, trained
+from support.agreement import Net, all_pass, each_rank, flip, trained
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.live import check
@@ -53,12 +53,12 @@ def test_check_is_independent_of_torch_modes(fault: bool) -> None:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(7)
     wide = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256).t()
-    odd = {"wide": wide, "complex": torch.ones(5, dtype=torch.complex64).conj(), "half": torch.ones(7).bfloat16()}
+    outlier = {"wide": wide, "complex": torch.ones(5, dtype=torch.complex64).conj(), "half": torch.ones(7).bfloat16()}
     if fault and dist.get_rank() == 1:
         flip(model.module.fc.weight, index=6)
         wide[3, 5] += 1
-    things = model.module, optimizer, odd
-    usual = check(things, rng=True)
+    items = model.module, optimizer, outlier
+    usual = check(items, rng=True)
     assert usual.verdict == ("out_of_sync" if fault else "in_sync")
     assert [diff.name for diff in usual.groups[0].tensors] == (["fc.weight", "wide"] if fault else [])
     assert usual.groups[0].kinds["rng"].identical == 5
@@ -66,7 +66,7 @@ def test_check_is_independent_of_torch_modes(fault: bool) -> None:
 
         def within(context: Any = context) -> Report:
             with context():
-                return check(things, rng=True)
+                return check(items, rng=True)
 
         assert all_pass(each_rank(within)) == usual, name
 
@@ -102,21 +102,21 @@ def test_a_check_within_compiled_code(fault: bool) -> None:
 @pytest.mark.syncheck(ranks=2)
 def test_a_check_between_backward_and_step_and_inside_backward() -> None:
     """In a gradient hook during DDP's reduction, and before the step, ranks are in sync and training is unaffected."""
-    found: list[str] = []
+    result: list[str] = []
 
     def run(checked: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = DistributedDataParallel(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if checked:
-            model.module.head.weight.register_hook(lambda grad: found.append(check(model, optimizer).verdict))
+            model.module.head.weight.register_hook(lambda grad: result.append(check(model, optimizer).verdict))
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.full((3, 4), 1.0 + dist.get_rank())).sum().backward()
             if checked:
-                found.append(check(model, optimizer).verdict)
+                result.append(check(model, optimizer).verdict)
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
-    assert found == ["in_sync"] * 4
+    assert result == ["in_sync"] * 4

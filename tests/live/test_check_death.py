@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from mortal import PLACES, SHORT
+from support.mortal import PLACES, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROGRAM = Path(__file__).with_name("mortal.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "mortal.py"
 ROOT = PROGRAM.parents[2]
 ENDING = [place for place, (_, _, timeout) in PLACES.items() if timeout != SHORT]
 SILENT = [place for place in PLACES if place not in ENDING]
@@ -60,8 +60,8 @@ def fell_silent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 def assert_raised(found: dict[str, str], place: str) -> None:
     """Check that both remaining ranks raised one clear line each."""
-    left = [rank for rank in range(3) if rank != PLACES[place][0]]
-    assert list(found) == [str(rank) for rank in left]
+    remaining = [rank for rank in range(3) if rank != PLACES[place][0]]
+    assert list(found) == [str(rank) for rank in remaining]
     for rank, text in found.items():
         repair = "resync failed during the repair: " if place == "during a repair" else ""
         assert text.startswith(f"RankFailed: {repair}rank {rank} cannot communicate: ")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, trained
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, trained
 
 import syncheck
 from syncheck.live import check
@@ -74,18 +74,18 @@ def test_many_differences_take_few_messages(syncheck_rank: Rank, monkeypatch: py
     state["wide"] = torch.arange(10_000_000, dtype=torch.float32).reshape(2500, 4000).t()
     state["wide"][17, 1] -= rank
     state["wide"][3999, 2499] += 3 * (rank == 2)
-    asked: list[int] = []
+    requested: list[int] = []
     request = Channel.request
 
     def counted(self: Channel, rank: int, message: Any) -> Any:
-        asked.append(rank)
+        requested.append(rank)
         return request(self, rank, message)
 
     with monkeypatch.context() as patch:
         patch.setattr(Channel, "request", counted)
         live = all_pass(each_rank(check, state))
     # Three windows of the large tensor from each of two ranks; the small tensors, of rank 1 alone, fit into one window.
-    assert len(asked) == (7 if rank == 0 else 0)
+    assert len(requested) == (7 if rank == 0 else 0)
     torch.save(state, syncheck_rank.shared / f"run_rank{rank}.pth")
     syncheck_rank.barrier()
     files = syncheck.compare(syncheck_rank.shared)
@@ -112,8 +112,8 @@ def test_digests_of_other_algorithms_are_never_compared(syncheck_rank: Rank, mon
         report = all_pass(each_rank(check, model, optimizer))
         # Beyond the budget, digests of the agreed algorithm are compared.
         untold = all_pass(each_rank(check, model, optimizer, budget=0))
-    for found in (report, untold):
-        assert [(diff.name, diff.minority) for diff in found.groups[0].tensors] == [("head.weight", (2,))]
+    for result in (report, untold):
+        assert [(diff.name, diff.minority) for diff in result.groups[0].tensors] == [("head.weight", (2,))]
     assert report.groups[0].tensors[0].max_ulp == 1
 
 
@@ -167,9 +167,9 @@ def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object])
     real = manifest.exchange_manifests
 
     def exchanged(*args: Any) -> Any:
-        found = real(*args)
+        result = real(*args)
         change()
-        return found
+        return result
 
     monkeypatch.setattr(across_ranks, "exchange_manifests", exchanged)
 
@@ -196,12 +196,12 @@ def test_a_tensor_that_changes_during_a_check(syncheck_rank: Rank, monkeypatch: 
 @pytest.mark.syncheck(ranks=2)
 def test_a_tensor_that_shrinks_during_a_check(syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a tensor shrinks during a check, all ranks raise, and no number is wrong."""
-    for odd in (0, 1):
+    for outlier in (0, 1):
         state = {"w": torch.full((100,), float(syncheck_rank.rank))}
         with monkeypatch.context() as patch:
-            if syncheck_rank.rank == odd:
+            if syncheck_rank.rank == outlier:
                 after_digests(patch, lambda state=state: state["w"].resize_(3))
             outcome = all_raise(each_rank(check, state), "RankFailed")
         assert outcome.text.startswith(
-            f"rank {odd}: w: size changed during the check (found 12 bytes from byte 0 on, expected 400)"
+            f"rank {outlier}: w: size changed during the check (found 12 bytes from byte 0 on, expected 400)"
         )

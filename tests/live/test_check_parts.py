@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank
+from support.agreement import Net, all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.live import check
@@ -45,8 +45,8 @@ def replica(groups: int = 0) -> tuple[Rich, torch.optim.Optimizer, Any]:
     """Return a network after a step with its optimizer and scaler. groups: order of the optimizer's two groups."""
     torch.manual_seed(0)
     model = Rich()
-    listed = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.first.bias, model.last.bias], "lr": 0.1}]
-    optimizer = torch.optim.Adam(listed[::-1] if groups else listed)
+    listing = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.first.bias, model.last.bias], "lr": 0.1}]
+    optimizer = torch.optim.Adam(listing[::-1] if groups else listing)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     scaler.step(optimizer)
@@ -163,10 +163,10 @@ def test_another_generator_of_numpy_is_compared(syncheck_rank: Any) -> None:
     for case in (lambda rank: np.random.PCG64(5), lambda rank: np.random.PCG64(5 + rank)):
         np.random.set_bit_generator(case(syncheck_rank.rank))
         try:
-            found = all_pass(each_rank(check, {"w": torch.ones(1)}, rng=True, include=("w", "rng.numpy")))
+            result = all_pass(each_rank(check, {"w": torch.ones(1)}, rng=True, include=("w", "rng.numpy")))
         finally:
             np.random.set_bit_generator(usual)
-        assert found.verdict == ("in_sync" if case(0).state == case(1).state else "out_of_sync")
+        assert result.verdict == ("in_sync" if case(0).state == case(1).state else "out_of_sync")
 
 
 # --- arguments ---
@@ -177,8 +177,8 @@ def test_a_single_text_is_one_pattern(syncheck_rank: Any) -> None:
     """A string for include, exclude or only is one pattern, not a sequence of letters."""
     state = {"a": torch.ones(2), "ab": torch.full((2,), float(syncheck_rank.rank))}
     assert all_pass(each_rank(check, state, include="a*")).verdict == "out_of_sync"
-    kept = all_pass(each_rank(check, state, exclude="*b"))
-    assert (kept.verdict, kept.counts.identical, kept.groups[0].left_out) == ("in_sync", 1, 1)
+    retained = all_pass(each_rank(check, state, exclude="*b"))
+    assert (retained.verdict, retained.counts.identical, retained.groups[0].left_out) == ("in_sync", 1, 1)
     assert all_pass(each_rank(check, state, only="params")).verdict == "out_of_sync"
     assert all_pass(each_rank(check, Net(), only="optimizer")).verdict == "undecided"
 
@@ -202,8 +202,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_arguments_raise_on_all_ranks(syncheck_rank: Any, on: str) -> None:
     """An invalid argument, on all ranks or on one, is the same UsageError on all ranks."""
     for what, (options, says) in WRONG.items():
-        given = options if on == "all ranks" or syncheck_rank.rank == 1 else {}
-        outcome = all_raise(each_rank(check, {"w": torch.ones(1)}, **given), "UsageError")
+        settings = options if on == "all ranks" or syncheck_rank.rank == 1 else {}
+        outcome = all_raise(each_rank(check, {"w": torch.ones(1)}, **settings), "UsageError")
         assert outcome.text.startswith(says if on == "all ranks" else f"rank 1: {says}"), what
     outcome = all_raise(each_rank(check, Net(), 3 if syncheck_rank.rank else None), "UsageError")
     assert outcome.text.startswith("rank 1: an object of class int cannot be compared")

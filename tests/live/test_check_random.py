@@ -29,11 +29,11 @@ SEEDS = [range(40), pytest.param(range(40, 200), marks=[pytest.mark.slow, pytest
 
 def values(chosen: random.Random, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return numbers of a dtype and shape, sometimes non-finite or strided."""
-    found = torch.tensor([chosen.uniform(-9, 9) for _ in range(torch.Size(shape).numel())], dtype=torch.float64)
-    found = found.abs() if dtype == torch.uint8 else found
-    if dtype.is_floating_point and found.numel() and chosen.random() < 0.2:
-        found[chosen.randrange(found.numel())] = chosen.choice([float("inf"), float("nan"), -0.0, 0.0])
-    tensor = found.reshape(shape).to(dtype)
+    result = torch.tensor([chosen.uniform(-9, 9) for _ in range(torch.Size(shape).numel())], dtype=torch.float64)
+    result = result.abs() if dtype == torch.uint8 else result
+    if dtype.is_floating_point and result.numel() and chosen.random() < 0.2:
+        result[chosen.randrange(result.numel())] = chosen.choice([float("inf"), float("nan"), -0.0, 0.0])
+    tensor = result.reshape(shape).to(dtype)
     if len(shape) == 2 and chosen.random() < 0.4:
         tensor = tensor.t().contiguous().t()
     return torch.cat([tensor, tensor])[: shape[0]] if shape and chosen.random() < 0.2 else tensor
@@ -46,22 +46,22 @@ def state_of(chosen: random.Random) -> State:
     optimizer = chosen.choice([torch.optim.AdamW, torch.optim.Adagrad])(model.parameters(), lr=0.1)
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    odd: State = {}
+    outlier: State = {}
     for i in range(chosen.randrange(6)):
         shape = tuple(chosen.choice([0, 1, 2, 3, 7, 40]) for _ in range(chosen.randrange(4)))
-        odd[f"odd.{i}"] = values(chosen, chosen.choice(DTYPES), shape)
+        outlier[f"odd.{i}"] = values(chosen, chosen.choice(DTYPES), shape)
     if chosen.random() < 0.1:
-        odd["long"] = torch.arange(200_000.0)
-    found = {"model": {name: t.clone() for name, t in model.state_dict().items()} | odd}
-    return found | ({"optimizer": optimizer.state_dict()} if chosen.random() < 0.7 else {}) | {"epoch": 3}
+        outlier["long"] = torch.arange(200_000.0)
+    result = {"model": {name: t.clone() for name, t in model.state_dict().items()} | outlier}
+    return result | ({"optimizer": optimizer.state_dict()} if chosen.random() < 0.7 else {}) | {"epoch": 3}
 
 
 def tensors_of(state: State) -> list[tuple[State, str]]:
     """Return the container and key of each tensor of a checkpoint."""
-    found = [(state["model"], name) for name in state["model"]]
-    for of in state.get("optimizer", {}).get("state", {}).values():
-        found += [(of, name) for name in of]
-    return found
+    result = [(state["model"], name) for name in state["model"]]
+    for source_value in state.get("optimizer", {}).get("state", {}).values():
+        result += [(source_value, name) for name in source_value]
+    return result
 
 
 def bit(chosen: random.Random, into: State, name: str) -> None:
@@ -123,10 +123,10 @@ def case(seed: int, rank: int) -> State:
     chosen = random.Random(seed)
     state = state_of(random.Random(chosen.randrange(9999)))
     for _ in range(chosen.choice([0, 1, 1, 2, 3, 8])):
-        odd, fault, number = chosen.randrange(RANKS), chosen.choice(FAULTS), chosen.randrange(9999)
+        outlier, fault, number = chosen.randrange(RANKS), chosen.choice(FAULTS), chosen.randrange(9999)
         together = chosen.random() < 0.2  # then on all ranks except one
         drawn = random.Random(number)
-        if (rank == odd) != together:
+        if (rank == outlier) != together:
             fault(drawn, *drawn.choice(tensors_of(state)))
     return state
 
@@ -139,8 +139,8 @@ STEP_UNKNOWN = re.compile(r"(; )?the files do not say that they are of one step"
 def told(report: Report) -> Any:
     """Return a report without names of replicas, notes on files, and advice."""
     group = report.groups[0]
-    found = [(f.code, f.ranks, f.tensors, f.values, f.fails, _evidence(f)) for f in group.findings]
-    return report.verdict, report.counts, group.kinds, group.ranks, group.tensors, group.values, found
+    found_codes = [(f.code, f.ranks, f.tensors, f.values, f.fails, _evidence(f)) for f in group.findings]
+    return report.verdict, report.counts, group.kinds, group.ranks, group.tensors, group.values, found_codes
 
 
 def _evidence(finding: Finding) -> list[str]:
@@ -151,19 +151,19 @@ def _evidence(finding: Finding) -> list[str]:
 @pytest.mark.parametrize("seeds", SEEDS, ids=["some", "many"])
 def test_check_agrees_with_compare(syncheck_rank: Rank, seeds: range) -> None:
     """For random checkpoints with random faults, verdict, counts, numbers and findings are equal."""
-    rank, verdicts, found = syncheck_rank.rank, set(), []
+    rank, verdicts, result = syncheck_rank.rank, set(), []
     for seed in seeds:
         state = case(seed, rank)
         live = check(state)
-        found.append(live)
+        result.append(live)
         folder = syncheck_rank.shared / str(seed)
         folder.mkdir(exist_ok=True)
         torch.save(state, folder / f"run_rank{rank}.pth")
         syncheck_rank.barrier()
-        stored = syncheck.compare(folder)
-        assert told(live) == told(stored), seed
+        stored_values = syncheck.compare(folder)
+        assert told(live) == told(stored_values), seed
         verdicts.add(live.verdict)
         if rank == 0:
             print(seed, live.verdict, [f.code for f in live.groups[0].findings])
     assert verdicts == {"in_sync", "out_of_sync"}
-    assert len({repr(reports) for reports in syncheck_rank.gather(found)}) == 1
+    assert len({repr(reports) for reports in syncheck_rank.gather(result)}) == 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,14 +59,14 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
     assert (finding.code, finding.fails) == ("SYN104", False)
     assert finding.facts[0].parameters["groups"][0] == (0, 2)
 
-    for tensor, name, odd, pair, code in (
+    for tensor, name, outlier, pair, code in (
         (model.fc.weight, "fc.weight", 3, (1, 3), "SYN220"),
         (optimizer.state[model.fc.weight]["exp_avg"], "optimizer.fc.weight.exp_avg", 0, (0, 2), "SYN220"),
         # Ranks 1 and 3 hold none of its single element.
         (model.out.bias, "out.bias", 2, (0, 2), "SYN299"),
     ):
         local = tensor.to_local()
-        if syncheck_rank.rank == odd:
+        if syncheck_rank.rank == outlier:
             flip(local, index=local.numel() - 1, bit=4)
         outcomes = each_rank(check, model, optimizer)
         group = all_pass(outcomes).groups[0]
@@ -75,7 +75,7 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
         assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), tuple((rank,) for rank in pair))
         failing = [finding for finding in group.findings if finding.fails]
         assert [(finding.code, finding.ranks) for finding in failing] == [(code, pair)]
-        if syncheck_rank.rank == odd:
+        if syncheck_rank.rank == outlier:
             flip(local, index=local.numel() - 1, bit=4)
     assert all_pass(each_rank(check, model, optimizer)) == report
 
@@ -120,8 +120,8 @@ def parallel(mesh: Any, norms: str) -> Any:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if norms == "DTensors":
         for name, parameter in list(model.norm.named_parameters()):
-            made = distribute_tensor(parameter.data, mesh["tp"], [Replicate()])
-            setattr(model.norm, name, nn.Parameter(made))
+            created = distribute_tensor(parameter.data, mesh["tp"], [Replicate()])
+            setattr(model.norm, name, nn.Parameter(created))
     return model
 
 
@@ -174,8 +174,8 @@ def test_dtensors_of_each_placement(syncheck_rank: Rank) -> None:
     }
     report = all_pass(each_rank(assert_in_sync, state))
     assert (report.counts.identical, report.counts.not_compared) == (1, 2)
-    found = {diff.name: (diff.reason, diff.detail and diff.detail.code) for diff in report.groups[0].tensors}
-    assert found == dict.fromkeys(("sharded", "partial"), ("sharded", Detail.SHARDED))
+    found_codes = {diff.name: (diff.reason, diff.detail and diff.detail.code) for diff in report.groups[0].tensors}
+    assert found_codes == dict.fromkeys(("sharded", "partial"), ("sharded", Detail.SHARDED))
     if syncheck_rank.rank == 1:
         flip(local)
     assert all_raise(each_rank(assert_in_sync, state)).findings[0].tensors == ("replicated",)

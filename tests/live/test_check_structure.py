@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, Outcome, all_pass, all_raise, each_rank
+from support.agreement import Net, Outcome, all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.errors import UsageError
@@ -79,9 +79,9 @@ def text_of(outcome: Outcome) -> str:
 @pytest.mark.parametrize("what", UNLIKE)
 def test_different_structures_are_reported(syncheck_rank: Any, what: str) -> None:
     """For any structure on rank 1, both ranks return the same out-of-sync report about the difference."""
-    other, code, says = UNLIKE[what]
-    things = other(*plain()) if syncheck_rank.rank else (*plain(), scaler())
-    outcomes = each_rank(check, *things)
+    second, code, says = UNLIKE[what]
+    items = second(*plain()) if syncheck_rank.rank else (*plain(), scaler())
+    outcomes = each_rank(check, *items)
     assert all_pass(outcomes).verdict == "out_of_sync"
     assert code in outcomes[0].codes
     if isinstance(says, tuple):

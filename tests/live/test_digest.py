@@ -82,24 +82,35 @@ def test_one_flipped_bit_anywhere(algorithm: str, dtype: torch.dtype) -> None:
     data = random(count * dtype.itemsize)
     flipped = [data]
     for bit in range(len(data) * 8):
-        other = data.clone()
-        other[bit // 8] ^= 1 << bit % 8
-        flipped.append(other)
-    found = values([row.view(dtype) for row in flipped], algorithm)
-    assert len(set(found)) == len(data) * 8 + 1
+        second = data.clone()
+        second[bit // 8] ^= 1 << bit % 8
+        flipped.append(second)
+    result = values([row.view(dtype) for row in flipped], algorithm)
+    assert len(set(result)) == len(data) * 8 + 1
 
 
 @every_algorithm
 def test_reordered_and_constant_tensors(algorithm: str) -> None:
     """Permuted, swapped, rotated, sign-flipped, constant and zero tensors of many lengths have different digests."""
-    some = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
-    swapped = some.clone()
-    swapped[[3, 9]] = some[[9, 3]]
-    pair = some.flatten().clone()
+    selected = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    swapped = selected.clone()
+    swapped[[3, 9]] = selected[[9, 3]]
+    pair = selected.flatten().clone()
     pair[[4, 6]] = pair[[6, 4]]
-    sign = some.clone()
+    sign = selected.clone()
     sign[2, 3] *= -1
-    variants = [some, swapped, pair, sign, -some, some.flip(0), some.flip(1), some.t(), some.abs(), some.roll(1)]
+    variants = [
+        selected,
+        swapped,
+        pair,
+        sign,
+        -selected,
+        selected.flip(0),
+        selected.flip(1),
+        selected.t(),
+        selected.abs(),
+        selected.roll(1),
+    ]
     variants += [torch.full((16, 16), constant) for constant in (0.0, -0.0, 1.0, 2.0, -1.0, float("nan"))]
     variants += [torch.zeros(count, dtype=torch.uint8) for count in range(100)]
     variants += [torch.ones(count) for count in (1, 2, 3, 4, 63, 64, 65)]
@@ -124,11 +135,17 @@ def test_strides_do_not_matter(algorithm: str, dtype: torch.dtype) -> None:
 @every_algorithm
 def test_conjugated_and_negated_views(algorithm: str) -> None:
     """Lazily conjugated and negated tensors are resolved."""
-    some = torch.randn(7, 5, dtype=torch.complex64)
-    views = [some.conj(), some.t().conj(), some.conj().imag, some[:1, :1].conj().imag, some.conj()[2, 3]]
+    selected = torch.randn(7, 5, dtype=torch.complex64)
+    views = [
+        selected.conj(),
+        selected.t().conj(),
+        selected.conj().imag,
+        selected[:1, :1].conj().imag,
+        selected.conj()[2, 3],
+    ]
     copies = [view.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for view in views]
     assert values(views, algorithm) == values(copies, algorithm)
-    assert value(some.conj(), algorithm) != value(some, algorithm)
+    assert value(selected.conj(), algorithm) != value(selected, algorithm)
 
 
 @every_algorithm
@@ -144,21 +161,21 @@ def test_large_views_are_copied_in_parts(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", [XXH3, COMMON])
 def test_arrays(algorithm: str) -> None:
     """A numpy array has the digest of the tensor with its bytes: any order, read-only, ml_dtypes."""
-    some = np.arange(60, dtype=np.float32).reshape(5, 12)
-    fixed = some.copy()
+    selected = np.arange(60, dtype=np.float32).reshape(5, 12)
+    fixed = selected.copy()
     fixed.flags.writeable = False
     arrays = [
-        some,
-        np.asfortranarray(some),
-        some.astype(">f4"),
+        selected,
+        np.asfortranarray(selected),
+        selected.astype(">f4"),
         fixed,
-        some[::-1][::-1],
-        np.broadcast_to(some, (1, 5, 12)),
+        selected[::-1][::-1],
+        np.broadcast_to(selected, (1, 5, 12)),
     ]
-    assert set(values([*arrays, torch.from_numpy(some)], algorithm)) == {value(some, algorithm)}
+    assert set(values([*arrays, torch.from_numpy(selected)], algorithm)) == {value(selected, algorithm)}
     scalars = [np.array(3.0), torch.tensor(3.0, dtype=torch.float64), np.zeros((0, 3)), torch.empty(2, 0)]
-    found = values(scalars, algorithm)
-    assert found[0] == found[1] != found[2] == found[3]
+    result = values(scalars, algorithm)
+    assert result[0] == result[1] != result[2] == result[3]
     half = torch.randn(9).bfloat16()
     assert value(half.view(torch.int16).numpy().view(ml_dtypes.bfloat16), algorithm) == value(half, algorithm)
 
@@ -166,14 +183,14 @@ def test_arrays(algorithm: str) -> None:
 @every_algorithm
 def test_modes_of_torch_change_nothing(algorithm: str) -> None:
     """Autograd, autocast and determinism modes do not change digests, and no random number is drawn."""
-    some = torch.randn(300)
-    parameter = torch.nn.Parameter(some.clone())
-    expected = value(some, algorithm)
+    selected = torch.randn(300)
+    parameter = torch.nn.Parameter(selected.clone())
+    expected = value(selected, algorithm)
     before = torch.random.get_rng_state()
     with torch.inference_mode():
-        held = some.clone()
-        assert values([some, held, parameter], algorithm) == [expected] * 3
-    assert value(held, algorithm) == value(held[:].view(20, 15).t().t(), algorithm) == expected
+        contents = selected.clone()
+        assert values([selected, contents, parameter], algorithm) == [expected] * 3
+    assert value(contents, algorithm) == value(contents[:].view(20, 15).t().t(), algorithm) == expected
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert value(parameter, algorithm) == expected
     torch.use_deterministic_algorithms(True)
@@ -185,7 +202,7 @@ def test_modes_of_torch_change_nothing(algorithm: str) -> None:
         assert value(parameter, algorithm) == expected
     assert torch.equal(torch.random.get_rng_state(), before)
     assert parameter.grad is None
-    assert torch.equal(parameter, some)
+    assert torch.equal(parameter, selected)
 
 
 @every_algorithm
@@ -197,16 +214,16 @@ def test_subclasses_are_ignored(algorithm: str) -> None:
         def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
             raise AssertionError("called")
 
-    some = torch.randn(6, 4)
-    loud = [some.as_subclass(Loud), some.t().as_subclass(Loud)]
-    assert values(loud, algorithm) == values([some, some.t()], algorithm)
+    selected = torch.randn(6, 4)
+    loud = [selected.as_subclass(Loud), selected.t().as_subclass(Loud)]
+    assert values(loud, algorithm) == values([selected, selected.t()], algorithm)
 
 
 @every_algorithm
 def test_a_freed_storage_is_an_error(algorithm: str) -> None:
     """A tensor whose storage was freed, as in FSDP1, or truncated, raises with its number instead of crashing."""
-    for bad, kept in itertools.product([torch.randn(4, 4), torch.randn(5, 3)[1:].t()], (0, 59)):
-        bad.untyped_storage().resize_(kept)
+    for bad, retained in itertools.product([torch.randn(4, 4), torch.randn(5, 3)[1:].t()], (0, 59)):
+        bad.untyped_storage().resize_(retained)
         with pytest.raises(UsageError, match=r"tensor 1, float32 .* its storage has (0|59) of"):
             values([torch.ones(1), bad], algorithm)
     empty = torch.empty(3, 0)
@@ -225,11 +242,11 @@ def test_names_and_order() -> None:
 def test_combined_hash() -> None:
     """The combined hash changes with any digest, algorithm, order or number of digests."""
     first, second = digest_all([torch.ones(3), torch.ones(4)])
-    other = (COMMON, first[1])
-    lists = [[first, second], [second, first], [first], [first, second, second], [other, second], []]
+    altered = (COMMON, first[1])
+    lists = [[first, second], [second, first], [first], [first, second, second], [altered, second], []]
     roots = [hash_digests(digests) for digests in lists]
     assert len(set(roots)) == len(lists)
-    assert {len(found) for found in roots} == {16}
+    assert {len(result) for result in roots} == {16}
     assert hash_digests([first, second]) == roots[0]
 
 

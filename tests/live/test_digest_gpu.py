@@ -25,14 +25,14 @@ def some_tensors() -> list[torch.Tensor]:
 
 def test_the_kernel_gives_the_digest_of_the_cpu() -> None:
     """One launch for all tensors gives the digests of the eager implementation, and uses the kernel."""
-    here = some_tensors()
-    there = [tensor.cuda() for tensor in here]
-    expected = digest_lanes.start_digests(here, digest_lanes.add_eagerly).read()
-    assert digest_all(there) == [(LANES, value) for value in expected]
+    first_folder = some_tensors()
+    second_folder = [tensor.cuda() for tensor in first_folder]
+    expected = digest_lanes.start_digests(first_folder, digest_lanes.add_eagerly).read()
+    assert digest_all(second_folder) == [(LANES, value) for value in expected]
     assert not KERNEL.broken
-    assert digest_lanes.start_digests(there, digest_lanes.add_eagerly).read() == expected
+    assert digest_lanes.start_digests(second_folder, digest_lanes.add_eagerly).read() == expected
     for algorithm in (XXH3, COMMON):
-        assert digest_all(there, algorithm) == digest_all(here, algorithm)
+        assert digest_all(second_folder, algorithm) == digest_all(first_folder, algorithm)
 
 
 def test_views_on_the_gpu() -> None:
@@ -50,22 +50,22 @@ def test_one_bit_on_the_gpu() -> None:
     base = torch.zeros(10_000_001, dtype=torch.uint8, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         variants = [base.clone() for _ in range(4)]
-        for tensor, place in zip(variants[1:], (0, 5_000_000, 10_000_000), strict=True):
-            tensor[place] ^= 1
-        found = digest_all([*variants, torch.zeros(3)])
-    assert len({value for _, value in found[:4]}) == 4
-    assert [name for name, _ in found] == [LANES] * 4 + [XXH3]
+        for tensor, location in zip(variants[1:], (0, 5_000_000, 10_000_000), strict=True):
+            tensor[location] ^= 1
+        result = digest_all([*variants, torch.zeros(3)])
+    assert len({value for _, value in result[:4]}) == 4
+    assert [name for name, _ in result] == [LANES] * 4 + [XXH3]
 
 
 def test_modes_on_the_gpu() -> None:
     """Autocast, inference and deterministic modes do not change digests, and no random number is drawn."""
-    some = torch.nn.Parameter(torch.randn(1000, device="cuda"))
-    expected = digest_all([some])
+    selected = torch.nn.Parameter(torch.randn(1000, device="cuda"))
+    expected = digest_all([selected])
     before = torch.cuda.get_rng_state()
     torch.use_deterministic_algorithms(True)
     try:
         with torch.autocast("cuda", torch.bfloat16), torch.inference_mode():
-            assert digest_all([some]) == expected
+            assert digest_all([selected]) == expected
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(torch.cuda.get_rng_state(), before)

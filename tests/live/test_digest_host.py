@@ -48,30 +48,30 @@ def test_the_digest_is_that_of_the_package_xxhash() -> None:
 @pytest.mark.parametrize("algorithm", [XXH3, COMMON])
 def test_any_number_of_threads_gives_the_same(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One, two and more threads give the same digests, and several threads take part."""
-    seen = set()
+    observed = set()
     joined = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        seen.add(thread)
+        observed.add(thread)
         joined(thread)
 
     sources = some_tensors()
     expected = digest_all(sources, algorithm, threads=1)
     monkeypatch.setattr(threading.Thread, "start", start)
     for threads in (2, 5):
-        seen.clear()
+        observed.clear()
         assert digest_all(sources, algorithm, threads=threads) == expected
-        assert len(seen) == threads - 1
-    seen.clear()
+        assert len(observed) == threads - 1
+    observed.clear()
     digest_all(sources[1:20], algorithm, threads=5)
-    assert not seen  # too small to share
+    assert not observed  # too small to share
 
 
 def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one machine share its CPUs, by torchrun's variable; other values count as one rank."""
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    for told, threads in (("3", 4), ("12", 1), ("100", 1), ("", 12), ("many", 12), ("0", 12)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    for reports, threads in (("3", 4), ("12", 1), ("100", 1), ("", 12), ("many", 12), ("0", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", reports)
         assert digest_host.default_threads() == threads
     monkeypatch.setattr(digest_host.os, "sched_getaffinity", lambda _: set(range(500)), raising=False)
     assert digest_host.default_threads() == digest_host.MAX_THREADS
@@ -81,7 +81,7 @@ def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatc
 def test_without_xxhash() -> None:
     """Without the package the digest is 128-bit BLAKE2b, as in fingerprints, over all bytes in one piece."""
     sources = some_tensors()
-    found = digest_all(sources)
-    assert found == digest_all(sources, COMMON)
-    assert {name for name, _ in found} == {COMMON}
-    assert found[0][1] == hashlib.blake2b(sources[0].numpy(), digest_size=16).digest()
+    result = digest_all(sources)
+    assert result == digest_all(sources, COMMON)
+    assert {name for name, _ in result} == {COMMON}
+    assert result[0][1] == hashlib.blake2b(sources[0].numpy(), digest_size=16).digest()

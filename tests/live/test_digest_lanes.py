@@ -101,10 +101,10 @@ def test_avalanche(kind: str) -> None:
 
 def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest does not depend on the size of parts."""
-    some = torch.arange(1000, dtype=torch.int16)
-    rows = some.view(10, 100)
-    views = [some, some[1:], rows.t(), some.view(torch.uint8)[3:1500], some[::3], rows[:9, 1:9]]
-    views.append(some.view(torch.uint8)[:1995].view(7, 285).t())
+    selected = torch.arange(1000, dtype=torch.int16)
+    rows = selected.view(10, 100)
+    views = [selected, selected[1:], rows.t(), selected.view(torch.uint8)[3:1500], selected[::3], rows[:9, 1:9]]
+    views.append(selected.view(torch.uint8)[:1995].view(7, 285).t())
     expected = lanes(views)
     monkeypatch.setattr(digest_lanes, "EAGER", 64)
     calls = []
@@ -198,8 +198,8 @@ def test_the_kernel_compiles(tmp_path: Path) -> None:
 
 def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """If Triton is missing or fails, the eager implementation computes the digest, and the reason is kept."""
-    some = [torch.randn(100), torch.randn(7, 3).t()]
-    expected = lanes(some)
+    selected = [torch.randn(100), torch.randn(7, 3).t()]
+    expected = lanes(selected)
     for error in (ImportError("no Triton"), RuntimeError("Failed to find C compiler")):
         tried = []
 
@@ -209,7 +209,7 @@ def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
         kernel = type(KERNEL)()
         monkeypatch.setattr(triton_kernel, "add_rows", fails)
-        assert [digest_lanes.start_digests(some, kernel.add).read() for _ in range(3)] == [expected] * 3
+        assert [digest_lanes.start_digests(selected, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
         assert kernel.fallback == kernel.broken
@@ -221,8 +221,8 @@ def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one out-of-memory error, which uses the fallback, the next digest uses the kernel again."""
-    some = [torch.randn(100), torch.randn(7, 3).t()]
-    expected = lanes(some)
+    selected = [torch.randn(100), torch.randn(7, 3).t()]
+    expected = lanes(selected)
     kernel, tried = type(KERNEL)(), []
 
     def add(rows: Any, sums: Any) -> None:
@@ -232,10 +232,10 @@ def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch
         digest_lanes.add_eagerly(rows, sums)
 
     monkeypatch.setattr(triton_kernel, "add_rows", add)
-    assert digest_lanes.start_digests(some, kernel.add).read() == expected
+    assert digest_lanes.start_digests(selected, kernel.add).read() == expected
     assert type(error).__name__ in kernel.fallback
     kernel.fallback = ""
-    assert digest_lanes.start_digests(some, kernel.add).read() == expected
+    assert digest_lanes.start_digests(selected, kernel.add).read() == expected
     assert (kernel.fallback, kernel.broken, len(tried)) == ("", "", 2)
 
 

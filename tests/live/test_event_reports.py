@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from monitored import Watched, flip_at
+from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
 from syncheck.report import finding_text, html, plain, text
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     from syncheck.testing import Rank
 
@@ -152,8 +152,8 @@ def test_events_that_contradict_themselves_have_no_verdict(tmp_path: Path, cli: 
 
 def test_in_sync_again_only_if_that_check_was_in_sync(tmp_path: Path) -> None:
     """A check with another code for the same tensors, or for others, was not in sync again."""
-    first, other = FINDING | {"names": ["w"]}, FINDING | {"code": "SYN213", "names": ["w"]}
-    checks = [check(0), check(1, first, worst=[WORST]), check(2, other, worst=[WORST]), check(3), check(4, first)]
+    first, second = FINDING | {"names": ["w"]}, FINDING | {"code": "SYN213", "names": ["w"]}
+    checks = [check(0), check(1, first, worst=[WORST]), check(2, second, worst=[WORST]), check(3), check(4, first)]
     (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
     assert finding.history is not None
     assert [point.differing for point in finding.history.points] == [0, 1, 1, 0, 1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, all_raise, each_rank, flip, trained
+from support.agreement import all_pass, all_raise, each_rank, flip, trained
 
 from syncheck.diagnose import syn220_bit_flip
 from syncheck.live.exchange import fetching
@@ -30,10 +30,10 @@ def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatc
     before = [p.detach().clone() for p in model.parameters()]
     torch.manual_seed(syncheck_rank.rank)
     random = torch.get_rng_state()
-    sent, gather = [], dist.all_gather_object
+    messages, gather = [], dist.all_gather_object
 
     def counted(received: Any, message: Any, group: Any = None) -> None:
-        sent.append(len(message))
+        messages.append(len(message))
         gather(received, message, group=group)
 
     def watched() -> Report:
@@ -46,8 +46,8 @@ def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatc
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert report.counts.identical == report.counts.tensors == 4 + 3 * 4
     assert [replica.rank for replica in report.groups[0].replicas] == [0, 1]
-    assert len(sent) == 2
-    assert sum(sent) < 2000  # the parameters alone are larger
+    assert len(messages) == 2
+    assert sum(messages) < 2000  # the parameters alone are larger
 
 
 # --- one rank differs ---

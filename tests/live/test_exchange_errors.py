@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, trained
+from support.agreement import Net, all_pass, all_raise, each_rank, trained
 from torch import nn
 
 from syncheck.errors import RankFailed
@@ -50,30 +50,30 @@ MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("text", MISUSES)
 def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, text: str) -> None:
     """An invalid call, even on one rank only, is a UsageError on all."""
-    first, others, firsts_options, others_options = MISUSES[text]
-    things, options = (first, firsts_options) if syncheck_rank.rank == 0 else (others, others_options)
-    assert all_raise(each_rank(assert_in_sync, *things, **options), "UsageError").text.startswith(text)
+    first, remaining, firsts_options, others_options = MISUSES[text]
+    items, options = (first, firsts_options) if syncheck_rank.rank == 0 else (remaining, others_options)
+    assert all_raise(each_rank(assert_in_sync, *items, **options), "UsageError").text.startswith(text)
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_paths_in_a_group_raise_on_all_ranks(syncheck_rank: Any) -> None:
     """With group= every rank takes part, so paths on rank 1 only make both ranks raise."""
-    things: Any = STATE if syncheck_rank.rank == 0 else "file.pth"
-    outcome = all_raise(each_rank(assert_in_sync, things, group=dist.group.WORLD), "UsageError")
+    items: Any = STATE if syncheck_rank.rank == 0 else "file.pth"
+    outcome = all_raise(each_rank(assert_in_sync, items, group=dist.group.WORLD), "UsageError")
     assert outcome.text.startswith("rank 1: across ranks, only objects in memory can be compared")
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_mismatched_collective(syncheck_rank: Any) -> None:
     """A foreign message ends the comparison with the reason, and is not misread."""
-    told = ""
+    reports = ""
     if syncheck_rank.rank == 0:
         with pytest.raises(RankFailed) as caught:
             assert_in_sync(STATE)
-        told = str(caught.value)
+        reports = str(caught.value)
     else:
         dist.all_gather_object([None] * 2, {"loss": 1.0})
-    assert syncheck_rank.gather(told)[0].startswith("mismatched collective: rank 1 sent")
+    assert syncheck_rank.gather(reports)[0].startswith("mismatched collective: rank 1 sent")
 
 
 class Unloadable:
@@ -97,7 +97,7 @@ def load(error: type[Exception]) -> Any:
 @pytest.mark.parametrize("error", [TypeError, ImportError, ValueError, EOFError, RuntimeError])
 def test_a_message_that_cannot_be_unpickled(error: type[Exception]) -> None:
     """A message that rank 1 cannot unpickle is its failure, and not a mismatched collective."""
-    wanted = f"rank 1: {error.__name__}: no module named x"
+    expected = f"rank 1: {error.__name__}: no module named x"
 
     def asked(talk: Channel) -> Any:
         return talk.run_on_leader(lambda: talk.request(1, Unloadable(error)), lambda what: what)
@@ -111,7 +111,7 @@ def test_a_message_that_cannot_be_unpickled(error: type[Exception]) -> None:
     for way in ways:
         talk = Channel()
         outcomes = each_rank(lambda talk=talk, way=way: talk.run_together(lambda: way(talk)))
-        assert all_raise(outcomes, "RankFailed").text == wanted
+        assert all_raise(outcomes, "RankFailed").text == expected
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -137,14 +137,14 @@ def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
     """Return pairs that are replicas outside a process group, and may be parts of one replica inside."""
     torch.manual_seed(0)  # the same on all ranks: across ranks nothing differs
     a, b = Net(norm=True), Net(norm=True)
-    one, two = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((a, 0.1), (b, 0.2)))
+    first, two = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((a, 0.1), (b, 0.2)))
     return {
         "modules": (a, b),
         "state dicts": (a.state_dict(), b.state_dict()),
         "a module and a state dict": (a, b.state_dict()),
         "compiled": (torch.compile(a), b),
-        "optimizers": (one, two),
-        "bundles": ((a, one), (b, two)),
+        "optimizers": (first, two),
+        "bundles": ((a, first), (b, two)),
         "checkpoints": ({"model": a, "step": 1}, {"step": 2, "model": b}),
         "state dicts with a key more": (a.state_dict(), {**b.state_dict(), "more": torch.ones(1)}),
         "tensors": (a.fc.weight, b.fc.weight),

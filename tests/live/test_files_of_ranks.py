@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agreement import all_pass, all_raise, each_rank
-from checkpoints import changed, network, save
+from support.agreement import all_pass, all_raise, each_rank
+from support.checkpoints import changed, network, save
 
 import syncheck
 from syncheck.cli import rank_files
@@ -45,22 +45,22 @@ ALWAYS = {
 
 def last_files(folder: str) -> list[Path]:
     """Return the files of a fixture's last step by rank, without reading them."""
-    found = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
-    last = found[-1].parent
-    return [file for file in found if file.parent == last]
+    result = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
+    last = result[-1].parent
+    return [file for file in result if file.parent == last]
 
 
 def cases() -> list[Any]:
     """Return each fixture, for as many ranks as it has files."""
-    found = []
+    result = []
     for entry in ENTRIES:
         ranks = len(last_files(entry["folder"]))
         # Files of different runs have no name in common, so one process names their group by the folder.
         if ranks <= MOST and entry["folder"] != "desync/different_runs":
             marks = [pytest.mark.syncheck(ranks=ranks), *([] if entry["folder"] in ALWAYS else [pytest.mark.slow])]
-            found.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=marks))
-    assert {case.values[0] for case in found} >= ALWAYS
-    return sorted(found, key=lambda case: case.values[1])  # processes are reused by tests of the same number of ranks
+            result.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=marks))
+    assert {case.values[0] for case in result} >= ALWAYS
+    return sorted(result, key=lambda case: case.values[1])  # processes are reused by tests of the same number of ranks
 
 
 def collective(path: Path | str, pattern: str = "x", **options: Any) -> syncheck.Report:
@@ -83,9 +83,9 @@ def told(report: syncheck.Report) -> Any:
 @pytest.mark.parametrize("folder, ranks", cases())
 def test_report_equals_the_report_of_one_process(syncheck_rank: Any, folder: str, ranks: int) -> None:
     """Every number, finding and verdict equals the comparison by one process."""
-    there = last_files(folder)
-    report = all_pass(each_rank(collective, there[syncheck_rank.rank]))
-    assert told(report) == told(syncheck.compare(*there))
+    second_folder = last_files(folder)
+    report = all_pass(each_rank(collective, second_folder[syncheck_rank.rank]))
+    assert told(report) == told(syncheck.compare(*second_folder))
 
 
 @pytest.mark.syncheck(ranks=2)

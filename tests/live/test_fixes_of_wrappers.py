@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, each_rank, needs_fsdp2
+from support.agreement import all_pass, each_rank, needs_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel

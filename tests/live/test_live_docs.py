@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import each_rank, trained
-from monitored import flip_at
+from support.agreement import each_rank, trained
+from support.monitored import flip_at
 from torch import nn
 
 if TYPE_CHECKING:

@@ -63,8 +63,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    listed = list(parameters)
-    return torch.optim.SGD([{"params": listed[:3]}, {"params": listed[3:], "lr": 0.1}], lr=0.01, momentum=0.9)
+    listing = list(parameters)
+    return torch.optim.SGD([{"params": listing[:3]}, {"params": listing[3:], "lr": 0.1}], lr=0.01, momentum=0.9)
 
 
 def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
@@ -72,12 +72,12 @@ def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
     parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
     kinds, guessed, _ = classify_tensors(shapes, snapshot.metadata, parameters=parameters)
-    found: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
+    result: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
     with Files() as files:
         for name, t in snapshot.tensors.items():
             data = None if t.refused else bytes(files.read(t, 0, t.numel, 0))
-            found[name] = (t.name, kinds[name], None if t.refused else (t.dtype, t.shape), t.refused, data)
-    return found
+            result[name] = (t.name, kinds[name], None if t.refused else (t.dtype, t.shape), t.refused, data)
+    return result
 
 
 def plain() -> Any:
@@ -237,12 +237,12 @@ def test_wrappers_are_taken_off_before_comparing() -> None:
 def test_any_changed_bit_of_a_module_is_found(name: str) -> None:
     """A flipped bit in any parameter or buffer is the only difference."""
     model, _ = trained()
-    other = copy.deepcopy(model)
-    assert_in_sync(model, other)
-    tensor = dict([*other.named_parameters(), *other.named_buffers()])[name]
+    second = copy.deepcopy(model)
+    assert_in_sync(model, second)
+    tensor = dict([*second.named_parameters(), *second.named_buffers()])[name]
     tensor.detach().view(torch.int32).flatten()[1] ^= 1
     with pytest.raises(OutOfSync) as caught:
-        assert_in_sync(model, other)
+        assert_in_sync(model, second)
     assert [diff.name for diff in caught.value.report.groups[0].tensors] == [name]
 
 
@@ -259,12 +259,12 @@ def test_optimizer_states_are_named_by_identity() -> None:
 
 def test_several_modules_and_optimizers() -> None:
     """Two models with an optimizer each are named by position, and states by their own model's parameters."""
-    (first, one), (second, two) = trained(), trained(sgd)
-    taken = snapshot(first, second, one, two)
-    assert {"model.0.fc.weight", "model.1.fc.weight", "optimizer.0.model.0.fc.weight.exp_avg"} <= set(taken.tensors)
-    assert "optimizer.1.model.1.fc.weight.momentum_buffer" in taken.tensors
-    assert taken.values["optimizer.1.param_groups.1.lr"] == 0.1
-    names = set(snapshot({"student": first, "teacher": second, "opt": one}).tensors)
+    (first, single), (second, two) = trained(), trained(sgd)
+    busy = snapshot(first, second, single, two)
+    assert {"model.0.fc.weight", "model.1.fc.weight", "optimizer.0.model.0.fc.weight.exp_avg"} <= set(busy.tensors)
+    assert "optimizer.1.model.1.fc.weight.momentum_buffer" in busy.tensors
+    assert busy.values["optimizer.1.param_groups.1.lr"] == 0.1
+    names = set(snapshot({"student": first, "teacher": second, "opt": single}).tensors)
     assert {"student.fc.weight", "teacher.mask", "optimizer.student.fc.weight.exp_avg"} <= names
 
 
@@ -283,12 +283,12 @@ def test_a_snapshot_copies_nothing_and_changes_nothing() -> None:
     model, optimizer = trained()
     before = copy.deepcopy((model, optimizer))
     rng = torch.get_rng_state()
-    held = snapshot(model, optimizer).tensors["fc.weight"].data
-    assert isinstance(held, TensorBytes)
-    first = held[0:4]
+    contents = snapshot(model, optimizer).tensors["fc.weight"].data
+    assert isinstance(contents, TensorBytes)
+    first = contents[0:4]
     with torch.no_grad():
         model.fc.weight[0, 0] += 1
-    assert held[0:4] != first  # a view of the parameter, not a copy
+    assert contents[0:4] != first  # a view of the parameter, not a copy
     with torch.no_grad():
         model.fc.weight[0, 0] -= 1
     assert_in_sync((model, optimizer), before)
@@ -329,8 +329,8 @@ def test_a_buffer_on_one_replica_only_is_a_buffer() -> None:
 
 def test_bytes_of_odd_views_are_read_as_they_are() -> None:
     """A strided single element and damaged booleans are read bit by bit."""
-    one = torch.arange(4.0)[::2][:1]
-    assert TensorBytes(one)[0:4] == bytes(4)
+    first = torch.arange(4.0)[::2][:1]
+    assert TensorBytes(first)[0:4] == bytes(4)
     damaged = torch.tensor([[1, 0], [77, 1]], dtype=torch.uint8).view(torch.bool).t()
     assert TensorBytes(damaged)[0:4] == bytes([1, 77, 0, 1])
 
@@ -339,8 +339,8 @@ def test_bytes_of_odd_views_are_read_as_they_are() -> None:
 def test_tensors_on_a_device_are_compared() -> None:
     """A module on the GPU is in sync with its CPU copy, and a change is found."""
     model, _ = trained()
-    other = copy.deepcopy(model).cuda()
-    assert_in_sync(model, other)
+    second = copy.deepcopy(model).cuda()
+    assert_in_sync(model, second)
     with torch.no_grad():
-        other.fc.weight[0, 0] += 1
-    assert compare(model, other).counts.different == 1
+        second.fc.weight[0, 0] += 1
+    assert compare(model, second).counts.different == 1

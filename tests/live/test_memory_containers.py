@@ -87,9 +87,9 @@ def generator(w: Any) -> Any:
 
 
 def started(w: Any) -> Any:
-    made = generator(w)
-    next(made)
-    return made
+    created = generator(w)
+    next(created)
+    return created
 
 
 class Counter:
@@ -268,14 +268,14 @@ def test_a_snapshot_of_a_training_counts_nothing() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
-    for things in (
+    for items in (
         (model, optimizer, scheduler),
         ({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()},),
     ):
-        taken = snapshot(*things)
-        assert not taken.notes
-        assert not taken.stubs
-        assert not [tensor for tensor in taken.tensors.values() if tensor.refused]
+        busy = snapshot(*items)
+        assert not busy.notes
+        assert not busy.stubs
+        assert not [tensor for tensor in busy.tensors.values() if tensor.refused]
 
 
 def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
@@ -286,11 +286,11 @@ def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
     assert not snapshot(model).notes
     model[1].cache = torch.ones(1)
     model[0].weight.main_grad = torch.ones(2)
-    taken = snapshot(model, attributes=True)
-    [note] = taken.notes
+    busy = snapshot(model, attributes=True)
+    [note] = busy.notes
     assert "Parameter.main_grad" in note.parameters["objects"]
-    assert taken.attributes is not None
-    assert taken.attributes["1.cache"].startswith("float32 [1] ")
+    assert busy.attributes is not None
+    assert busy.attributes["1.cache"].startswith("float32 [1] ")
 
 
 def test_buffers_that_are_not_saved_are_compared_in_modules_of_objects() -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, all_raise, each_rank, trained
-from monitored import Watched, flip_at
+from support.agreement import all_pass, all_raise, each_rank, trained
+from support.monitored import Watched, flip_at
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +38,7 @@ def test_warn_continues_and_checks_when_due(syncheck_rank: Rank) -> None:
     """With "warn" the training completes; every second step returns a report."""
     watched = Watched(plant=flip_at(3, rank=0))
     report = all_pass(each_rank(watched.run, 7, on_desync="warn"))
-    verdicts = {step: found and found.verdict for step, found in watched.returned.items()}
+    verdicts = {step: result and result.verdict for step, result in watched.returned.items()}
     assert verdicts == {1: None, 2: "in_sync", 3: None, 4: "out_of_sync", 5: None, 6: "out_of_sync", 7: None}
     assert report.verdict == "out_of_sync"
     assert watched.monitor.checks == 4  # and one at the end, for step 7
@@ -153,9 +153,9 @@ def test_training_is_the_same_bits_with_a_monitor(syncheck_rank: Rank) -> None:
         watched.run(4, every=every, on_desync="warn")
         return {k: v.clone() for k, v in watched.model.state_dict().items()}, torch.get_rng_state()
 
-    (with_it, state), (without, other) = end(1), end(1000)
+    (with_it, state), (without, second) = end(1), end(1000)
     assert all(torch.equal(with_it[name], without[name]) for name in without)
-    assert torch.equal(state, other)
+    assert torch.equal(state, second)
 
 
 @pytest.mark.syncheck(ranks=2)

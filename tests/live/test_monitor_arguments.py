@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from agreement import Net
-from groups import make_finding, make_group
-from monitored import printer
+from support.agreement import Net
+from support.groups import make_finding, make_group
+from support.monitored import printer
 
 import syncheck
 from syncheck import errors, testing
@@ -93,11 +93,11 @@ def finding(*tensors: str, rank: int = 1, allowed: bool = False) -> Finding:
 def test_a_finding_is_new_once() -> None:
     """A finding is new once, also with fewer tensors; with another tensor or rank it is new again."""
     state = DesyncState()
-    first, fewer, more, other = finding("a", "b"), finding("a"), finding("a", "c"), finding("a", rank=2)
+    first, fewer, more, other_finding = finding("a", "b"), finding("a"), finding("a", "c"), finding("a", rank=2)
     assert state.update(10, found(first)) == (first,)
     assert state.update(20, found(first)) == state.update(30, found(fewer)) == ()
-    assert state.update(40, found(more, other)) == (more, other)
-    assert state.update(50, found(first, more, other)) == ()
+    assert state.update(40, found(more, other_finding)) == (more, other_finding)
+    assert state.update(50, found(first, more, other_finding)) == ()
     assert (state.last_good, state.since) == (None, 10)
 
 

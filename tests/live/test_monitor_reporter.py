@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from agreement import all_pass, each_rank
-from monitored import Watched, flip_at, printer
+from support.agreement import all_pass, each_rank
+from support.monitored import Watched, flip_at, printer
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -74,19 +74,19 @@ def test_events_are_written_at_once(syncheck_rank: Rank, tmp_path: Path) -> None
     """A check's event is on disk when the check returns, and an exception's name when the context ends."""
     path = tmp_path / "events.jsonl"
     watched = Watched()
-    seen = []
+    observed = []
 
     def fail() -> None:
         with watched.start(events=str(path)):
             watched.step(1)
             watched.step(2)
-            seen.extend(path.read_text().splitlines() if path.exists() else [])
+            observed.extend(path.read_text().splitlines() if path.exists() else [])
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     if syncheck_rank.rank == 0:
-        assert [json.loads(line)["event"] for line in seen] == ["start", "check"]
+        assert [json.loads(line)["event"] for line in observed] == ["start", "check"]
         assert json.loads(path.read_text().splitlines()[-1])["exception"] == "ZeroDivisionError"
     else:
         assert not path.exists()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, all_raise, each_rank
-from monitored import Watched, flip_at
+from support.agreement import all_pass, all_raise, each_rank
+from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
 from syncheck.live import SyncMonitor

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import all_raise, each_rank
+from support.agreement import all_raise, each_rank
 from torch import nn
 
 from syncheck.live.memory import snapshot

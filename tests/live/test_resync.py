@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, each_rank, flip, on_all, trained
-from healing import bits, healed
+from support.agreement import Net, all_pass, each_rank, flip, on_all, trained
+from support.healing import bits, healed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +58,10 @@ def test_independent_faults_have_a_healthy_source(syncheck_rank: Any) -> None:
     if syncheck_rank.rank < 2:
         flip(model.module.fc.bias if syncheck_rank.rank else model.module.fc.weight)
     done = healed(model, optimizer, bad=(0, 1), source=2)
-    assert [(of.name, of.source, of.ranks) for of in done.copied] == [("fc.weight", 2, (0,)), ("fc.bias", 2, (1,))]
+    assert [(source_value.name, source_value.source, source_value.ranks) for source_value in done.copied] == [
+        ("fc.weight", 2, (0,)),
+        ("fc.bias", 2, (1,)),
+    ]
     assert done.summary.splitlines()[1] == "  copied: fc.weight (rank 0), fc.bias (rank 1)"
 
 
@@ -98,18 +101,18 @@ def test_lost_optimizer_state_is_created(
     torch.manual_seed(0)
     model, twin = (DistributedDataParallel(net) for net in (Net(), Net()))
     twin.load_state_dict(model.state_dict())
-    optimizer, whole = make(model), make(twin)
+    optimizer, complete = make(model), make(twin)
     train(model, optimizer, 3, seed=syncheck_rank.rank)
-    train(twin, whole, 3, seed=syncheck_rank.rank)
+    train(twin, complete, 3, seed=syncheck_rank.rank)
     parameters = [id(p) for p in model.parameters()]
     if syncheck_rank.rank == 2:
         optimizer.state.clear()
     done = healed(model, optimizer, bad=(2,), source=0)
-    assert {of.ranks for of in done.created} == {(2,)}
+    assert {source_value.ranks for source_value in done.created} == {(2,)}
     assert (len(done.created), len(done.copied), done.removed) == (states, states, ())
     train(model, optimizer, 3, seed=10 + syncheck_rank.rank)
-    train(twin, whole, 3, seed=10 + syncheck_rank.rank)
-    assert bits(model, optimizer) == bits(twin, whole)
+    train(twin, complete, 3, seed=10 + syncheck_rank.rank)
+    assert bits(model, optimizer) == bits(twin, complete)
     assert [id(p) for p in model.parameters()] == parameters
 
 
@@ -120,7 +123,7 @@ def test_surplus_state_is_removed(syncheck_rank: Any) -> None:
     if syncheck_rank.rank != 1:
         del optimizer.state[model.module.head.weight]
     done = healed(model, optimizer, bad=(1,), source=0)
-    assert [of.name.rpartition(".")[2] for of in done.removed] == ["step", "exp_avg", "exp_avg_sq"]
+    assert [source_value.name.rpartition(".")[2] for source_value in done.removed] == ["step", "exp_avg", "exp_avg_sq"]
     assert done.copied == ()
     assert model.module.head.weight not in optimizer.state
 
@@ -148,7 +151,7 @@ def test_a_learning_rate_is_set(syncheck_rank: Any) -> None:
     done = healed(model, optimizer, bad=(1,), source=0)
     assert (group["lr"], group["betas"], "warm" in group) == (1e-2, (0.9, 0.999), False)
     assert optimizer.param_groups[0] is group
-    assert {(of.name, of.ranks) for of in done.values} == {
+    assert {(source_value.name, source_value.ranks) for source_value in done.values} == {
         (f"optimizer.param_groups.0.{name}", (1,)) for name in ("lr", "betas", "warm")
     }
     assert "0 tensors, 0 bytes, 3 values, on rank 1" in done.summary
@@ -166,7 +169,11 @@ def test_a_scaler_and_a_scheduler_are_set(syncheck_rank: Any) -> None:
     done: Any = all_pass(each_rank(resync, (model, scheduler), optimizer, scaler))
     assert on_all(bits(optimizer, scaler, scheduler)) == [bits(optimizer, scaler, scheduler)] * 3
     assert (scaler.get_scale(), scheduler.last_epoch) == (1024.0, 0)
-    assert {of.name for of in done.values} == {"scaler.scale", "scaler._growth_tracker", "lr_scheduler.last_epoch"}
+    assert {source_value.name for source_value in done.values} == {
+        "scaler.scale",
+        "scaler._growth_tracker",
+        "lr_scheduler.last_epoch",
+    }
 
 
 class Cached(Net):
@@ -195,7 +202,10 @@ def test_buffers_and_extra_states_are_repaired(syncheck_rank: Any) -> None:
         flip(model.table)
         model.extra = {"scale": 2.5, "seen": torch.arange(1, 4)}
     done = healed(model, bad=(1,), source=0)
-    assert [of.name for of in done.copied] == ["table"]
+    assert [source_value.name for source_value in done.copied] == ["table"]
     assert model.extra["scale"] == 1.5
     assert torch.equal(model.extra["seen"], torch.arange(3))
-    assert {(of.name, of.ranks) for of in done.values} == {("_extra_state.scale", (1,)), ("_extra_state.seen", (1,))}
+    assert {(source_value.name, source_value.ranks) for source_value in done.values} == {
+        ("_extra_state.scale", (1,)),
+        ("_extra_state.seen", (1,)),
+    }

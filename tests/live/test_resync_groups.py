@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
-from groups import make_group
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
+from support.groups import make_group
 
 from syncheck.errors import UsageError
 from syncheck.live import resync
@@ -26,8 +26,8 @@ def differing(name: str, groups: tuple[tuple[int, ...], ...], *clusters: tuple[i
 
 
 def lacking(ranks: tuple[int, ...], *clusters: tuple[int, ...]) -> TensorDiff:
-    of = {"replica_groups": (ranks,), "clusters": clusters}
-    return TensorDiff("optimizer.w.exp_avg", "optimizer", "float32", (4,), "not_compared", "missing", **of)  # type: ignore[arg-type]
+    source_value = {"replica_groups": (ranks,), "clusters": clusters}
+    return TensorDiff("optimizer.w.exp_avg", "optimizer", "float32", (4,), "not_compared", "missing", **source_value)  # type: ignore[arg-type]
 
 
 def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: tuple[Shards, ...] = ()) -> list[Any]:
@@ -52,8 +52,8 @@ def test_each_replica_group_has_a_source_of_its_own() -> None:
 
 def test_a_source_is_healthy_in_all_tensors() -> None:
     """Rank 0 is in the majority of w but not of v, so w comes from rank 2."""
-    found = jobs(6, "majority", differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,)))
-    assert [job[:3] for job in found] == [("w", 2, (4,)), ("v", 2, (0,))]
+    result = jobs(6, "majority", differing("w", TRIPLES, (0, 2), (4,)), differing("v", TRIPLES, (2, 4), (0,)))
+    assert [job[:3] for job in result] == [("w", 2, (4,)), ("v", 2, (0,))]
 
 
 def test_two_replicas_have_no_majority() -> None:
@@ -137,7 +137,7 @@ def test_hybrid_shards_are_repaired_within_their_group(syncheck_rank: Any) -> No
     outcome = all_raise(each_rank(resync, model, optimizer), "UsageError")
     assert outcome.text.startswith("no majority: fc.weight")
     done: Any = all_pass(each_rank(resync, model, optimizer, source=2))
-    assert [of[:3] for of in done.copied] == [
+    assert [source_value[:3] for source_value in done.copied] == [
         ("fc.weight", 2, (0,)), ("fc.weight", 3, (1,)), ("optimizer.head.weight.exp_avg", 3, (1,)),
     ]  # fmt: skip
     assert dict(done.sources) == {(0, 2): 2, (1, 3): 3}
@@ -153,7 +153,7 @@ def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 0:
         flip(model.fc.weight.to_local())
     done: Any = all_pass(each_rank(resync, model, optimizer))
-    assert {(of.source, of.ranks) for of in done.copied} == {(1, (0,))}
+    assert {(source_value.source, source_value.ranks) for source_value in done.copied} == {(1, (0,))}
     assert on_all(local_bits(model, optimizer)) == before
 
 
@@ -170,9 +170,9 @@ def test_broadcasts_overwrite_their_group_only(
     monkeypatch.setattr(state, "get_device", lambda kind: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: f"{device}:any")
     rank = syncheck_rank.rank
-    pair, whole = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
-    sizes = [state.get_size(tensor, None) for tensor in (pair, whole)]
+    pair, complete = torch.full((5,), float(rank)), torch.full((3, 2), float(rank)).t()
+    sizes = [state.get_size(tensor, None) for tensor in (pair, complete)]
     assert sizes == [(20, device), (24, device)]
-    state.broadcast_tensors(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (whole, 1, sizes[1])])
+    state.broadcast_tensors(Channel(), [(None if rank == 1 else pair, 2, sizes[0]), (complete, 1, sizes[1])])
     assert on_all(pair.tolist()) == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
-    assert torch.equal(whole, torch.ones(2, 3))
+    assert torch.equal(complete, torch.ones(2, 3))

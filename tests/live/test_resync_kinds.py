@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all, trained
-from healing import bits, healed
+from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all, trained
+from support.healing import bits, healed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +57,7 @@ def test_every_dtype_and_layout_is_repaired(syncheck_rank: Any) -> None:
     model = holding(**tensors)
     strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
     done = healed(model, bad=(1,), source=0)
-    assert {of.name for of in done.copied} == tensors.keys() - {"empty"}
+    assert {source_value.name for source_value in done.copied} == tensors.keys() - {"empty"}
     assert {name: tensor.stride() for name, tensor in model.state_dict().items()} == strides
     assert done.bytes == sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -94,7 +94,7 @@ def test_wrapped_models_are_repaired(syncheck_rank: Any, wrap: Callable[[nn.Modu
         flip(inner.fc.weight)
         optimizer.state.pop(inner.head.weight)
     done = healed(model, optimizer, bad=(2,), source=0)
-    assert {of.name for of in done.copied} == {
+    assert {source_value.name for source_value in done.copied} == {
         "fc.weight", "optimizer.head.weight.step", "optimizer.head.weight.sum",
     }  # fmt: skip
 
@@ -159,8 +159,11 @@ def test_numbers_and_nested_state_are_repaired(syncheck_rank: Any) -> None:
         flip(optimizer.state[model.fc.bias]["history"][1])
         optimizer.param_groups[0]["nested"] = {"decay": 0.25}
     done = healed(model, optimizer, bad=(1,), source=0)
-    assert [of.name for of in done.copied] == ["optimizer.fc.bias.history.1"]
-    assert {of.name for of in done.values} == {"optimizer.fc.bias.step", "optimizer.param_groups.0.nested.decay"}
+    assert [source_value.name for source_value in done.copied] == ["optimizer.fc.bias.history.1"]
+    assert {source_value.name for source_value in done.values} == {
+        "optimizer.fc.bias.step",
+        "optimizer.param_groups.0.nested.decay",
+    }
 
 
 def by_lbfgs() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -195,8 +198,8 @@ def test_lists_of_an_optimizer_are_repaired(syncheck_rank: Any, fault: str) -> N
             state[name] = state[name][1:] if fault == "fewer" else [*state[name], state[name][0].clone()]
     healed(model, optimizer, bad=(1,), source=0)
     step(model, optimizer)  # no step skipped or repeated, and no error
-    held = on_all(bits(model, optimizer))
-    assert held[0] == held[1] == held[2]
+    contents = on_all(bits(model, optimizer))
+    assert contents[0] == contents[1] == contents[2]
 
 
 class Helper:
@@ -236,7 +239,7 @@ def test_two_optimizers(syncheck_rank: Any) -> None:
         del optimizers[1].state[models[1].fc.bias]
     done: Any = all_pass(each_rank(resync, models, optimizers))
     assert on_all(bits(*models, *optimizers)) == [bits(*models, *optimizers)] * 3
-    assert {of.name for of in (*done.values, *done.created)} == {
+    assert {source_value.name for source_value in (*done.values, *done.created)} == {
         "optimizer.1.param_groups.0.lr", "optimizer.1.model.1.fc.bias.sum", "optimizer.1.model.1.fc.bias.step",
     }  # fmt: skip
 
@@ -262,7 +265,7 @@ def test_resync_in_torch_modes(syncheck_rank: Any, mode: Callable[[], Any]) -> N
         healed(made_there, bad=(2,), source=0)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    assert len({str(held) for held in on_all(bits(model, optimizer))}) == 1
+    assert len({str(contents) for contents in on_all(bits(model, optimizer))}) == 1
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -279,7 +282,7 @@ def test_a_tensor_learning_rate_is_repaired(syncheck_rank: Any) -> None:
         optimizer.param_groups[1]["lr"] = 0.2
     done = healed(model, optimizer, bad=(2,), source=0)
     assert optimizer.param_groups[0]["lr"] is first
-    assert [of.name for of in done.created] == ["optimizer.param_groups.1.lr"]
+    assert [source_value.name for source_value in done.created] == ["optimizer.param_groups.1.lr"]
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -317,7 +320,7 @@ def test_shards_do_not_change(syncheck_rank: Any) -> None:
     model.norm.running_mean += syncheck_rank.rank
     optimizer.param_groups[0]["lr"] = 0.1 + syncheck_rank.rank
     done: Any = all_pass(each_rank(resync, model, optimizer, source=1))
-    assert [of.name for of in done.copied] == ["norm.running_mean"]
+    assert [source_value.name for source_value in done.copied] == ["norm.running_mean"]
     assert optimizer.param_groups[0]["lr"] == 1.1
     assert all(torch.equal(p.to_local(), shards[name]) for name, p in model.named_parameters())
     assert all(optimizer.state[p][key] is states[p][key] for p in states for key in states[p])
@@ -341,7 +344,7 @@ def test_replicated_dtensors_are_repaired(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         flip(local)
     done: Any = all_pass(each_rank(resync, model, optimizer))
-    assert [of.name for of in done.copied] == ["weight"]
+    assert [source_value.name for source_value in done.copied] == ["weight"]
     assert torch.equal(model.weight.to_local(), torch.arange(8.0))
     if syncheck_rank.rank == 1:
         optimizer.state.clear()

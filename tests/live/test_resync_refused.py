@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import Net, all_raise, each_rank, flip, on_all, trained
-from healing import bits, healed, untouched
+from support.agreement import Net, all_raise, each_rank, flip, on_all, trained
+from support.healing import bits, healed, untouched
 from torch import nn
 
 from syncheck.live import resync
@@ -56,9 +56,9 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
         flip(model.module.head.bias)
     statistics = bits(model.module.norm)
     done: Any = each_rank(resync, model, optimizer, only=("params", "optimizer"))[0].report
-    assert [of.name for of in done.copied] == ["head.bias"]
+    assert [source_value.name for source_value in done.copied] == ["head.bias"]
     assert bits(model.module.norm) == statistics
-    assert len({str(held) for held in on_all(statistics)}) == 3
+    assert len({str(contents) for contents in on_all(statistics)}) == 3
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -69,7 +69,7 @@ def test_allowed_differences_remain(syncheck_rank: Any) -> None:
         optimizer.param_groups[0]["lr"] = 0.5
     statistics = bits(model.module.norm)
     done: Any = each_rank(resync, model, optimizer, allow=("SYN201",))[0].report
-    assert [of.name for of in done.values] == ["optimizer.param_groups.0.lr"]
+    assert [source_value.name for source_value in done.values] == ["optimizer.param_groups.0.lr"]
     assert done.copied == ()
     assert bits(model.module.norm) == statistics
 

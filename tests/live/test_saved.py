@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, all_raise, each_rank
+from support.agreement import all_pass, all_raise, each_rank
 from torch import nn
 
 from syncheck.live.memory import snapshot
@@ -53,10 +53,10 @@ def hooked(value: float) -> nn.Module:
 @pytest.mark.parametrize("make", [Keeps, Adds, hooked])
 def test_custom_saved_tensors_are_compared(make: Any, tmp_path: Path) -> None:
     """A difference in a custom-saved tensor is found, also in submodules and files."""
-    first, same, other = (nn.Sequential(nn.ReLU(), make(value)) for value in (1.0, 1.0, 2.0))
-    assert_in_sync(first, same)
+    first, is_same, second = (nn.Sequential(nn.ReLU(), make(value)) for value in (1.0, 1.0, 2.0))
+    assert_in_sync(first, is_same)
     with pytest.raises(OutOfSync) as caught:
-        assert_in_sync(first, other)
+        assert_in_sync(first, second)
     assert [diff.name for diff in caught.value.report.groups[0].tensors] == ["1.table"]
     torch.save(make(1.0).state_dict(), tmp_path / "saved.pth")
     assert_in_sync(make(1.0), tmp_path / "saved.pth")

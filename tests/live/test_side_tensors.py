@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import all_pass, each_rank
+from support.agreement import all_pass, each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -78,8 +78,8 @@ def smallest_on_last(model: Net, rank: int) -> None:
 def random_on_each(model: Net, rank: int) -> None:
     """Each rank draws its own mask."""
     with torch.no_grad():
-        kept = torch.rand(8, 8, generator=torch.Generator().manual_seed(rank)) > 0.5
-        model.first.weight.mul_(kept)
+        retained = torch.rand(8, 8, generator=torch.Generator().manual_seed(rank)) > 0.5
+        model.first.weight.mul_(retained)
 
 
 def two_of_four_on_0(model: Net, rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import on_all
+from support.agreement import on_all
 
 from syncheck.live import check
 
@@ -42,8 +42,8 @@ def played() -> list[dict[str, Any]]:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    result: list[dict[str, Any]] = json.loads(done.stdout)
+    return result
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -53,16 +53,16 @@ def test_simulated_and_real_ranks_send_the_same(syncheck_rank: Any) -> None:
     from benchmarks.scale_ranks import plain, values
     from benchmarks.traffic import counted
 
-    sent = []
-    for odd, verdict in ((False, "in_sync"), (True, "out_of_sync")):
-        model = plain(values(40, 0, odd=odd and syncheck_rank.rank == 1))
+    messages = []
+    for outlier, verdict in ((False, "in_sync"), (True, "out_of_sync")):
+        model = plain(values(40, 0, odd=outlier and syncheck_rank.rank == 1))
         with counted() as traffic:
             report = check(model)
         assert report.verdict == verdict
-        sent.append(max(on_all(traffic.sent)))
+        messages.append(max(on_all(traffic.sent)))
     simulated: list[Any] = [played() if syncheck_rank.rank == 0 else None]
     dist.broadcast_object_list(simulated)
-    assert [of["sent"] for of in simulated[0]] == sent
+    assert [source_value["sent"] for source_value in simulated[0]] == messages
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_sixteen_simulated_ranks_find_the_fault(case: str) -> None:
     """All ranks have one report, which names rank 15 if it differs; under HSDP shards are no difference."""
     from benchmarks.scale_ranks import measured
 
-    found = measured(16, 20, case)  # compares the reports with each other and with the injected fault
+    result = measured(16, 20, case)  # compares the reports with each other and with the injected fault
     # 16 bytes per tensor and distinct digest list.
-    assert found["received"] >= 16 * 20
+    assert result["received"] >= 16 * 20
 
 
 @pytest.mark.parametrize(("ranks", "tensors"), [(6, 100), (64, 30), (64, 300)])
@@ -84,8 +84,8 @@ def test_traffic_matches_the_formula(ranks: int, tensors: int) -> None:
     from benchmarks.scale_ranks import measured
 
     each = measured(ranks, 5, scale.IN_SYNC)["sent"]
-    found = measured(ranks, tensors, scale.ONE_DIFFERS)["received"]
-    assert found == pytest.approx(scale.received(ranks, tensors, answers=2, letters=6, each=each), rel=0.15)
+    result = measured(ranks, tensors, scale.ONE_DIFFERS)["received"]
+    assert result == pytest.approx(scale.received(ranks, tensors, answers=2, letters=6, each=each), rel=0.15)
 
 
 def test_mismatched_simulated_ranks_fail() -> None:
@@ -106,16 +106,18 @@ def test_simulated_messages_reach_their_receiver() -> None:
     from benchmarks.simulated import Kinds, play
 
     def work(kind: str) -> list[float]:
-        found = [torch.zeros(1) for _ in range(4)]
-        dist.all_gather(found, torch.tensor([{"a": 1.0, "b": 2.0}[kind]]))
-        told = torch.tensor([7.0 if kind == "b" else 0.0])
-        dist.broadcast(told, 1)
+        result = [torch.zeros(1) for _ in range(4)]
+        dist.all_gather(result, torch.tensor([{"a": 1.0, "b": 2.0}[kind]]))
+        reports = torch.tensor([7.0 if kind == "b" else 0.0])
+        dist.broadcast(reports, 1)
         letter = torch.tensor([9.0 if kind == "a" else 0.0])
         dist.send(letter, 1) if kind == "a" else dist.recv(letter, 0)
-        return [*(float(value) for value in found), float(told), float(letter)]
+        return [*(float(value) for value in result), float(reports), float(letter)]
 
     done = play(Kinds({"a": 0, "b": 1}, ["a", "b", "b", "a"]), work)
-    assert {kind: of.result for kind, of in done.items()} == {key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"}
+    assert {kind: source_value.result for kind, source_value in done.items()} == {
+        key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"
+    }
     # Sent: 4 bytes to all, then bytes from one of the two ranks. Received: from three peers, and bytes for one rank
     # only.
     assert [(done[kind].sent, done[kind].received) for kind in "ab"] == [(8, 16), (8, 16)]

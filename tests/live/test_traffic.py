@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import flip, on_all
+from support.agreement import flip, on_all
 
 from syncheck.live import check
 

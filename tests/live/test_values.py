@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank
+from support.agreement import all_pass, each_rank
 from torch import nn
 
 from syncheck.testing import OutOfSync, assert_in_sync, compare
@@ -132,15 +132,15 @@ def test_options_exclude_values(excused: dict[str, Any]) -> None:
 def test_only_does_not_exclude_the_learning_rate() -> None:
     """only= selects tensors; a different learning rate is excluded only by name, as between files."""
     model, optimizer = one_group(net())
-    other, second = copy.deepcopy((model, optimizer))
+    altered, second = copy.deepcopy((model, optimizer))
     second.param_groups[0]["lr"] = 0.5
-    assert compare((model, optimizer), (other, second), only="params").verdict == "out_of_sync"
-    assert_in_sync((model, optimizer), (other, second), exclude="optimizer.param_groups.*")
+    assert compare((model, optimizer), (altered, second), only="params").verdict == "out_of_sync"
+    assert_in_sync((model, optimizer), (altered, second), exclude="optimizer.param_groups.*")
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_values_of_a_single_rank_may_differ(syncheck_rank: Any) -> None:
     """The rank, its device and its RNG state differ by design, in memory too."""
     rank = syncheck_rank.rank
-    own = {"args": {"local_rank": rank, "device": f"cuda:{rank}"}, "rng": {"python": (3, (rank, 7), None)}}
-    all_pass(each_rank(assert_in_sync, {"model": net().state_dict(), **own}))
+    own_values = {"args": {"local_rank": rank, "device": f"cuda:{rank}"}, "rng": {"python": (3, (rank, 7), None)}}
+    all_pass(each_rank(assert_in_sync, {"model": net().state_dict(), **own_values}))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import Net, all_pass, each_rank, flip
+from support.agreement import Net, all_pass, each_rank, flip
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +46,7 @@ def test_a_fault_beside_partitioned_states(syncheck_rank: Any) -> None:
         flip(model.module.fc.weight)
         optimizer.param_groups[0]["lr"] = optimizer.optim.param_groups[0]["lr"] = 0.5
     outcomes = each_rank(check, model, optimizer)
-    (settings,) = (found for found in outcomes[0].findings if found.code == "SYN107")
+    (settings,) = (found_codes for found_codes in outcomes[0].findings if found_codes.code == "SYN107")
     assert settings.values == ("optimizer.param_groups.0.lr",)
 
 

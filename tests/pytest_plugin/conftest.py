@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sessions import FAST
+from support.sessions import FAST
 
 
 @pytest.fixture(autouse=True)

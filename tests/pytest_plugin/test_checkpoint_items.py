@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from sessions import find_failure, session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.sessions import find_failure, session, sessions
 
 from syncheck import metadata
 from syncheck.messages import Note
@@ -80,7 +80,7 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
             block = metadata(run="ddp", rank=rank, world_size=2, step=step, run_id="a")
             tree = {"model": network(), "syncheck": block}
             save_pth(tmp_path / "history" / "ddp" / f"step_{step}" / f"rank_{rank}.pth", tree)
-    both, one = sessions(
+    both, first = sessions(
         (tmp_path, ["--collect-only", "-q", "--syncheck", "history"]),
         (tmp_path, ["--collect-only", "-q", "--syncheck", "history/ddp/step_2"]),
     )
@@ -88,7 +88,7 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
     ids = [f"history/ddp::ddp-step-{step}::{item}" for step in (2, 10) for item in items]
     assert both.lines[:6] == ids
     assert "6 tests collected" in both.out
-    assert one.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
+    assert first.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
 
 
 @pytest.mark.parametrize(
@@ -114,17 +114,17 @@ def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) ->
             save_pth(target / run_id / f"r{rank}.pth", tree)
     (target / f"{EVIL[:8]}.pth").write_bytes(b"")
     base = ["--syncheck", ".", "-p", "no:cacheprovider"]
-    one, spread, listed = sessions(
+    first, spread, listing = sessions(
         (tmp_path, [*base, "-rA", "--junitxml", "one.xml"]),
         (tmp_path, [*base, "-v", "-n", "2", "--junitxml", "spread.xml"]),
         (tmp_path, [*base, "--collect-only", "-q"]),
     )
-    ids = [line for line in listed.lines if "::" in line]
+    ids = [line for line in listing.lines if "::" in line]
     assert len(set(ids)) == len(ids) == 5
     assert all(nodeid.isprintable() and nodeid.count("::") == 2 and "[" not in nodeid for nodeid in ids), ids
     assert set(spread.outcomes()) == set(ids), spread.out
-    assert one.code == spread.code == 1
-    for ended in (one, spread, listed):
+    assert first.code == spread.code == 1
+    for ended in (first, spread, listing):
         assert "\x1b[31m" not in ended.out
         assert "\x00" not in ended.out
         assert "\u202e" not in ended.out
@@ -139,13 +139,13 @@ def test_equal_names_after_escaping_are_numbered(tmp_path: Path) -> None:
             block = metadata(run=name, rank=rank, world_size=2, run_id="one")
             tree = {"w": np.full(2, rank if name == "a:b" else 0, np.float32), "syncheck": block}
             save_pth(tmp_path / f"{'abcd'[len(list(tmp_path.glob('*.pth'))) // 2]}_rank{rank}.pth", tree)
-    one, spread = sessions(
+    first, spread = sessions(
         (tmp_path, ["-v", "--syncheck", "*.pth"]), (tmp_path, ["-v", "--syncheck", "*.pth", "-n", "2"])
     )
     ids = {f".::{name}::parameters" for name in ("a:b", "a:b~2", "a(b", "a(b~2")}
-    assert set(one.outcomes()) == ids, one.out
-    assert one.outcomes() == spread.outcomes(), spread.out
-    assert sorted(one.outcomes().values()) == ["FAILED", "PASSED", "PASSED", "PASSED"]
+    assert set(first.outcomes()) == ids, first.out
+    assert first.outcomes() == spread.outcomes(), spread.out
+    assert sorted(first.outcomes().values()) == ["FAILED", "PASSED", "PASSED", "PASSED"]
 
 
 def test_junit_has_the_numbers(drifted: Path) -> None:
@@ -165,7 +165,9 @@ def test_junit_has_the_numbers(drifted: Path) -> None:
         failed, passed = cases["ckpts.ddp", "bn-stats"], cases["ckpts.ddp-syncbn", "bn-stats"]
         properties = {each.get("name"): each.get("value") for each in failed.findall(".//property")}
         assert properties.pop("syncheck_notes") == str(KINDS_GUESSED)
-        assert properties.pop("syncheck_worst") in {f"layer{i}.bn.{of}" for i in range(2) for of in BN}
+        assert properties.pop("syncheck_worst") in {
+            f"layer{i}.bn.{source_value}" for i in range(2) for source_value in BN
+        }
         assert properties == {
             "syncheck_verdict": "out_of_sync",
             "syncheck_replicas": "2",

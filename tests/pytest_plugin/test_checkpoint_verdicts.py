@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from dtensors import save_ranks
-from groups import make_finding, make_group
-from sessions import session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.dtensors import save_ranks
+from support.groups import make_finding, make_group
+from support.sessions import session, sessions
 
 import syncheck
 from syncheck import api
@@ -117,12 +117,12 @@ CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
 
 def arguments(options: dict[str, Any]) -> list[str]:
     """Convert options of the library into options of the plugin."""
-    given = []
+    settings = []
     for name, value in options.items():
-        given += [
+        settings += [
             f"{to_flag(name, '--syncheck-')}={each}" for each in (value if isinstance(value, tuple) else (value,))
         ]
-    return given
+    return settings
 
 
 def test_pytest_agrees_on_constructed_cases(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_pytest_agrees_on_constructed_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_items_are_planned_from_names(tmp_path: Path, name: str) -> None:
     """The kinds planned from names are the kinds counted by the comparison."""
-    write, given = CASES[name]
+    write, settings = CASES[name]
     write(tmp_path)
-    options = syncheck.Options(**given)
-    found = api.find(tmp_path, options=options)
-    for replicas, group in zip(found.groups, api.judge(found, options).groups, strict=True):
+    options = syncheck.Options(**settings)
+    findings = api.find(tmp_path, options=options)
+    for replicas, group in zip(findings.groups, api.judge(findings, options).groups, strict=True):
         kinds = set(api.kinds_in(replicas, options))
         if group.verdict != "alone":
             assert kinds - {"value"} == set(group.kinds) - (set() if "rng" in options.only else {"rng"})

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
-from sessions import session, sessions
+from support.checkpoints import changed, network, save, save_pth
+from support.sessions import session, sessions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,10 +113,10 @@ def test_reference(tmp_path: Path) -> None:
 
 def test_quick_and_jobs(tmp_path: Path) -> None:
     """--syncheck-quick misses damage after saving and is reported; jobs changes nothing."""
-    whole = save(tmp_path / "ddp_rank0.pth", network()).read_bytes()
+    complete = save(tmp_path / "ddp_rank0.pth", network()).read_bytes()
     weight = network()["fc.weight"].tobytes()
-    (tmp_path / "ddp_rank1.pth").write_bytes(whole)
-    (tmp_path / "ddp_rank0.pth").write_bytes(whole.replace(weight, bytes(len(weight))))
+    (tmp_path / "ddp_rank1.pth").write_bytes(complete)
+    (tmp_path / "ddp_rank0.pth").write_bytes(complete.replace(weight, bytes(len(weight))))
     plain, quick, threads = sessions(
         (tmp_path, BASE), (tmp_path, [*BASE, "--syncheck-quick"]), (tmp_path, [*BASE, "--syncheck-jobs", "2"])
     )
@@ -135,8 +135,8 @@ def test_a_table_with_all_options(tmp_path: Path) -> None:
         "limit = 1\nquiet = true\nexit-zero = true\ncolor = 'always'\n"
         "[tool.syncheck.tolerance]\nbn_mean = {rtol = 0, atol = 2}\n"
     )
-    inside, bitwise = sessions((tmp_path, BASE), (tmp_path, [*BASE, "--syncheck-ulp", "0"]))
-    assert (inside.code, bitwise.code) == (0, 1)
-    assert "syncheck: options from pyproject.toml: reference 1; jobs 2; tolerance bn_mean" in inside.lines
-    assert "options in effect: tolerance bn_mean\n" in inside.out
+    inner, bitwise = sessions((tmp_path, BASE), (tmp_path, [*BASE, "--syncheck-ulp", "0"]))
+    assert (inner.code, bitwise.code) == (0, 1)
+    assert "syncheck: options from pyproject.toml: reference 1; jobs 2; tolerance bn_mean" in inner.lines
+    assert "options in effect: tolerance bn_mean\n" in inner.out
     assert not (tmp_path / "no.pdf").exists()

@@ -61,13 +61,13 @@ def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
         ]
     )
     # The == of numpy and torch raises an error. The explanation below it contains the differences and a replacement.
-    shown = dict(re.findall(r"\n_+ (test_\w+) _+\n(.*?)(?=\n_{9,}|\n={9,})", text, re.DOTALL))
-    assert "bias    parameter  0 | 1  2 of 3" in shown["test_equal_signs"]
-    assert "    assert_in_sync(a, b)" in shown["test_equal_signs"]
-    assert "    assert_in_sync(a, b)" in shown["test_arrays_alone"]
-    assert "replicas are out of sync: SYN101" in shown["test_other_keys"]
-    assert "bias" in shown["test_other_keys"]
-    assert "sync" not in shown["test_plain_dicts"]
+    output = dict(re.findall(r"\n_+ (test_\w+) _+\n(.*?)(?=\n_{9,}|\n={9,})", text, re.DOTALL))
+    assert "bias    parameter  0 | 1  2 of 3" in output["test_equal_signs"]
+    assert "    assert_in_sync(a, b)" in output["test_equal_signs"]
+    assert "    assert_in_sync(a, b)" in output["test_arrays_alone"]
+    assert "replicas are out of sync: SYN101" in output["test_other_keys"]
+    assert "bias" in output["test_other_keys"]
+    assert "sync" not in output["test_plain_dicts"]
     assert "syncheck/testing.py" not in text
     assert "fixture.py" not in text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def test_checkpoints_of_the_project(project: Path) -> None:
     """
     ours = {"ckpts::ddp::parameters": "PASSED", "ckpts::ddp::bn-stats": "PASSED"}
     suite = {"tests/test_suite.py::test_own": "PASSED"}
-    bare, spread, path, below, one, strict, other = sessions(
+    bare, spread, path, below, first, strict, second = sessions(
         (project, ["-v"]),
         (project, ["-v", "-n", "1"]),
         (project, ["-v", "tests"]),
@@ -48,11 +48,11 @@ def test_checkpoints_of_the_project(project: Path) -> None:
         assert "options in effect: allow SYN201" in run.out
     assert (path.code, path.outcomes()) == (0, suite), path.out
     assert "syncheck_checkpoints: ignored, because paths were given" in path.lines
-    assert "syncheck_checkpoints: ignored, because --syncheck was given" in other.lines
+    assert "syncheck_checkpoints: ignored, because --syncheck was given" in second.lines
     assert below.code == 0
     assert f"syncheck_checkpoints: ignored, because pytest was not started in {project}" in below.lines
     assert list(below.outcomes()) == ["test_suite.py::test_own"]
-    assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
+    assert first.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, first.out
     assert "options from pyproject.toml" not in strict.out
     assert (strict.code, strict.outcomes()["ckpts::ddp::bn-stats"]) == (1, "FAILED")
 
@@ -76,15 +76,15 @@ def test_a_rank_judges_no_checkpoints(project: Path) -> None:
     (project / "conftest.py").write_text(
         "def pytest_configure(config):\n    config.pluginmanager.register(object(), 'syncheck-rank')\n"
     )
-    (inside,) = sessions((project, ["-v"]))
-    assert inside.outcomes() == {"tests/test_suite.py::test_own": "PASSED"}, inside.out
+    (inner,) = sessions((project, ["-v"]))
+    assert inner.outcomes() == {"tests/test_suite.py::test_own": "PASSED"}, inner.out
 
 
 def test_rootdir_is_a_link(project: Path) -> None:
     """If --rootdir is a link to the current folder, configured checkpoints are judged, and ids work."""
     (project.parent / "link").symlink_to(project)
     root = f"--rootdir={project.parent / 'link'}"
-    bare, one = sessions((project, ["-v", root]), (project, ["-v", root, "../link/ckpts::ddp::bn-stats"]))
+    bare, first = sessions((project, ["-v", root]), (project, ["-v", root, "../link/ckpts::ddp::bn-stats"]))
     # pytest writes the ids of tests in the same form.
     assert list(bare.outcomes()) == [
         "../link/tests/test_suite.py::test_own",
@@ -92,4 +92,4 @@ def test_rootdir_is_a_link(project: Path) -> None:
         "../link/ckpts::ddp::bn-stats",
     ]
     assert "  ../link/ckpts::ddp: " in bare.out
-    assert one.outcomes() == {"../link/ckpts::ddp::bn-stats": "PASSED"}, one.out
+    assert first.outcomes() == {"../link/ckpts::ddp::bn-stats": "PASSED"}, first.out

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     assert len(fixed) == 1
     assert "SYN201 on layer1.bn.running_mean; " in fixed[0]
     assert "options in effect: baseline known.json" in run.lines
-    properties = {(one.get("name"), one.get("value")) for one in ET.parse(tmp_path / "r.xml").iter("property")}
+    properties = {(first.get("name"), first.get("value")) for first in ET.parse(tmp_path / "r.xml").iter("property")}
     assert ("syncheck_accepted", "SYN201") in properties
 
 
@@ -55,24 +55,26 @@ def test_an_update_requires_all_tests(tmp_path: Path, spread: tuple[str, ...]) -
     """An update requires all tests and readable files, replaces the entries of its runs, and keeps the others."""
     entries = {"gone": {"SYN299": {"parameter": ["w"]}}, "zero": {"SYN299": {"parameter": ["fc.weight"]}}}
     before = json.dumps({"syncheck_baseline": 1, "accepted": entries})
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
+    complete, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (complete, broken):
         write(write(folder, name="zero"), "running_mean")
         (folder / "known.json").write_text(before)
     (broken / "ddp_rank2.pth").write_bytes(b"junk")
-    some, one, junk, done = sessions(
+    selected, first, junk, done = sessions(
         (broken, [*UPDATE, *spread, "-k", "bn-stats"]),
         (broken, [*UPDATE, ".::ddp::bn-stats"]),
         (broken, [*UPDATE, *spread]),
-        (whole, [*UPDATE, *spread]),
+        (complete, [*UPDATE, *spread]),
     )
-    assert (some.code, one.code, junk.code, done.code) == (4, 4, 1, 0), done.out
-    assert "ERROR: the baseline was not updated, because 3 tests of checkpoints did not run, for example" in some.out
-    assert "update_baseline=True: requires the tests of all checkpoints: remove .::ddp::bn-stats" in one.out
+    assert (selected.code, first.code, junk.code, done.code) == (4, 4, 1, 0), done.out
+    assert (
+        "ERROR: the baseline was not updated, because 3 tests of checkpoints did not run, for example" in selected.out
+    )
+    assert "update_baseline=True: requires the tests of all checkpoints: remove .::ddp::bn-stats" in first.out
     assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
     assert (broken / "known.json").read_text() == before
     assert "baseline written: known.json: 3 names in 2 runs accepted: 2 added, 1 removed" in done.lines
-    assert json.loads((whole / "known.json").read_text())["accepted"].keys() == {"ddp", "gone"}
+    assert json.loads((complete / "known.json").read_text())["accepted"].keys() == {"ddp", "gone"}
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
             "--syncheck-update-baseline",
         ],
     }
-    for error, run in zip(arguments, sessions(*((tmp_path, given) for given in arguments.values())), strict=True):
+    for error, run in zip(arguments, sessions(*((tmp_path, settings) for settings in arguments.values())), strict=True):
         assert run.code == pytest.ExitCode.USAGE_ERROR
         assert run.out.startswith(f"ERROR: {error}"), run.out
         assert run.out.strip().count("\n") == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from checkpoints import save_pth
-from dtensors import save_ranks
-from sessions import sessions
+from support.checkpoints import save_pth
+from support.dtensors import save_ranks
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

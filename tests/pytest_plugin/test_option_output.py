@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,15 +27,15 @@ def drifted(tmp_path: Path) -> Path:
 def test_files_are_written(drifted: Path) -> None:
     """Reports on all checkpoints are written in the format of their extension, with -n and -k too."""
     endings = ("json", "html", "md", "txt", "xml")
-    one, spread, listed = sessions(
+    first, spread, listing = sessions(
         (drifted, ["--syncheck", "*.pth", *(f"--syncheck-output=one.{ending}" for ending in endings)]),
         (drifted, ["--syncheck", "*.pth", "-n", "1", "-k", "parameters", "--syncheck-output", "spread.json"]),
         (drifted, ["--syncheck", "*.pth", "--collect-only", "--syncheck-output", "listed.json"]),
     )
-    assert (one.code, spread.code, listed.code) == (1, 0, 0)
+    assert (first.code, spread.code, listing.code) == (1, 0, 0)
     for ending in endings:
         assert "SYN201" in (drifted / f"one.{ending}").read_text()
-        assert f"report written: one.{ending}" in one.out
+        assert f"report written: one.{ending}" in first.out
     assert "Number of elements by absolute difference" in (drifted / "one.html").read_text()
     for ending in ("html", "md", "txt", "xml"):
         advised = (drifted / f"one.{ending}").read_text()

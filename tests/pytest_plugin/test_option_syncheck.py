@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import changed, network, save
-from sessions import sessions
+from support.checkpoints import changed, network, save
+from support.sessions import sessions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,13 +84,13 @@ def test_globs_are_relative_to_the_start_folder(project: Path) -> None:
 
 def test_ids_on_the_command_line(project: Path) -> None:
     """An id, or its beginning, selects items beside --syncheck; an unknown id is an error with the known ids."""
-    one, some, wrong = sessions(
+    first, selected, wrong = sessions(
         (project, ["-v", "--syncheck", "ckpts/*.pth", "ckpts::ddp::bn-stats"]),
         (project, ["-v", "--syncheck", "ckpts/*.pth", "ckpts::ddp", "tests"]),
         (project, ["-v", "--syncheck", "ckpts/*.pth", "ckpts::ddp::bn"]),
     )
-    assert one.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, one.out
-    assert some.outcomes() == {"tests/test_suite.py::test_own": "PASSED"} | OUR_ITEMS, some.out
+    assert first.outcomes() == {"ckpts::ddp::bn-stats": "PASSED"}, first.out
+    assert selected.outcomes() == {"tests/test_suite.py::test_own": "PASSED"} | OUR_ITEMS, selected.out
     assert wrong.code == pytest.ExitCode.USAGE_ERROR
     assert "ckpts::ddp::bn: no such test; available are ckpts::ddp::parameters, ckpts::ddp::bn-stats" in wrong.out
 

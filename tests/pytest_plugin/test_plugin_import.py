@@ -46,8 +46,8 @@ def measure_share(environment: dict[str, str]) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     # The first number is the module's own time in microseconds; the second includes its imports.
     rows = re.findall(r"time: +(\d+) \| +(\d+) \| +(syncheck\b|pytest$)", done.stderr, re.MULTILINE)
-    own = [int(alone) for alone, _, name in rows if name == "syncheck"]
+    is_own = [int(alone) for alone, _, name in rows if name == "syncheck"]
     pytests = [int(with_imports) for _, with_imports, name in rows if name == "pytest"]
-    assert len(own) > 2
+    assert len(is_own) > 2
     assert len(pytests) == 1
-    return sum(own) / pytests[0]
+    return sum(is_own) / pytests[0]

@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import read_pids, wait_for_end
-from sessions import FAST, find_failure
+from support.processes import read_pids, wait_for_end
+from support.sessions import FAST, find_failure
 
 if TYPE_CHECKING:
     from pathlib import Path

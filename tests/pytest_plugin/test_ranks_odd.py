@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import read_pids, wait_for_end
-from sessions import find_failure
+from support.processes import read_pids, wait_for_end
+from support.sessions import find_failure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,14 +130,14 @@ def test_skips_while_the_other_waits(syncheck_rank):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with both suites and a separate ini file."""
-    made = tmp_path_factory.mktemp("odd")
-    (made / "tests").mkdir()
-    (made / "ini").mkdir()
-    (made / "tests" / "conftest.py").write_text(CONFTEST)
-    (made / "tests" / "test_pass.py").write_text(PASS)
-    (made / "tests" / "test_fail.py").write_text(FAIL)
-    (made / "ini" / "pytest.ini").write_text(f"[pytest]\nlog_file = {made}/log.txt\n")
-    return made
+    created = tmp_path_factory.mktemp("odd")
+    (created / "tests").mkdir()
+    (created / "ini").mkdir()
+    (created / "tests" / "conftest.py").write_text(CONFTEST)
+    (created / "tests" / "test_pass.py").write_text(PASS)
+    (created / "tests" / "test_fail.py").write_text(FAIL)
+    (created / "ini" / "pytest.ini").write_text(f"[pytest]\nlog_file = {created}/log.txt\n")
+    return created
 
 
 def pytest_on(folder: Path, file: str) -> subprocess.CompletedProcess[str]:

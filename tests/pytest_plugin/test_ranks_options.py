@@ -162,11 +162,11 @@ def test_several_files_and_conftests(pytester: pytest.Pytester) -> None:
     """
     fixture = "import pytest\n@pytest.fixture\ndef {name}(): return '{value}'\n"
     for folder in ("a", "b"):
-        made = pytester.mkdir(folder)
-        made.joinpath("conftest.py").write_text(fixture.format(name="inner", value=folder))
+        created = pytester.mkdir(folder)
+        created.joinpath("conftest.py").write_text(fixture.format(name="inner", value=folder))
         for number in range(2):
             text = textwrap.dedent(test).format(broken=folder == "b" and number == 1, folder=folder)
-            made.joinpath(f"test_{folder}{number}.py").write_text(text)
+            created.joinpath(f"test_{folder}{number}.py").write_text(text)
     pytester.makeconftest(fixture.format(name="outer", value="outer"))
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(passed=3, failed=1)

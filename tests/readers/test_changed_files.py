@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save
+from support.checkpoints import save
 
 import syncheck
 from syncheck import api
@@ -54,11 +54,11 @@ def check_undecided(report: Report, path: Path, reason: str) -> None:
 def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -> None:
     """A file replaced after opening is reported as changed, and its bytes are not used."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.ones(4, np.float32)}) for rank in range(3)]
-    found = api.find(*paths)
-    assert api.judge(found).verdict == "in_sync"
+    findings = api.find(*paths)
+    assert api.judge(findings).verdict == "in_sync"
     change(paths[1], how)
     reason = "it is no longer a file" if how in ("folder", "pipe") else "it was changed since it was opened"
-    check_undecided(api.judge(found), paths[1], reason)
+    check_undecided(api.judge(findings), paths[1], reason)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_file_rewritten_while_it_is_read_is_never_in_sync(
 ) -> None:
     """A differing rank saved again during the read is never in sync, although the bytes read are equal."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.full(4, rank, np.float32)}) for rank in range(2)]
-    found = api.find(*paths)
+    findings = api.find(*paths)
     read, calls = os.pread, list[int]()
 
     def pread(descriptor: int, count: int, offset: int) -> bytes:
@@ -116,7 +116,7 @@ def test_a_file_rewritten_while_it_is_read_is_never_in_sync(
         return read(descriptor, count, offset)
 
     monkeypatch.setattr(os, "pread", pread)
-    check_undecided(api.judge(found), paths[1], "it was changed while it was read")
+    check_undecided(api.judge(findings), paths[1], "it was changed while it was read")
 
 
 def test_a_file_is_checked_when_it_is_closed(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_an_error_while_reading_names_the_file(tmp_path: Path, monkeypatch: pyte
         raise OSError(5, "Input/output error")
 
     large = np.ones(1 << 20, np.float32)
-    found = api.find(*(save(tmp_path / f"w_rank{rank}.pth", {"w": large}) for rank in range(2)))
+    findings = api.find(*(save(tmp_path / f"w_rank{rank}.pth", {"w": large}) for rank in range(2)))
     monkeypatch.setattr(os, "preadv", broken)
-    assert api.judge(found).unreadable[0].reason == "input/output error"
+    assert api.judge(findings).unreadable[0].reason == "input/output error"
 
 
 @pytest.mark.parametrize(("how", "most"), [("replaced", 2), ("removed", 2), ("cut", 2), ("disk", 3)])
@@ -157,7 +157,7 @@ def test_intact_files_are_read_at_most_twice(
             raise UnreadableFile.because(tensor.path, OSError(5, "Input/output error"))
         return read(files, tensor, offset, length, slot)
 
-    found = api.find(*paths)
+    findings = api.find(*paths)
     monkeypatch.setattr(Files, "_pread", counted)
     for path in paths[::2]:
         if how == "replaced":
@@ -166,7 +166,7 @@ def test_intact_files_are_read_at_most_twice(
             path.unlink()
         elif how == "cut":
             os.truncate(path, 1000)
-    report = api.judge(found)
+    report = api.judge(findings)
     assert {file.path for file in report.unreadable} == broken
     assert report.verdict == "undecided"
     assert [replica.rank for replica in report.groups[0].replicas] == list(range(1, 20, 2))

@@ -26,10 +26,10 @@ def outcome(folder: Path, data: bytes, intact: bytes) -> tuple[int, str, tuple[s
     began = time.process_time()
     report = syncheck.compare(folder)
     assert time.process_time() - began < 5
-    why = "; ".join(one.reason for one in report.unreadable)
+    why = "; ".join(first.reason for first in report.unreadable)
     assert why.isprintable()
     assert len(why) < 2000
-    return report.exit_code, why, tuple(one.code for group in report.groups for one in group.findings)
+    return report.exit_code, why, tuple(first.code for group in report.groups for first in group.findings)
 
 
 def flipped(data: bytes, at: int, bit: int) -> bytes:
@@ -49,15 +49,19 @@ def unseen(name: str, data: bytes) -> set[int]:
     if name == "torch-zip":  # the pickle has a checksum
         start = data.index(b"PK\x03\x04", data.index(DATA))  # the record `version`, which nothing reads
         free |= set(range(start, data.index(b"PK\x01\x02")))
-        at = data.find(b"PK\x03\x04")
-        while 0 <= at < start:  # version, flags, times and checksum of a record's own header
-            free |= set(range(at + 4, at + 18))
-            at = data.find(b"PK\x03\x04", at + 1)
-        at = data.find(b"PK\x01\x02")
-        while at >= 0:  # versions, flags, times, checksum of data, attributes
-            free |= set(range(at + 4, at + 10)) | set(range(at + 12, at + 20)) | set(range(at + 36, at + 42))
-            last = at
-            at = data.find(b"PK\x01\x02", at + 1)
+        position = data.find(b"PK\x03\x04")
+        while 0 <= position < start:  # version, flags, times and checksum of a record's own header
+            free |= set(range(position + 4, position + 18))
+            position = data.find(b"PK\x03\x04", position + 1)
+        position = data.find(b"PK\x01\x02")
+        while position >= 0:  # versions, flags, times, checksum of data, attributes
+            free |= (
+                set(range(position + 4, position + 10))
+                | set(range(position + 12, position + 20))
+                | set(range(position + 36, position + 42))
+            )
+            last = position
+            position = data.find(b"PK\x01\x02", position + 1)
         free |= set(range(last, len(data) - 22))  # of `version`
         free |= {len(data) - 2, len(data) - 1}
         # Without its name in the directory there is no byte order, as in old files, which are little-endian.
@@ -66,7 +70,7 @@ def unseen(name: str, data: bytes) -> set[int]:
     else:
         facts = data.index(b"little_endian")
         free |= set(range(facts, facts + 15))
-        free |= {at + 1 for at in range(len(data) - 1) if data[at : at + 2] == b"\x80\x02"}
+        free |= {position + 1 for position in range(len(data) - 1) if data[position : position + 2] == b"\x80\x02"}
         for text in (b"cpu", b"collections", b"OrderedDict"):
             free |= set(range(data.index(text), data.index(text) + len(text)))
         free.add(data.index(b"\x89ccollections"))
@@ -77,33 +81,33 @@ def check(name: str, folder: Path, cuts: Iterable[int], flips: Iterable[tuple[in
     """Cut the file to each length and flip each bit, given as byte and bit. Return the number of each outcome."""
     data = INTACT[name]
     assert outcome(folder, data, data)[0] == 0
-    start, free, seen = data.index(DATA), unseen(name, data), Counter[str]()
+    start, free, observed = data.index(DATA), unseen(name, data), Counter[str]()
     for length in cuts:
         code, why, _ = outcome(folder, data[:length], data)
         assert code == 2, length
         assert why, length
-        seen["cut, cannot be read"] += 1
-    for at, bit in flips:
-        code, why, findings = outcome(folder, flipped(data, at, bit), data)
-        if start <= at < start + len(DATA):
-            zero = (at, bit) == (start + 3, 7)
+        observed["cut, cannot be read"] += 1
+    for position, bit in flips:
+        code, why, findings = outcome(folder, flipped(data, position, bit), data)
+        if start <= position < start + len(DATA):
+            zero = (position, bit) == (start + 3, 7)
             assert (code, why) == (0 if zero else 1, "")
             assert zero or name != "torch-zip" or "SYN223" in findings
-            seen["data flipped, " + ("in sync" if zero else "out of sync")] += 1
+            observed["data flipped, " + ("in sync" if zero else "out of sync")] += 1
         else:
-            assert code in (0, 1, 2), (at, bit)
-            assert code != 2 or why, (at, bit)
-            assert code != 0 or at in free, (at, bit, data[at - 8 : at + 8])
-            seen["flipped, " + ("in sync", "out of sync", "cannot be read")[code]] += 1
-    return seen
+            assert code in (0, 1, 2), (position, bit)
+            assert code != 2 or why, (position, bit)
+            assert code != 0 or position in free, (position, bit, data[position - 8 : position + 8])
+            observed["flipped, " + ("in sync", "out of sync", "cannot be read")[code]] += 1
+    return observed
 
 
 @pytest.mark.parametrize("name", sorted(INTACT))
 def test_a_sample_of_cuts_and_flips(name: str, tmp_path: Path) -> None:
     """Every 37th cut and flip gives an error, out of sync, or in sync if no compared byte changed."""
     size = len(INTACT[name])
-    seen = check(name, tmp_path, range(0, size, 37), [divmod(place, 8) for place in range(0, 8 * size, 37)])
-    assert sum(seen.values()) > 50
+    observed = check(name, tmp_path, range(0, size, 37), [divmod(location, 8) for location in range(0, 8 * size, 37)])
+    assert sum(observed.values()) > 50
 
 
 @pytest.mark.slow
@@ -115,10 +119,13 @@ def test_every_cut_and_a_flip_in_every_byte(name: str, tmp_path: Path) -> None:
     Each flip in the data, except of a zero's sign, is out of sync.
     """
     size, start, random = len(INTACT[name]), INTACT[name].index(DATA), Random(name)
-    bits = {at: range(8) if start <= at < start + len(DATA) else [random.randrange(8)] for at in range(size)}
-    seen = check(name, tmp_path, range(size), [(at, bit) for at in bits for bit in bits[at]])
-    assert seen["cut, cannot be read"] == size
-    assert seen["data flipped, out of sync"] == 8 * len(DATA) - 1
-    assert seen["data flipped, in sync"] == 1
-    assert sum(seen.values()) == 2 * size + 7 * len(DATA)
-    assert seen["flipped, cannot be read"] > size // 4
+    bits = {
+        position: range(8) if start <= position < start + len(DATA) else [random.randrange(8)]
+        for position in range(size)
+    }
+    observed = check(name, tmp_path, range(size), [(position, bit) for position in bits for bit in bits[position]])
+    assert observed["cut, cannot be read"] == size
+    assert observed["data flipped, out of sync"] == 8 * len(DATA) - 1
+    assert observed["data flipped, in sync"] == 1
+    assert sum(observed.values()) == 2 * size + 7 * len(DATA)
+    assert observed["flipped, cannot be read"] > size // 4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import EXAMPLES, for_all
+from support.strategies import EXAMPLES, for_all
 
 from syncheck.readers.dcp.index import find_fault
 
@@ -34,8 +34,8 @@ ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
 )
 def test_gaps_and_overlaps_are_named(shape: Any, spans: Any, wrong: str) -> None:
     """A complete cover without overlaps passes; a gap or overlap is reported with its first element."""
-    found = find_fault(shape, spans)
-    assert found.startswith(wrong) if wrong else found == ""
+    result = find_fault(shape, spans)
+    assert result.startswith(wrong) if wrong else result == ""
 
 
 @EXAMPLES
@@ -48,10 +48,10 @@ def test_result_equals_a_count_of_every_element(examples: int) -> None:
         for corner in corners:
             pairs = [(min(a, n - 1), min(b, n - 1)) for (a, b), n in zip(corner, shape, strict=False)]
             spans.append((tuple(min(p) for p in pairs), tuple(abs(a - b) + 1 for a, b in pairs)))
-        held = np.zeros(shape, int)
+        contents = np.zeros(shape, int)
         for start, size in spans:
-            held[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
-        assert (find_fault(shape, spans) == "") == bool((held == 1).all())
+            contents[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += 1
+        assert (find_fault(shape, spans) == "") == bool((contents == 1).all())
 
     edges = st.tuples(st.integers(0, 2), st.integers(0, 2))
     corners = st.lists(st.tuples(edges, edges), max_size=4)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import assemble, contents, expected, load, save, trained  # noqa: E402
+from support.dcp_folders import assemble, contents, expected, load, save, trained  # noqa: E402
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
 
 import syncheck  # noqa: E402
@@ -90,10 +90,10 @@ def test_a_folder_equals_a_file(tmp_path: Path) -> None:
     for name, content in (("adamw", state), ("sgd", state | {"optimizer": plain.state_dict()})):
         torch.save(content, tmp_path / f"{name}.pth")
         folder, file = save(tmp_path / name, content), tmp_path / f"{name}.pth"
-        one, two = (syncheck.read(str(path)) for path in (folder, file))
-        assert contents(one) == contents(two)
-        assert (one.values, one.metadata) == (two.values, two.metadata)
-        assert ("optimizer.3.weight.exp_avg" in one.tensors) == (name == "adamw")
+        first, two = (syncheck.read(str(path)) for path in (folder, file))
+        assert contents(first) == contents(two)
+        assert (first.values, first.metadata) == (two.values, two.metadata)
+        assert ("optimizer.3.weight.exp_avg" in first.tensors) == (name == "adamw")
 
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
@@ -109,9 +109,9 @@ def test_extra_files_belong_to_the_checkpoint(tmp_path: Path, name: str) -> None
 
 def test_two_folders_are_replicas(tmp_path: Path) -> None:
     """Two equal folders are in sync, with a note about the format's limits."""
-    one = save(tmp_path / "a", checkpoint())
-    shutil.copytree(one, tmp_path / "b")
-    report = syncheck.compare(one, tmp_path / "b")
+    first = save(tmp_path / "a", checkpoint())
+    shutil.copytree(first, tmp_path / "b")
+    report = syncheck.compare(first, tmp_path / "b")
     assert report.exit_code == 0
     assert report.groups[0].notes.count(Note.ONE_COPY()) == 1
 
@@ -159,8 +159,8 @@ def one_tensor(path: Path) -> Path:
 def test_a_name_in_both_files_is_kept_twice(tmp_path: Path, name: str) -> None:
     """Folders whose extra files differ in a tensor with the name of a chunk's tensor are out of sync."""
     two = [one_tensor(tmp_path / side) for side in "ab"]
-    for i, one in enumerate(two):
-        save_pth(one / name, {"w": np.full(3, i, np.float32), "step": 5})
+    for i, first in enumerate(two):
+        save_pth(first / name, {"w": np.full(3, i, np.float32), "step": 5})
     (group,) = syncheck.compare(*two).groups
     assert [(diff.name, diff.status) for diff in group.tensors] == [("w#2", "different")]
     save_pth(two[1] / name, {"w": np.zeros(3, np.float32), "step": 6})
@@ -169,33 +169,33 @@ def test_a_name_in_both_files_is_kept_twice(tmp_path: Path, name: str) -> None:
 
 def test_extra_files_of_two_steps(tmp_path: Path) -> None:
     """A folder with metadata blocks of steps 5 and 6 is malformed."""
-    one = one_tensor(tmp_path / "a")
+    first = one_tensor(tmp_path / "a")
     for step, name in ((5, "meta.pt"), (6, "common.pt")):
         block = syncheck.metadata(run="r", rank=0, world_size=1, step=step)
-        save_pth(one / name, {f"of_{step}": np.ones(3, np.float32), "syncheck": block})
+        save_pth(first / name, {f"of_{step}": np.ones(3, np.float32), "syncheck": block})
     with pytest.raises(MalformedFile, match=r"common\.pt: metadata, step: 6; needed 5, as in the other files"):
-        syncheck.read(str(one))
+        syncheck.read(str(first))
 
 
 @pytest.mark.parametrize("how", ["pipe", "dangling"])
 def test_an_unreadable_extra_file(tmp_path: Path, how: str) -> None:
     """An extra file that is not a checkpoint makes the folder unreadable."""
-    one = one_tensor(tmp_path / "a")
+    first = one_tensor(tmp_path / "a")
     if how == "pipe":
-        os.mkfifo(one / "meta.pt")
+        os.mkfifo(first / "meta.pt")
     else:
-        (one / "meta.pt").symlink_to("nowhere")
+        (first / "meta.pt").symlink_to("nowhere")
     with pytest.raises(UnreadableFile, match=r"meta\.pt: "):
-        syncheck.read(str(one))
+        syncheck.read(str(first))
 
 
 def test_chunks_of_another_save_are_counted(tmp_path: Path) -> None:
     """Chunk files missing in `.metadata`, as of another save, are reported as not compared."""
-    one = one_tensor(tmp_path / "a")
-    (before,) = syncheck.read(str(one)).notes
+    first = one_tensor(tmp_path / "a")
+    (before,) = syncheck.read(str(first)).notes
     for rank in (3, 4):
-        (one / f"__{rank}_0.distcp").write_bytes(b"of an earlier save")
-    assert syncheck.read(str(one)).notes == (
+        (first / f"__{rank}_0.distcp").write_bytes(b"of an earlier save")
+    assert syncheck.read(str(first)).notes == (
         before,
         Note.UNLISTED_FILES(count=2, names=("__3_0.distcp", "__4_0.distcp")),
     )

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
+from support.dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
 
 import syncheck  # noqa: E402
 from syncheck import api  # noqa: E402
@@ -69,8 +69,8 @@ def keys(paths: Any) -> Callable[[Any], None]:
 
 def one_record(content: Any) -> None:
     """Let all chunks refer to one record."""
-    one = next(iter(content.storage_data.values()))
-    content.storage_data.update(dict.fromkeys(content.storage_data, one))
+    first = next(iter(content.storage_data.values()))
+    content.storage_data.update(dict.fromkeys(content.storage_data, first))
 
 
 def repeat_chunk(content: Any) -> None:
@@ -184,13 +184,13 @@ def test_missing_chunk_file(folder: Path) -> None:
 def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
     """If a file changes after opening, its folder is unreadable; the other folders are compared."""
     state = {"w": (torch.arange(16.0).reshape(4, 4), HALVES)}
-    others = [assemble(tmp_path / name, state) for name in ("a", "b", "c")]
-    found = api.find(*others)
-    os.truncate(others[1] / "__1_0.distcp", 1000)
-    report = api.judge(found)
+    remaining = [assemble(tmp_path / name, state) for name in ("a", "b", "c")]
+    findings = api.find(*remaining)
+    os.truncate(remaining[1] / "__1_0.distcp", 1000)
+    report = api.judge(findings)
     assert len(report.unreadable) == 1
-    assert str(others[1]) in report.unreadable[0].path
-    assert [replica.path for replica in report.groups[0].replicas] == [str(others[0]), str(others[2])]
+    assert str(remaining[1]) in report.unreadable[0].path
+    assert [replica.path for replica in report.groups[0].replicas] == [str(remaining[0]), str(remaining[2])]
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
 @pytest.mark.parametrize(("damaged", "code"), [(4, 2), (None, 1)], ids=["its beginning", "all of it"])
 def test_a_damaged_object_is_reported(tmp_path: Path, damaged: int | None, code: int) -> None:
     """If an object is intact in only one folder, this is an error or a difference, never just a note."""
-    left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
-    assert syncheck.compare(left, right).exit_code == 0
+    remaining, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
+    assert syncheck.compare(remaining, right).exit_code == 0
     record = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
     with (right / record.relative_path).open("r+b") as file:
         file.seek(record.offset)
         file.write(bytes(damaged or record.length))
-    report = syncheck.compare(left, right)
+    report = syncheck.compare(remaining, right)
     assert report.exit_code == code
     texts = [file.reason for file in report.unreadable] + [repr(group.findings) for group in report.groups]
     assert any("epoch" in text for text in texts)
@@ -282,47 +282,47 @@ def outcome(left: Path, right: Path) -> int:
 @pytest.mark.parametrize("name", FILES)
 def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
     """A truncated `.metadata` or chunk file gives an undecided result."""
-    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
-    whole = (right / name).read_bytes()
-    for length in range(0, len(whole), step):
-        (right / name).write_bytes(whole[:length])
-        assert outcome(left, right) == 2, length
-    (right / name).write_bytes(whole)
-    assert outcome(left, right) == 0
+    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    complete = (right / name).read_bytes()
+    for length in range(0, len(complete), step):
+        (right / name).write_bytes(complete[:length])
+        assert outcome(remaining, right) == 2, length
+    (right / name).write_bytes(complete)
+    assert outcome(remaining, right) == 0
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bit_in_any_byte(tmp_path: Path, name: str, step: int) -> None:
     """A flipped bit gives out of sync or a one-line error, unless no compared byte changed."""
-    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
-    whole = (right / name).read_bytes()
-    draw, seen = random.Random(step), Counter[int]()
-    for at in range(draw.randrange(step), len(whole), step):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << draw.randrange(8)
+    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    complete = (right / name).read_bytes()
+    draw, observed = random.Random(step), Counter[int]()
+    for position in range(draw.randrange(step), len(complete), step):
+        damaged = bytearray(complete)
+        damaged[position] ^= 1 << draw.randrange(8)
         (right / name).write_bytes(damaged)
-        seen[outcome(left, right)] += 1
-    assert seen.keys() <= {0, 1, 2}
-    assert seen[2]
+        observed[outcome(remaining, right)] += 1
+    assert observed.keys() <= {0, 1, 2}
+    assert observed[2]
 
 
 def test_flipped_bit_in_tensor_bytes(tmp_path: Path) -> None:
     """A flipped bit in a tensor's bytes is out of sync."""
-    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
     path = right / "__0_0.distcp"
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     places = {index.fqn: info for index, info in metadata(right).storage_data.items()}
     raw = {"w": STATE["w"], "bn.running_mean": STATE["bn"]["running_mean"]}
     flipped = 0
     for name, tensor in raw.items():
         data = tensor.numpy().tobytes()
-        start = whole.index(data, places[name].offset)
+        start = complete.index(data, places[name].offset)
         assert start + len(data) <= places[name].offset + places[name].length
-        for at in range(start, start + len(data)):
-            damaged = bytearray(whole)
-            damaged[at] ^= 1 << at % 8
+        for position in range(start, start + len(data)):
+            damaged = bytearray(complete)
+            damaged[position] ^= 1 << position % 8
             path.write_bytes(damaged)
-            assert outcome(left, right) == 1, (name, at - start)
+            assert outcome(remaining, right) == 1, (name, position - start)
             flipped += 1
     assert flipped == 8 * 4

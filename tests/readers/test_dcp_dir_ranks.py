@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dcp_folders import contents, expected, load, save, trained  # noqa: E402
+from support.dcp_folders import contents, expected, load, save, trained  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
@@ -46,10 +46,10 @@ def fully_sharded(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_and_compare(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Save a folder on all ranks and the full state in a file on rank 0; return the report on both."""
     states, steps = get_state_dict(model, optimizer)
-    whole, whole_steps = get_state_dict(model, optimizer, options=FULL)
+    complete, whole_steps = get_state_dict(model, optimizer, options=FULL)
     folder = save(rank.shared / "folder", {"model": states, "optim": steps})
     if rank.rank == 0:
-        torch.save({"model": whole, "optim": whole_steps}, rank.shared / "whole.pth")
+        torch.save({"model": complete, "optim": whole_steps}, rank.shared / "whole.pth")
     rank.barrier()
     return syncheck.compare(rank.shared / "whole.pth", folder)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import reject
 from hypothesis import strategies as st
-from strategies import (
+from support.strategies import (
     DTYPES,
     EXAMPLES,
     SAFETENSORS,
@@ -49,8 +49,8 @@ def assert_same(path: Path, tree: Any) -> None:
     """Assert that syncheck reads the tensors and values of a tree, with names, order and bits."""
     parts = list(walk(tree))
     snapshot = syncheck.read(str(path))
-    wanted = [(name, loaded(leaf)) for name, leaf in parts if is_leaf(leaf)]
-    assert_paired(wanted, list(found_in(path).items()), lambda a, b: a == b)
+    expected = [(name, loaded(leaf)) for name, leaf in parts if is_leaf(leaf)]
+    assert_paired(expected, list(found_in(path).items()), lambda a, b: a == b)
     values = [(name, leaf) for name, leaf in parts if isinstance(leaf, VALUES)]
     assert_paired(values, list(snapshot.values.items()), same_value)
 
@@ -58,11 +58,11 @@ def assert_same(path: Path, tree: Any) -> None:
 def assert_paired(wanted: list[tuple[str, Any]], found: list[tuple[str, Any]], same: Any) -> None:
     """Assert names and contents; a repeated name has a suffix, except for the first."""
     assert len(found) == len(wanted), (wanted, found)
-    taken = set()
+    busy = set()
     for (base, a), (name, b) in zip(wanted, found, strict=True):
-        assert name.startswith(f"{base}#") if base in taken else name == base, (base, name)
+        assert name.startswith(f"{base}#") if base in busy else name == base, (base, name)
         assert same(a, b), (name, a, b)
-        taken.add(name)
+        busy.add(name)
 
 
 def check_tree(tree: Any) -> None:
@@ -172,26 +172,26 @@ def trainings(draw: Any) -> Any:
         "best": np.float32(0.5),
         "epoch": 3,
     }
-    kept = draw(st.lists(st.sampled_from(sorted(extras)), unique=True))
-    saved = {key: model.state_dict(), "optimizer": optimizer.state_dict()} | {name: extras[name] for name in kept}
+    retained = draw(st.lists(st.sampled_from(sorted(extras)), unique=True))
+    saved = {key: model.state_dict(), "optimizer": optimizer.state_dict()} | {name: extras[name] for name in retained}
     return model, optimizer, "" if key != "encoder" else "encoder.", saved
 
 
 def check_training(case: Any) -> None:
     """Compare the names and bytes of a training checkpoint with the model and the optimizer."""
     model, optimizer, prefix, saved = case
-    wanted = {f"{prefix}{name}": loaded(tensor) for name, tensor in model.state_dict().items()}
+    expected = {f"{prefix}{name}": loaded(tensor) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for state, content_of in optimizer.state.get(parameter, {}).items():
             if isinstance(content_of, torch.Tensor):
-                wanted[f"optimizer.{prefix}{name}.{state}"] = loaded(content_of)
+                expected[f"optimizer.{prefix}{name}.{state}"] = loaded(content_of)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rank0.pth")
         torch.save(saved, path)
         snapshot = syncheck.read(str(path))
-        found = found_in(path)
-    aside = {name for name in found if name.startswith(("ema.", "rng."))}
-    assert {name: found[name] for name in found if name not in aside} == wanted
+        result = found_in(path)
+    aside = {name for name in result if name.startswith(("ema.", "rng."))}
+    assert {name: result[name] for name in result if name not in aside} == expected
     assert len(aside) == ("ema" in saved) * len(model.state_dict()) + ("rng" in saved) * 2
     assert snapshot.values.get("epoch") == saved.get("epoch")
     assert snapshot.values["optimizer.param_groups.0.lr"] == saved["optimizer"]["param_groups"][0]["lr"]
@@ -214,7 +214,7 @@ def test_files_of_a_big_endian_machine(tmp_path: Path, name: str) -> None:
             if record.endswith("byteorder"):
                 data = b"big"
             elif "/data/" in record:
-                data = b"".join(data[at : at + size][::-1] for at in range(0, len(data), size))
+                data = b"".join(data[position : position + size][::-1] for position in range(0, len(data), size))
             new.writestr(record.replace("little/", "big/"), data)
     assert_same(tmp_path / "big.pth", torch.load(tmp_path / "big.pth"))
     assert_same(tmp_path / "big.pth", torch.load(tmp_path / "little.pth"))
@@ -226,12 +226,12 @@ def test_files_of_a_big_endian_machine(tmp_path: Path, name: str) -> None:
 @st.composite
 def safetensors(draw: Any) -> dict[str, Any]:
     """Return tensors by name for save_file: contiguous, without shared storages."""
-    made = {}
+    created = {}
     for name in draw(st.lists(st.text(max_size=6).filter("__metadata__".__ne__), max_size=5, unique=True)):
         shape, dtype = draw(sizes), draw(st.sampled_from(SAFETENSORS))
         numbers = torch.Size(shape).numel() * (2 if dtype == "complex64" else 1)
-        made[name] = from_bytes(noise(draw(st.integers(0, 999)), dtype, numbers), dtype, shape)
-    return made
+        created[name] = from_bytes(noise(draw(st.integers(0, 999)), dtype, numbers), dtype, shape)
+    return created
 
 
 def check_safetensors(case: dict[str, Any]) -> None:

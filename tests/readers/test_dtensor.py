@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, save_pth
-from dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, new
+from support.checkpoints import Call, save_pth
+from support.dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, new
 
 import syncheck
 from syncheck.messages import Refusal
@@ -34,19 +34,19 @@ def test_dtensors_of_the_installed_torch(tmp_path: Path) -> None:
     dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        made = {
+        created = {
             "hsdp": DTensor.from_local(torch.ones(2, 3), mesh, [Replicate(), Shard(0), Shard(1)], run_check=False),
             "sum": DTensor.from_local(torch.ones(2, 3), mesh["tp"], [Partial()], run_check=False),
             "part": DTensor.from_local(
                 torch.ones(2, 3), mesh["replicate", "shard"], [Replicate(), Shard(0)], run_check=False
             ),
         }
-        torch.save(made | {"p": torch.nn.Parameter(made["hsdp"])}, tmp_path / "f.pth")
-        rows = {name: value.device_mesh.mesh.flatten().tolist() for name, value in made.items()}
+        torch.save(created | {"p": torch.nn.Parameter(created["hsdp"])}, tmp_path / "f.pth")
+        rows = {name: value.device_mesh.mesh.flatten().tolist() for name, value in created.items()}
     finally:
         dist.destroy_process_group()
     read = syncheck.read(str(tmp_path / "f.pth")).tensors
-    assert {name: list(read[name].sharding.ranks) for name in made} == rows  # type: ignore[union-attr]
+    assert {name: list(read[name].sharding.ranks) for name in created} == rows  # type: ignore[union-attr]
     cube = (2, 2, 2), tuple(range(8)), ("R", "S(0)", "S(1)"), (4, 6), ("replicate", "shard", "tp"), (1, 0, 1)
     assert read["hsdp"].sharding == read["p"].sharding == Sharding(*cube)
     assert read["part"].sharding == Sharding(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, Global, save_pth
-from dtensors import dtensor, mesh_of_2_6
+from support.checkpoints import Call, Global, save_pth
+from support.dtensors import dtensor, mesh_of_2_6
 
 import syncheck
 from syncheck.readers.pickles.tree import LOST
@@ -58,9 +58,9 @@ def given(made: Any, **attributes: Any) -> Any:
 
 def masked(odd: torch.Tensor) -> Any:
     """Return an array of objects with one tensor."""
-    made = np.empty(2, dtype=object)
-    made[:] = [odd, None]
-    return made
+    created = np.empty(2, dtype=object)
+    created[:] = [odd, None]
+    return created
 
 
 # Objects that contain a tensor, with the tensor's name; the rest of the file is `w`.
@@ -112,17 +112,17 @@ def test_tensors_outside_the_tree_are_named(tmp_path: Path) -> None:
     """Rebuilt tensors without a reference, in a metadata block or in a dropped argument, get names."""
     ignored = Call(Global("numpy", "ndarray"), (np.ones(2, np.float32),))
     block = {**syncheck.metadata(run="a", rank=0, world_size=2), "kept": np.ones(4, np.float32)}
-    found = syncheck.read(
+    result = syncheck.read(
         str(save_pth(tmp_path / "a.pth", {"w": np.ones(3, np.float32), "x": ignored, "syncheck": block}))
     )
-    assert sorted(tensor.shape for name, tensor in found.tensors.items() if name.startswith(LOST)) == [(2,), (4,)]
+    assert sorted(tensor.shape for name, tensor in result.tensors.items() if name.startswith(LOST)) == [(2,), (4,)]
 
 
 def test_tensors_of_a_set_have_no_order(tmp_path: Path) -> None:
     """Several tensors of equal shape in a set cannot be matched, so they are undecided; other tensors are compared."""
-    same = [torch.full((2,), float(i)) for i in range(3)]
-    torch.save({"w": W, "x": {*same, torch.ones(5)}}, tmp_path / "a_rank0.pth")
-    torch.save({"w": W, "x": {*same[::-1], torch.ones(5)}}, tmp_path / "a_rank1.pth")
+    is_same = [torch.full((2,), float(i)) for i in range(3)]
+    torch.save({"w": W, "x": {*is_same, torch.ones(5)}}, tmp_path / "a_rank0.pth")
+    torch.save({"w": W, "x": {*is_same[::-1], torch.ones(5)}}, tmp_path / "a_rank1.pth")
     report = syncheck.compare(tmp_path)
     assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (2, 2, 3)
 
@@ -131,10 +131,10 @@ def test_parts_of_a_dtensor_have_no_names(tmp_path: Path) -> None:
     """The local tensor and the mesh of a DTensor get no names, but its attributes do."""
     mesh = mesh_of_2_6([0, 1], [0])
     part = np.ones((4, 3), np.float32)
-    known, odd = dtensor(part, ["S(0)"], mesh), dtensor(part, ["S(0)", "R"], mesh)
-    known.arguments[3][1]["scale"] = np.ones(2, np.float32)
-    found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"known": known, "odd": odd})))
-    assert set(found.tensors) == {"known", "known.scale", "odd"}
+    known_values, outlier = dtensor(part, ["S(0)"], mesh), dtensor(part, ["S(0)", "R"], mesh)
+    known_values.arguments[3][1]["scale"] = np.ones(2, np.float32)
+    result = syncheck.read(str(save_pth(tmp_path / "a.pth", {"known": known_values, "odd": outlier})))
+    assert set(result.tensors) == {"known", "known.scale", "odd"}
 
 
 def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Pa
         state = {"int_data": np.ones(4, np.int64) + rank, "scale": np.ones(2, np.float32)}
         arguments = (kind, Global("torch", "float32"), (4,), (1,), 0, None, None, False)
         rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
-        made = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, kind, arguments, state))
-        save_pth(tmp_path / f"a_rank{rank}.pth", {"w": made})
+        created = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, kind, arguments, state))
+        save_pth(tmp_path / f"a_rank{rank}.pth", {"w": created})
     (group,) = syncheck.compare(tmp_path).groups
     assert {diff.name: diff.status for diff in group.tensors} == {"w": "not_compared", "w.int_data": "different"}
     assert group.counts.identical == 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from support.checkpoints import network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -46,11 +46,11 @@ def read_back(snapshot: Snapshot, path: Path) -> Snapshot:
 
 def test_digests_equal_hashlib(tmp_path: Path) -> None:
     """The digest of every dtype and shape equals hashlib's for its little-endian bytes in C order."""
-    found = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
-    assert found.format == "fingerprint"
-    assert found.tensors.keys() == ARRAYS.keys()
+    result = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    assert result.format == "fingerprint"
+    assert result.tensors.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-        tensor = found.tensors[name]
+        tensor = result.tensors[name]
         assert tensor.digest is not None
         assert tensor.digest.algorithm == "blake2b-128"
         assert tensor.digest.value == hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest(), name
@@ -59,17 +59,17 @@ def test_digests_equal_hashlib(tmp_path: Path) -> None:
 
 def test_moments_of_finite_elements(tmp_path: Path) -> None:
     """Moments equal numpy's for the finite elements in float64; complex and empty tensors have no moments."""
-    found = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    result = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
     for name, array in ARRAYS.items():
-        digest = found.tensors[name].digest
+        digest = result.tensors[name].digest
         assert digest is not None
-        given = (digest.min, digest.max, digest.mean, digest.std)
+        settings = (digest.min, digest.max, digest.mean, digest.std)
         if name in ("complex64", "empty"):
-            assert given == (None,) * 4
+            assert settings == (None,) * 4
             continue
         wide = array.astype(np.float64)
         finite = wide[np.isfinite(wide)]
-        assert given == pytest.approx((finite.min(), finite.max(), finite.mean(), finite.std()), rel=1e-12), name
+        assert settings == pytest.approx((finite.min(), finite.max(), finite.mean(), finite.std()), rel=1e-12), name
         assert digest.nonfinite == array.size - finite.size
 
 
@@ -77,10 +77,10 @@ def test_moments_of_many_blocks(tmp_path: Path) -> None:
     """Digest and moments cover all blocks of a tensor, and NaNs are counted in every block."""
     array = np.random.default_rng(0).standard_normal(700_001).astype(np.float32)
     array[[0, 300_000, 700_000]] = np.nan
-    found = read_back(
+    result = read_back(
         syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": array}))), tmp_path / "a.json"
     )
-    digest = found.tensors["w"].digest
+    digest = result.tensors["w"].digest
     assert digest is not None
     assert digest.value == hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
     finite = array[np.isfinite(array)].astype(np.float64)
@@ -108,8 +108,8 @@ def test_values_and_metadata_survive(tmp_path: Path) -> None:
     assert after.metadata == before.metadata
     assert after.metadata is not None
     assert after.metadata.buffers == ()
-    kept = {name: value for name, value in before.values.items() if name != "comment"}
-    assert dict(after.values) == kept | {"step": 12}
+    retained = {name: value for name, value in before.values.items() if name != "comment"}
+    assert dict(after.values) == retained | {"step": 12}
     assert after.values["optimizer.param_groups.0.lr"] == math.inf
 
 
@@ -176,10 +176,10 @@ def test_output_paths(tmp_path: Path) -> None:
         "out/node0/rank_0.fingerprint.json",
         "out/node1/rank_1.fingerprint.json",
     ]
-    one = syncheck.read(str(paths[0]))
-    assert [output for _, output in choose_output_paths([one], "x.json")] == ["x.json"]
-    assert [output for _, output in choose_output_paths([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
-    assert [output for _, output in choose_output_paths([one], str(tmp_path))] == [
+    first = syncheck.read(str(paths[0]))
+    assert [output for _, output in choose_output_paths([first], "x.json")] == ["x.json"]
+    assert [output for _, output in choose_output_paths([first], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
+    assert [output for _, output in choose_output_paths([first], str(tmp_path))] == [
         str(tmp_path / "rank_0.fingerprint.json")
     ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.api import Options, compare
@@ -31,10 +31,10 @@ def replicas(folder: Path, states: list[Any], fingerprints: set[int] | None = No
     for rank, state in enumerate(states):
         path = save_pth(folder / f"run_rank{rank}.pth", state)
         if fingerprints is None or rank in fingerprints:
-            made = folder / f"run_rank{rank}.fingerprint.json"
-            write(str(made), fingerprint(syncheck.read(str(path))))
+            created = folder / f"run_rank{rank}.fingerprint.json"
+            write(str(created), fingerprint(syncheck.read(str(path))))
             path.unlink()
-            path = made
+            path = created
         paths.append(str(path))
     return paths
 
@@ -49,31 +49,33 @@ def only(report: Report) -> TensorDiff:
 @pytest.mark.parametrize("fingerprints", [{0, 1, 2}, {0}, {1, 2}, set()], ids=str)
 def test_fingerprints_replace_checkpoints(tmp_path: Path, fingerprints: set[int]) -> None:
     """Fingerprints, checkpoints and mixtures of both give equal verdicts, clusters and odd ranks."""
-    same = replicas(tmp_path / "same", [network()] * 3, fingerprints)
-    assert compare(*same).verdict == "in_sync"
-    apart = compare(*replicas(tmp_path / "apart", [network(), changed(network(), "fc.bias"), network()], fingerprints))
-    diff = only(apart)
-    assert apart.verdict == "out_of_sync"
+    equal_copy = replicas(tmp_path / "same", [network()] * 3, fingerprints)
+    assert compare(*equal_copy).verdict == "in_sync"
+    distance = compare(
+        *replicas(tmp_path / "apart", [network(), changed(network(), "fc.bias"), network()], fingerprints)
+    )
+    diff = only(distance)
+    assert distance.verdict == "out_of_sync"
     assert (diff.name, diff.status, diff.clusters, diff.minority) == ("fc.bias", "different", ((0, 2), (1,)), (1,))
-    assert apart.groups[0].counts.identical == 13
-    assert apart.groups[0].findings[0].ranks == (1,)
+    assert distance.groups[0].counts.identical == 13
+    assert distance.groups[0].findings[0].ranks == (1,)
 
 
 def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
     """One flipped bit in any block of a tensor is found, and no other tensor is reported."""
     state = {"big": np.zeros(600_000, np.float32), "small": np.ones(3, np.float32)}
-    for at in (0, 262_144, 599_999):
+    for position in (0, 262_144, 599_999):
         flipped = {name: array.copy() for name, array in state.items()}
-        flipped["big"].view(np.uint32)[at] ^= 1
-        diff = only(compare(*replicas(tmp_path / str(at), [state, flipped], {0})))
+        flipped["big"].view(np.uint32)[position] ^= 1
+        diff = only(compare(*replicas(tmp_path / str(position), [state, flipped], {0})))
         assert (diff.name, diff.status) == ("big", "different")
 
 
 def test_the_format_of_the_checkpoint_does_not_matter(tmp_path: Path) -> None:
     """A fingerprint of a torch file equals a safetensors file with equal contents."""
     paths = replicas(tmp_path, [network()])
-    other = save_safetensors(tmp_path / "run_rank1.safetensors", network())
-    report = compare(paths[0], str(other))
+    second = save_safetensors(tmp_path / "run_rank1.safetensors", network())
+    report = compare(paths[0], str(second))
     assert (report.verdict, report.counts.identical) == ("in_sync", 14)
 
 
@@ -127,8 +129,8 @@ def test_scalars_have_exact_differences(tmp_path: Path, values: list[Any], expec
 
 def test_a_batch_count_is_known(tmp_path: Path) -> None:
     """SYN203 reports the number of batches from fingerprints too."""
-    apart = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
-    (finding,) = compare(*replicas(tmp_path, [network(), apart])).groups[0].findings
+    distance = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
+    (finding,) = compare(*replicas(tmp_path, [network(), distance])).groups[0].findings
     assert finding.code == "SYN203"
     assert finding.facts[0].parameters["size"] == syn203_bn_count_mismatch.Text.BY_UP_TO(batches=2)
 
@@ -182,8 +184,8 @@ def test_digests_of_an_unknown_algorithm_are_compared(tmp_path: Path) -> None:
 
 def test_tolerances_do_not_apply_to_digests(tmp_path: Path) -> None:
     """With a tolerance, unequal digests still count as different, and the report has a note."""
-    near = changed(network(), "fc.bias", by=1e-7)
-    paths = replicas(tmp_path, [network(), near])
+    close_case = changed(network(), "fc.bias", by=1e-7)
+    paths = replicas(tmp_path, [network(), close_case])
     report = compare(*paths, options=Options(rtol=0.1, atol=0.1))
     assert report.verdict == "out_of_sync"
     assert Note.FINGERPRINT() in report.groups[0].notes

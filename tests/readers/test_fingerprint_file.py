@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile, UnsupportedFormat
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def document(tmp_path: Path) -> dict[str, Any]:
     """Return a valid fingerprint of one tensor."""
     path = save_pth(tmp_path / "a.pth", {"w": np.ones((2, 3)), "step": 3})
-    made: dict[str, Any] = json.loads(fingerprint(syncheck.read(str(path))))
-    return made
+    created: dict[str, Any] = json.loads(fingerprint(syncheck.read(str(path))))
+    return created
 
 
 def write_document(path: Path, document: Any) -> str:
@@ -35,10 +35,10 @@ def write_document(path: Path, document: Any) -> str:
 def test_any_formatting_of_json_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
     """A fingerprint indented by another tool, or written on one line, is read equally."""
     for text in (json.dumps(document), json.dumps(document, indent=4), f"\n {json.dumps(document)}"):
-        found = syncheck.read(write_document(tmp_path / "f", text))
-        assert found.format == "fingerprint"
-        assert found.tensors["w"].shape == (2, 3)
-        assert found.values == {"step": 3}
+        result = syncheck.read(write_document(tmp_path / "f", text))
+        assert result.format == "fingerprint"
+        assert result.tensors["w"].shape == (2, 3)
+        assert result.values == {"step": 3}
 
 
 SHARDING = {"mesh": [2], "ranks": [0, 1], "placements": ["S(0)"], "shape": [4, 3], "names": [], "coordinate": [1]}
@@ -85,7 +85,7 @@ def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], fi
     for container in containers:
         entry = entry[container]
     entry[key] = value
-    location = next((shown for start, shown in LOCATIONS.items() if field.startswith(start)), field)
+    location = next((output for start, output in LOCATIONS.items() if field.startswith(start)), field)
     with pytest.raises(MalformedFile) as caught:
         syncheck.read(write_document(tmp_path / "f.json", document))
     assert str(caught.value).startswith(f"{tmp_path}/f.json: {location}")
@@ -95,9 +95,9 @@ def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], fi
 def test_a_valid_shard_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
     """The unchanged sharding of the cases above is valid."""
     document["tensors"]["w"]["sharding"] = SHARDING
-    found = syncheck.read(write_document(tmp_path / "f.json", document)).tensors["w"].sharding
-    assert found is not None
-    assert (found.mesh, found.coordinate) == ((2,), (1,))
+    result = syncheck.read(write_document(tmp_path / "f.json", document)).tensors["w"].sharding
+    assert result is not None
+    assert (result.mesh, result.coordinate) == ((2,), (1,))
 
 
 @pytest.mark.parametrize("field", ["tensors", "values", "stubs", "notes", "algorithm"])

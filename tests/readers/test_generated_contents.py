@@ -10,11 +10,11 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import save_header
 from hypothesis import strategies as st
 from malformed.opcodes import PROTOCOL, mapping, named, pickled, whole
 from malformed.torch_parts import INTACT, saved, state, storage, tensor, torch_legacy, torch_zip, with_zip64, zipped
-from strategies import EXAMPLES, for_all
+from support.checkpoints import save_header
+from support.strategies import EXAMPLES, for_all
 
 import syncheck
 from fuzz.judge import RANKS, check_copies
@@ -126,9 +126,11 @@ PERSISTENT = st.one_of(
 
 def trees(form: str) -> st.SearchStrategy[bytes]:
     """Return a strategy for containers with the tensors and storages of a format."""
-    of = storage() if form == "torch-zip" else storage("0", 6, None, None)
+    source_value = storage() if form == "torch-zip" else storage("0", 6, None, None)
     return st.recursive(
-        st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(tensor(of)), st.just(of)).map(pickled),
+        st.one_of(
+            st.none(), st.integers(), st.text(max_size=5), st.just(tensor(source_value)), st.just(source_value)
+        ).map(pickled),
         lambda inner: st.one_of(
             st.lists(inner, max_size=4).map(lambda parts: pickled(tuple(parts))),
             st.lists(st.tuples(inner, inner), max_size=4).map(lambda pairs: mapping(*pairs)),

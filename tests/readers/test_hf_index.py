@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_safetensors
+from support.checkpoints import changed, network, save, save_safetensors
 
 import syncheck
 
@@ -41,8 +41,8 @@ def write_index(folder: Path, weight_map: Any, name: str = INDEX) -> None:
 
 def weight_map(folder: Path) -> dict[str, str]:
     """Return the weight map of the index."""
-    found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    return found
+    result: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return result
 
 
 def optimizer(step: int = 7) -> dict[str, Any]:
@@ -68,18 +68,18 @@ def test_a_folder_is_one_snapshot(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize("files", [1, 2, 5])
 def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None:
     """Two folders with different numbers of files, and a folder and a file, are compared tensor by tensor."""
-    left, right = write(tmp_path / "a", network(), 3), write(tmp_path / "b", network(), files)
-    for other in (right, save(tmp_path / "c.pth", network())):
-        report = syncheck.compare(left, other)
+    remaining, right = write(tmp_path / "a", network(), 3), write(tmp_path / "b", network(), files)
+    for second in (right, save(tmp_path / "c.pth", network())):
+        report = syncheck.compare(remaining, second)
         assert (report.verdict, report.counts.identical) == ("in_sync", len(network()))
     write(right, changed(network(), "fc.bias"), files)
-    (group,) = syncheck.compare(left, right).groups
+    (group,) = syncheck.compare(remaining, right).groups
     assert [diff.name for diff in group.tensors] == ["fc.bias"]
 
 
 def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
     """format = 'pt' in every safetensors shard is one value of the folder."""
-    found = []
+    result = []
     for files in (1, 3):
         folder = write(tmp_path / str(files), {}, files=0)
         state = network()
@@ -87,10 +87,10 @@ def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
         for name, part in parts.items():
             save_safetensors(folder / name, part, {"format": "pt", "part": name})
         write_index(folder, {tensor: name for name, part in parts.items() for tensor in part})
-        found.append(syncheck.read(str(folder)).values)
-    assert found[0] == {"format": "pt", "part": "model-0.safetensors"}
-    others = {f"part#{i}": f"model-{i - 1}.safetensors" for i in (2, 3)}
-    assert found[1] == found[0] | others
+        result.append(syncheck.read(str(folder)).values)
+    assert result[0] == {"format": "pt", "part": "model-0.safetensors"}
+    remaining = {f"part#{i}": f"model-{i - 1}.safetensors" for i in (2, 3)}
+    assert result[1] == result[0] | remaining
 
 
 def listed(**changes: Any) -> Callable[[Path], None]:
@@ -213,7 +213,7 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
 def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> None:
     """Weights not loaded by transformers are a separate model, which every replica must have."""
-    folders = [write(tmp_path / place, network()) for place in "abc"]
+    folders = [write(tmp_path / location, network()) for location in "abc"]
     save(folders[0] / name, network())
     save(folders[1] / name, network())
     report = syncheck.compare(*folders[:2])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from support.checkpoints import save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -29,9 +29,9 @@ def test_round_trip(tmp_path: Path) -> None:
         run="ddp", rank=1, world_size=4, step=7, epoch=2, run_id="x", buffers_synced=False,
         mesh={"dp": 1}, config={"lr": 0.1}, host="node3",
     )  # fmt: skip
-    found = read(tmp_path, block | {"of_later_versions": 1})
+    result = read(tmp_path, block | {"of_later_versions": 1})
     for name in ("run", "rank", "world_size", "step", "epoch", "run_id", "buffers_synced", "mesh", "config", "host"):
-        assert getattr(found, name) == block[name], name
+        assert getattr(result, name) == block[name], name
 
 
 def test_model_and_optimizer_are_described(tmp_path: Path) -> None:
@@ -41,19 +41,19 @@ def test_model_and_optimizer_are_described(tmp_path: Path) -> None:
     model.register_buffer("scratch", torch.ones(2), persistent=False)
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([{"params": [model[1].weight, model[0].weight]}, {"params": [model[1].bias]}], lr=0.1)
-    found = read(tmp_path, syncheck.metadata(run="r", rank=0, world_size=1, model=model, optimizer=optimizer))
-    assert found.buffers == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
-    assert found.frozen == ("0.bias",)
-    assert found.bn_momentum == {"1": None}
-    assert found.optimizer_parameters == ("1.weight", "0.weight", "1.bias")
+    result = read(tmp_path, syncheck.metadata(run="r", rank=0, world_size=1, model=model, optimizer=optimizer))
+    assert result.buffers == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert result.frozen == ("0.bias",)
+    assert result.bn_momentum == {"1": None}
+    assert result.optimizer_parameters == ("1.weight", "0.weight", "1.bias")
 
 
 def unending(kind: str) -> dict[str, Any]:
     """Return a configuration that contains itself, or 60 nested lists with two references to each inner list."""
     if kind == "cycle":
-        made: dict[str, Any] = {}
-        made["me"] = made
-        return made
+        created: dict[str, Any] = {}
+        created["me"] = created
+        return created
     part: list[Any] = []
     for _ in range(60):
         part = [part, part]
@@ -107,9 +107,9 @@ def test_absent_ranks_are_noted(tmp_path: Path) -> None:
 
 def test_a_top_level_key_that_is_no_block(tmp_path: Path) -> None:
     """A tensor named like the metadata block is read as a tensor."""
-    found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"syncheck": W})))
-    assert list(found.tensors) == ["syncheck"]
-    assert found.metadata is None
+    result = syncheck.read(str(save_pth(tmp_path / "a.pth", {"syncheck": W})))
+    assert list(result.tensors) == ["syncheck"]
+    assert result.metadata is None
 
 
 def test_the_wrapper_says_whether_buffers_are_synchronized() -> None:

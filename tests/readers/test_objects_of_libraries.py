@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, save_pth, save_records
+from support.checkpoints import Call, Global, save_pth, save_records
 
 import syncheck
 from syncheck.errors import RefusedFile
@@ -50,17 +50,17 @@ ATTRIBUTES: dict[str, tuple[Any, str]] = {
 def test_an_attribute_is_a_stub(tmp_path: Path, kind: str) -> None:
     """An attribute of a class or object is listed as not compared, and the file is read."""
     value, stub = ATTRIBUTES[kind]
-    found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": W, "x": value})))
-    assert stub in found.stubs
-    assert "w" in found.tensors
+    result = syncheck.read(str(save_pth(tmp_path / "a.pth", {"w": W, "x": value})))
+    assert stub in result.stubs
+    assert "w" in result.tensors
 
 
 def test_objects_of_a_nested_class_are_found(tmp_path: Path) -> None:
     """A tensor in an object of a class that getattr looked up is compared."""
     stream = b"\x80\x02}(X\x01\x00\x00\x00xc__builtin__\ngetattr\ncmodels\nLayer\nX\x04\x00\x00\x00Mode\x86R"
     stream += b"ccollections\nOrderedDict\n)R\x85Ru."
-    found = syncheck.read(str(save_records(tmp_path / "a.pth", stream)))
-    assert found.stubs == ("models.Layer", "models.Layer.Mode")
+    result = syncheck.read(str(save_records(tmp_path / "a.pth", stream)))
+    assert result.stubs == ("models.Layer", "models.Layer.Mode")
 
 
 def test_tensors_of_a_bound_method_are_compared(tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_a_container_that_contains_itself(tmp_path: Path, make: Callable[[torch.
         if make is below_the_metadata:
             state = state["x"]
         torch.save(state, tmp_path / f"{name}.pth", _use_new_zipfile_serialization=not legacy)
-    found = syncheck.read(str(tmp_path / "a.pth"))
-    assert len(found.tensors) == 1
-    assert not any(name.startswith(LOST) for name in found.tensors)
-    assert not any("world_size" in name for name in found.values)
+    result = syncheck.read(str(tmp_path / "a.pth"))
+    assert len(result.tensors) == 1
+    assert not any(name.startswith(LOST) for name in result.tensors)
+    assert not any("world_size" in name for name in result.values)
     assert syncheck.compare(tmp_path / "a.pth", tmp_path / "b.pth").exit_code == 0
     assert syncheck.compare(tmp_path / "a.pth", tmp_path / "c.pth").exit_code == 1
 
@@ -277,12 +277,12 @@ def test_pickles_of_python_2(tmp_path: Path, protocol: int) -> None:
         ),
     }
     (tmp_path / "a.pkl").write_bytes(python_2(tree, protocol))
-    found = syncheck.read(str(tmp_path / "a.pkl"))
-    assert {name: tensor.data for name, tensor in found.tensors.items()} == {"w": W.tobytes(), "sub.v": ODD.tobytes()}
-    assert found.values["größe"] == 3
-    assert found.values["lr"] == 0.25
-    assert found.values["raw"].encode("utf-8", "surrogateescape") == b"\xff\xfe\x80 bytes"
-    assert found.values["old.t"] == 1
+    result = syncheck.read(str(tmp_path / "a.pkl"))
+    assert {name: tensor.data for name, tensor in result.tensors.items()} == {"w": W.tobytes(), "sub.v": ODD.tobytes()}
+    assert result.values["größe"] == 3
+    assert result.values["lr"] == 0.25
+    assert result.values["raw"].encode("utf-8", "surrogateescape") == b"\xff\xfe\x80 bytes"
+    assert result.values["old.t"] == 1
 
 
 def test_a_changed_bit_in_a_pickle_of_python_2(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def names(model: nn.Sequential, path: Path, *, split: bool = False) -> set[str]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    found = read_file(str(path)).tensors
-    return {name.removeprefix("optimizer.").removesuffix(".exp_avg") for name in found if name.endswith(".exp_avg")}
+    result = read_file(str(path)).tensors
+    return {name.removeprefix("optimizer.").removesuffix(".exp_avg") for name in result if name.endswith(".exp_avg")}
 
 
 ALIKE = ((8, 8), (8, 8), (8, 8))

@@ -45,12 +45,12 @@ def test_tensors_and_arrays(tmp_path: Path, protocol: int) -> None:
     """Each protocol gives the tensors and values of a torch.save file."""
     torch.save(content(), tmp_path / "saved.pth")
     path = dump(tmp_path / "plain.pkl", content(), protocol=protocol)
-    found, saved = syncheck.read(str(path)), syncheck.read(str(tmp_path / "saved.pth"))
-    assert found.format == "pickle"
-    assert {name: (t.dtype, t.shape) for name, t in found.tensors.items()} == {
+    result, saved = syncheck.read(str(path)), syncheck.read(str(tmp_path / "saved.pth"))
+    assert result.format == "pickle"
+    assert {name: (t.dtype, t.shape) for name, t in result.tensors.items()} == {
         name: (t.dtype, t.shape) for name, t in saved.tensors.items()
     }
-    assert found.values == saved.values
+    assert result.values == saved.values
     assert syncheck.diff(path, tmp_path / "saved.pth").exit_code == 0
 
 
@@ -73,11 +73,11 @@ def test_large_tensors_stay_on_disk(tmp_path: Path) -> None:
     """The opened checkpoint does not hold the bytes of its tensors."""
     path = dump(tmp_path / "a.pkl", {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(4)})
     tracemalloc.start()
-    found = syncheck.read(str(path))
-    held, _ = tracemalloc.get_traced_memory()
+    result = syncheck.read(str(path))
+    contents, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert all(tensor.data is None for tensor in found.tensors.values())
-    assert held < 1 << 20
+    assert all(tensor.data is None for tensor in result.tensors.values())
+    assert contents < 1 << 20
 
 
 def test_several_pickles_in_one_file(tmp_path: Path) -> None:

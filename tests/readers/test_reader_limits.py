@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import save_header, save_records
+from support.checkpoints import save_header, save_records
 
 import syncheck
 from syncheck.cli import main

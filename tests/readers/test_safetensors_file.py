@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_header, save_safetensors
+from support.checkpoints import save_header, save_safetensors
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile
@@ -39,9 +39,9 @@ def test_metadata_block(tmp_path: Path) -> None:
     """The metadata block is read from the header's strings."""
     block = json.dumps(syncheck.metadata(run="ddp", rank=1, world_size=2, step=5))
     path = save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2, np.float32)}, {"syncheck": block})
-    found = syncheck.read(str(path)).metadata
-    assert found is not None
-    assert (found.run, found.rank, found.world_size, found.step) == ("ddp", 1, 2, 5)
+    result = syncheck.read(str(path)).metadata
+    assert result is not None
+    assert (result.run, result.rank, result.world_size, result.step) == ("ddp", 1, 2, 5)
 
 
 def entry(start: int = 0, stop: int = 8, **changes: Any) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def test_every_defect_has_a_line(
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     """A file cut at any byte is never read as a smaller model."""
-    whole = save_safetensors(tmp_path / "a.safetensors", {"w": np.arange(5, dtype=np.float32)}).read_bytes()
+    complete = save_safetensors(tmp_path / "a.safetensors", {"w": np.arange(5, dtype=np.float32)}).read_bytes()
     cut = tmp_path / "cut.safetensors"
-    for length in range(len(whole)):
-        cut.write_bytes(whole[:length])
+    for length in range(len(complete)):
+        cut.write_bytes(complete[:length])
         with pytest.raises(CheckpointError):
             syncheck.read(str(cut))
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import Call, Global, save_pth
-from dtensors import new
+from support.checkpoints import Call, Global, save_pth
+from support.dtensors import new
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
@@ -96,8 +96,8 @@ def test_shards_of_three_ranks_equal_dtensors(syncheck_rank: Rank) -> None:
     meshed, _ = save(syncheck_rank, device_mesh=init_device_mesh("cpu", (3,)))
     file = f"m_rank{syncheck_rank.rank}.pth"
     layouts = [
-        {name: (t.shape, t.sharding) for name, t in syncheck.read(str(of / file)).tensors.items()}
-        for of in (folder, meshed)
+        {name: (t.shape, t.sharding) for name, t in syncheck.read(str(source_value / file)).tensors.items()}
+        for source_value in (folder, meshed)
     ]
     assert layouts[0] == layouts[1]
 
@@ -112,8 +112,8 @@ def test_replicas_under_hybrid_sharding(syncheck_rank: Rank) -> None:
     report = syncheck.compare(folder)
     assert (report.exit_code, report.counts.not_compared) == (0, 0)
     file = syncheck.read(str(folder / f"m_rank{syncheck_rank.rank}.pth"))
-    own = (0, 1) if syncheck_rank.rank < 2 else (2, 3)
-    assert {t.sharding.ranks for t in file.tensors.values() if t.sharding} == {own}
+    own_values = (0, 1) if syncheck_rank.rank < 2 else (2, 3)
+    assert {t.sharding.ranks for t in file.tensors.values() if t.sharding} == {own_values}
     folder, _ = save(syncheck_rank, odd=3, **options)
     (group,) = syncheck.compare(folder).groups
     assert [(diff.name, diff.index) for diff in group.tensors if diff.out_of_sync] == [("2.weight", (1, 2))]
@@ -147,11 +147,11 @@ def sharded(
     ends: Any = (0, 2),
 ) -> Call:
     """Return a ShardedTensor of 5 rows as written by rank 1 of 3 (without the other fields), or with other values."""
-    own = new(f"{API}.shard", "Shard", (None, {"tensor": local, "metadata": described(at, size, 1)}))
-    listed = [described([0, 0], [2, 3], ends[0]), own, described([4, 0], [1, 3], ends[1])]
+    own_values = new(f"{API}.shard", "Shard", (None, {"tensor": local, "metadata": described(at, size, 1)}))
+    listing = [described([0, 0], [2, 3], ends[0]), own_values, described([4, 0], [1, 3], ends[1])]
     ranks = dict(zip(("local_rank", "global_rank", "local_world_size"), group, strict=True))
-    metadata = new(f"{API}.metadata", "ShardedTensorMetadata", {"shards_metadata": listed})
-    state = ([own] if local is not None else [], metadata, new(API, "ShardedTensor.ProcessGroupState", ranks))
+    metadata = new(f"{API}.metadata", "ShardedTensorMetadata", {"shards_metadata": listing})
+    state = ([own_values] if local is not None else [], metadata, new(API, "ShardedTensor.ProcessGroupState", ranks))
     kind, float32 = Global(API, "ShardedTensor"), Global("torch", "float32")
     wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
     return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, (kind, float32, shape), state))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from malformed.torch_parts import mapping, storage, tensor, torch_legacy, whole
-from strategies import content
+from support.strategies import content
 
 import syncheck
 from syncheck.errors import MalformedFile, RefusedFile
@@ -69,16 +69,16 @@ def test_a_whole_module_is_read(tmp_path: Path) -> None:
 def viewing(*views: Any) -> bytes:
     """Return a file with tensors a, b, ... of four elements in views of one storage of six float32."""
     tensors = [tensor(storage("0", 6, None, view), 0, (2, 2), (2, 1)) for view in views]
-    return torch_legacy(whole(mapping(*((name, one) for name, one in zip("abc", tensors, strict=False)))))
+    return torch_legacy(whole(mapping(*((name, first) for name, first in zip("abc", tensors, strict=False)))))
 
 
 def test_views_of_storages_are_read(tmp_path: Path) -> None:
     """Views of storages, as before torch 0.4, are read as by torch."""
     path = tmp_path / "f.pth"
     path.write_bytes(viewing(None, ("9", 2, 4), ("8", 1, 4)))
-    tensors, wanted = syncheck.read(str(path)).tensors, torch.load(path)
-    assert wanted["b"].tolist() == [[2, 3], [4, 5]]
-    for name, value in wanted.items():
+    tensors, expected = syncheck.read(str(path)).tensors, torch.load(path)
+    assert expected["b"].tolist() == [[2, 3], [4, 5]]
+    for name, value in expected.items():
         assert content(tensors[name]) == value.numpy().tobytes()
     path.write_bytes(torch_legacy(whole(mapping(("s", storage("0", 6, None, ("9", 2, 3)))))))
     assert content(syncheck.read(str(path)).tensors["s"]) == torch.arange(2.0, 5.0).numpy().tobytes()
@@ -106,8 +106,8 @@ def test_a_pickle_that_executes_code_is_refused(tmp_path: Path) -> None:
     data = path.read_bytes()
     evil = b"cos\nsystem\n(V" + f"touch {proof}".encode() + b"\ntR."
     head = data.index(b"M\xe9\x03")
-    for at, place in ((head - 2, "protocol version"), (head + 4, "system information")):
-        path.write_bytes(data[:at] + evil)
-        with pytest.raises(RefusedFile, match=rf"{place}: the pickle calls os\.system"):
+    for position, location in ((head - 2, "protocol version"), (head + 4, "system information")):
+        path.write_bytes(data[:position] + evil)
+        with pytest.raises(RefusedFile, match=rf"{location}: the pickle calls os\.system"):
             syncheck.read(str(path))
     assert not proof.exists()

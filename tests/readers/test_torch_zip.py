@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, Global, _Stored, save_pth, save_safetensors
-from dcp_folders import assemble
-from strategies import found_in, from_bytes, loaded, noise
+from support.checkpoints import Call, Global, _Stored, save_pth, save_safetensors
+from support.dcp_folders import assemble
+from support.strategies import found_in, from_bytes, loaded, noise
 
 import syncheck
 from syncheck.errors import MalformedFile, NotACheckpoint
@@ -67,9 +67,9 @@ def test_bytes_equal_torch(tmp_path: Path, make: Callable[[], dict[str, torch.Te
     """Every dtype, view, offset, stride and lazy operation is read bitwise equal and in order, in both formats."""
     tensors = make()
     torch.save(tensors, tmp_path / "f.pth", _use_new_zipfile_serialization=not legacy)
-    found = found_in(tmp_path / "f.pth")
-    assert found == {name: loaded(tensor) for name, tensor in tensors.items()}
-    assert list(found) == list(tensors)
+    result = found_in(tmp_path / "f.pth")
+    assert result == {name: loaded(tensor) for name, tensor in tensors.items()}
+    assert list(result) == list(tensors)
 
 
 def test_stored_param_names_come_first(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_stored_param_names_come_first(tmp_path: Path) -> None:
     model(torch.randn(2, 3)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pth")
-    wanted = loaded(optimizer.state[model[0].weight]["exp_avg"])
-    assert found_in(tmp_path / "f.pth")["optimizer.0.weight.exp_avg"] == wanted
+    expected = loaded(optimizer.state[model[0].weight]["exp_avg"])
+    assert found_in(tmp_path / "f.pth")["optimizer.0.weight.exp_avg"] == expected
 
 
 def test_zip_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
@@ -102,26 +102,26 @@ def test_unknown_classes_are_inert_and_their_tensors_found(tmp_path: Path) -> No
 def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None:
     """Unreadable tensors are refused and counted, their components are compared, and different shapes are SYN102."""
     for rank, size in enumerate((3, 4, 3)):
-        odd = {
+        outlier = {
             "coo": torch.eye(size).to_sparse(),
             "csr": torch.eye(size).to_sparse_csr(),
             "bsr": torch.eye(2 * size).to_sparse_bsr((2, 2)),
             "q": torch.quantize_per_tensor(torch.ones(size, 2), 0.1, 0, torch.qint8),
             "meta": torch.zeros(size, device="meta"),
         }
-        torch.save({"w": torch.ones(2), **odd}, tmp_path / f"m_rank{rank}.pth")
+        torch.save({"w": torch.ones(2), **outlier}, tmp_path / f"m_rank{rank}.pth")
     paths = [tmp_path / f"m_rank{rank}.pth" for rank in range(3)]
-    assert all(syncheck.read(str(paths[0])).tensors[name].refused for name in odd)
+    assert all(syncheck.read(str(paths[0])).tensors[name].refused for name in outlier)
     equal = syncheck.compare(paths[0], paths[2])
     components = 2 + 3 + 3 + 1  # of coo, csr, bsr and q
     counted = equal.exit_code, equal.counts.identical, equal.counts.not_compared
     # Equal parts are equal tensors, but a meta tensor has no values to compare.
-    assert counted == (2, 1 + components, len(odd))
+    assert counted == (2, 1 + components, len(outlier))
     assert syncheck.compare(paths[0], paths[2], options=syncheck.Options(exclude=("meta",))).exit_code == 0
     (group,) = syncheck.compare(*paths[:2]).groups
-    found = {diff.name: diff for diff in group.tensors if diff.name in odd}
-    assert {diff.reason for diff in found.values()} == {Reason.SHAPE}
-    assert {name: re.findall(r"\[.*?\]", str(diff.detail)) for name, diff in found.items()} == {
+    result = {diff.name: diff for diff in group.tensors if diff.name in outlier}
+    assert {diff.reason for diff in result.values()} == {Reason.SHAPE}
+    assert {name: re.findall(r"\[.*?\]", str(diff.detail)) for name, diff in result.items()} == {
         "coo": ["[3, 3]", "[4, 4]"],
         "csr": ["[3, 3]", "[4, 4]"],
         "bsr": ["[6, 6]", "[8, 8]"],
@@ -151,14 +151,14 @@ def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
         "zero_d": np.array(7, np.int64),
     }
     torch.save({"w": torch.ones(2), **arrays, "loss": np.float32(0.25)}, tmp_path / "m_rank0.pth")
-    other = arrays["fortran"].copy()
-    other[2, 1] += 1
-    torch.save({"w": torch.ones(2), **arrays, "fortran": other, "loss": np.float32(0.5)}, tmp_path / "m_rank1.pth")
+    second = arrays["fortran"].copy()
+    second[2, 1] += 1
+    torch.save({"w": torch.ones(2), **arrays, "fortran": second, "loss": np.float32(0.5)}, tmp_path / "m_rank1.pth")
     read = syncheck.read(str(tmp_path / "m_rank0.pth"))
     assert read.stubs == ()
     assert read.values["loss"] == 0.25
-    found = found_in(tmp_path / "m_rank0.pth")
-    assert {name: found[name] for name in arrays} == {name: loaded(array) for name, array in arrays.items()}
+    result = found_in(tmp_path / "m_rank0.pth")
+    assert {name: result[name] for name in arrays} == {name: loaded(array) for name, array in arrays.items()}
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
     assert (diff.name, diff.dtype, diff.max_abs, diff.index, diff.extent) == ("fortran", "int16", 1, (2, 1), "one")
 
@@ -201,9 +201,9 @@ def test_a_missing_checksum_is_not_checked(tmp_path: Path) -> None:
     """If saving stored no checksums, a pickle is read without a check."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     with zipfile.ZipFile(path) as archive:
-        stored = archive.getinfo("f/data.pkl").CRC
+        stored_values = archive.getinfo("f/data.pkl").CRC
     data = path.read_bytes()
-    path.write_bytes(data.replace(stored.to_bytes(4, "little"), bytes(4)))
+    path.write_bytes(data.replace(stored_values.to_bytes(4, "little"), bytes(4)))
     assert list(syncheck.read(str(path)).tensors) == ["w"]
 
 
@@ -263,17 +263,17 @@ def test_descriptions_of_tensors_are_known(tmp_path: Path) -> None:
     tree = {"noted": noted, "parameter": parameter, "buffer": torch.nn.Buffer(torch.ones(4))}
     more = {"on": torch.device("cuda:1"), "cpu": torch.device("cpu"), "layout": torch.strided}
     more |= {"scheme": torch.per_tensor_affine, "dtype": torch.float32, "half": torch.complex32}
-    found = syncheck.read(str(saved(tmp_path / "f.pth", tree | more)))
-    assert found.stubs == ()
-    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
+    result = syncheck.read(str(saved(tmp_path / "f.pth", tree | more)))
+    assert result.stubs == ()
+    assert {name: tensor.shape for name, tensor in result.tensors.items()} == {
         "noted": (2,),
         "parameter": (3,),
         "buffer": (4,),
     }
-    assert not [tensor for tensor in found.tensors.values() if tensor.refused]
+    assert not [tensor for tensor in result.tensors.values() if tensor.refused]
     described = {name: str(value) for name, value in more.items()}
     noted_values = {"noted.note": "x", "parameter.note": "x", "buffer._is_buffer": True, "buffer.persistent": True}
-    assert found.values == described | noted_values
+    assert result.values == described | noted_values
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e8m0fnu"])

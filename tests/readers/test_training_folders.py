@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_pth
+from support.checkpoints import changed, network, save, save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
@@ -76,14 +76,14 @@ def megatron(folder: Path, parts: tuple[str, ...] = ("mp_rank_00", "mp_rank_01")
 
 def test_accelerate(tmp_path: Path) -> None:
     """A `save_state` folder is one snapshot; models, optimizers and RNG states have separate names."""
-    left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b", value=2.0)
-    snapshot = syncheck.read(str(left))
+    remaining, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b", value=2.0)
+    snapshot = syncheck.read(str(remaining))
     names = {"fc.weight", "model_1.head.weight", "optimizer.0.0.exp_avg", "optimizer.1.0.exp_avg"}
     assert snapshot.format == "accelerate"
     assert names | {"custom_checkpoint.0.average", "random_states.1.torch_manual_seed"} <= snapshot.tensors.keys()
     values = {"scaler.scale": 1024.0, "sampler.epoch": 1, "scheduler.last_epoch": 3, "random_states.0.step": 9}
     assert values.items() <= snapshot.values.items()
-    report = syncheck.compare(left, right)
+    report = syncheck.compare(remaining, right)
     (group,) = report.groups
     assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["model_1.head.weight", "optimizer.1.0.exp_avg"]
     assert (group.kinds["rng"].not_compared, report.skipped) == (2, 0)
@@ -105,8 +105,8 @@ def test_names_of_an_optimizer_in_its_own_file(
     name_of_weights = "model.safetensors" if ending == "safetensors" else "pytorch_model.bin"
     save(tmp_path / name_of_weights, {"a.weight": np.ones((3, 2), np.float32), "a.bias": np.ones(3, np.float32)})
     state = {i: {"exp_avg": np.zeros(shape, np.float32)} for i, shape in enumerate((first, (3,)))}
-    listed = [{"lr": 0.1, "params": [0, 1]}] if groups == 1 else [{"lr": 0.1, "params": [i]} for i in (0, 1)]
-    save_pth(tmp_path / "optimizer.bin", {"state": state, "param_groups": listed})
+    listing = [{"lr": 0.1, "params": [0, 1]}] if groups == 1 else [{"lr": 0.1, "params": [i]} for i in (0, 1)]
+    save_pth(tmp_path / "optimizer.bin", {"state": state, "param_groups": listing})
     snapshot = syncheck.read(str(tmp_path))
     assert name in snapshot.tensors
     assert all(tensor.name == key for key, tensor in snapshot.tensors.items())
@@ -115,8 +115,8 @@ def test_names_of_an_optimizer_in_its_own_file(
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 def test_deepspeed(tmp_path: Path, prefix: str) -> None:
     """Two tag folders are two replicas; ZeRO partitions are compared between folders, not with each other."""
-    left, right = (deepspeed(tmp_path / name / "global_step500", prefix=prefix) for name in "ab")
-    report = syncheck.compare(left, right)
+    remaining, right = (deepspeed(tmp_path / name / "global_step500", prefix=prefix) for name in "ab")
+    report = syncheck.compare(remaining, right)
     (group,) = report.groups
     assert [r.format for r in group.replicas] == ["deepspeed", "deepspeed"]
     assert (report.verdict, group.step) == ("in_sync", 500)
@@ -125,7 +125,7 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
     assert group.kinds["optimizer"].identical == 4
     assert group.evidence.stores_progress
     deepspeed(right, value=1.0, prefix=prefix)
-    (group,) = syncheck.compare(left, right).groups
+    (group,) = syncheck.compare(remaining, right).groups
     assert sorted(diff.name for diff in group.tensors) == [
         "optimizer.zero_pp_rank_1_mp_rank_00.0.exp_avg",
         "optimizer.zero_pp_rank_1_mp_rank_00.single_partition_of_fp32_groups.0",
@@ -134,11 +134,11 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
 
 def test_deepspeed_parts_of_the_model(tmp_path: Path) -> None:
     """Files of two model-parallel ranks are different parts, and their tensors get different names."""
-    left, right = (deepspeed(tmp_path / name / "global_step500", model_parallel=2) for name in "ab")
-    snapshot = syncheck.read(str(left))
+    remaining, right = (deepspeed(tmp_path / name / "global_step500", model_parallel=2) for name in "ab")
+    snapshot = syncheck.read(str(remaining))
     assert {"mp_rank_00.fc.weight", "mp_rank_01.fc.weight"} <= snapshot.tensors.keys()
     assert snapshot.values["global_steps"] == 500
-    report = syncheck.compare(left, right)
+    report = syncheck.compare(remaining, right)
     assert report.verdict == "in_sync"
     assert report.groups[0].kinds["bn_mean"].identical == 4
 
@@ -163,14 +163,14 @@ def test_a_single_deepspeed_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parts", [("mp_rank_00",), ("mp_rank_00", "mp_rank_01"), ("mp_rank_00_000", "mp_rank_00_001")])
 def test_megatron(tmp_path: Path, parts: tuple[str, ...]) -> None:
     """An iteration is one snapshot of several parts, and a difference is reported with its part."""
-    left, right = (megatron(tmp_path / name / "iter_0000500", parts) for name in "ab")
-    report = syncheck.compare(left, right)
+    remaining, right = (megatron(tmp_path / name / "iter_0000500", parts) for name in "ab")
+    report = syncheck.compare(remaining, right)
     (group,) = report.groups
     assert (report.verdict, group.step, group.replicas[0].format) == ("in_sync", 500, "megatron")
     assert group.counts.identical == len(parts) * (len(network()) + 2)
-    assert syncheck.read(str(left)).values["iteration"] == 500
+    assert syncheck.read(str(remaining)).values["iteration"] == 500
     megatron(right, parts, value=1.0)
-    (group,) = syncheck.compare(left, right).groups
+    (group,) = syncheck.compare(remaining, right).groups
     assert [diff.name for diff in group.tensors] == ["fc.bias" if len(parts) == 1 else f"{parts[-1]}.fc.bias"]
 
 
@@ -191,10 +191,10 @@ BLOCK = {"run": "a", "run_id": "one", "step": 5}
 
 def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Path], Any]) -> Report:
     """Compare two folders after the same damage to both."""
-    made = [make(folder / side / name) for side in ("a", "b")]
-    for one in made:
-        plant(one)
-    return syncheck.compare(*made)
+    created = [make(folder / side / name) for side in ("a", "b")]
+    for first in created:
+        plant(first)
+    return syncheck.compare(*created)
 
 
 def replaced(relative: str, how: str) -> Callable[[Path], None]:
@@ -274,16 +274,16 @@ def test_rng_states_of_any_rank_share_a_name(tmp_path: Path) -> None:
 def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
     """A part of another iteration makes its folder unreadable, although its tensors are equal."""
     if format_name == "megatron":
-        left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
+        remaining, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
         save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
         reason = "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as in mp_rank_00/model_optim_rng.pt. Its"
     else:
-        left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
+        remaining, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
         tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
         save_pth(right / "mp_rank_01_model_states.pt", tree)
         reason = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as in mp_rank_00_model_states.pt. Its"
-    report = syncheck.compare(left, right)
+    report = syncheck.compare(remaining, right)
     assert report.exit_code == 2
     (unreadable,) = report.unreadable
     assert unreadable.path == str(right)
@@ -329,11 +329,11 @@ def test_parts_missing_in_both_are_counted(tmp_path: Path) -> None:
 
 def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
     """A `save_state` folder without scaler and scheduler is out of sync, because a resume needs both."""
-    left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
-    assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(left, right).groups[0].notes}
+    remaining, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
+    assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(remaining, right).groups[0].notes}
     (right / "scaler.pt").unlink()
     (right / "scheduler.bin").unlink()
-    (group,) = syncheck.compare(left, right).groups
+    (group,) = syncheck.compare(remaining, right).groups
     assert [finding.code for finding in group.findings] == ["SYN101"]
     assert {name.partition(".")[0] for name in group.findings[0].values} == {"scaler", "scheduler"}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import network, save_pth
+from support.checkpoints import network, save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -88,18 +88,18 @@ def test_names_do_not_depend_on_the_order_of_keys(tmp_path: Path, first: Any, se
 def test_settings_of_an_optimizer(tmp_path: Path) -> None:
     """Numbers and tuples of a group are values, and a learning rate in a tensor is a tensor."""
     tree = {"optimizer": optimizer({}, betas=(0.9, 0.99), weight=np.array(0.5, np.float32))}
-    found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
+    result = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
     settings = {"lr": 0.1, "betas": "(0.9, 0.99)", "(positions)": "0, 1"}
-    assert found.values == {f"optimizer.param_groups.0.{name}": value for name, value in settings.items()}
-    assert list(found.tensors) == ["optimizer.param_groups.0.weight"]
+    assert result.values == {f"optimizer.param_groups.0.{name}": value for name, value in settings.items()}
+    assert list(result.tensors) == ["optimizer.param_groups.0.weight"]
 
 
 def test_other_content_of_an_optimizer(tmp_path: Path) -> None:
     """Slow weights besides the state, including nested optimizers, get names and are compared."""
     for rank in range(2):
         inner = {"state": {0: {"exp_avg": W + rank}}, "param_groups": [{"params": [0]}]}
-        made = {**optimizer({"a": {"base": inner}, "mean": W + rank, "k": 5}), "slow": {"a": W + rank}}
-        tree = {"model": {"a": W, "b": W}, "optimizer": made}
+        created = {**optimizer({"a": {"base": inner}, "mean": W + rank, "k": 5}), "slow": {"a": W + rank}}
+        tree = {"model": {"a": W, "b": W}, "optimizer": created}
         path = save_pth(tmp_path / f"rank{rank}.pth", tree)
     named = ["optimizer.a.base.state.0.exp_avg", "optimizer.mean", "optimizer.slow.a"]
     read = syncheck.read(str(path))
@@ -114,9 +114,9 @@ def test_a_repeated_optimizer(monkeypatch: pytest.MonkeyPatch, inside: bool) -> 
     """A list that refers to one optimizer many times is an error, wherever its thousand counters are."""
     monkeypatch.setattr(tree_module, "MAX_NODES", 5_000)
     counters = dict.fromkeys(map(str, range(1_000)), 1)
-    made = {"state": counters if inside else {}, "param_groups": [], **({} if inside else counters)}
+    created = {"state": counters if inside else {}, "param_groups": [], **({} if inside else counters)}
     with pytest.raises(MalformedFile, match="containers unfold without end"):
-        tree_module.flatten([made] * 100, "a.pth", size=0)
+        tree_module.flatten([created] * 100, "a.pth", size=0)
 
 
 # --- bookkeeping of Lightning and of hand-written loops ---

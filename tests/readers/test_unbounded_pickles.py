@@ -111,16 +111,16 @@ def test_equal_keys_stay_equal(tmp_path: Path) -> None:
         b"(" + pickled("a") + pickled(2**70) + b"t",
         b"(" + pickled("a") + b"G" + struct.pack(">d", 2.0**70) + b"t",
     ]
-    found = read_with(tmp_path, ("v", b"}(" + b"".join(key + pickled(i) for i, key in enumerate(keys)) + b"u"))
-    assert len(found.values) == 12_002
-    assert (found.values["v.(None, 1)"], found.values[f"v.('a', {2**70})"]) == (12_002, 12_004)
+    result = read_with(tmp_path, ("v", b"}(" + b"".join(key + pickled(i) for i, key in enumerate(keys)) + b"u"))
+    assert len(result.values) == 12_002
+    assert (result.values["v.(None, 1)"], result.values[f"v.('a', {2**70})"]) == (12_002, 12_004)
 
 
 def test_valid_keys_pass(tmp_path: Path) -> None:
     """Tuples, numbers, complex numbers, frozensets and huge integers can be keys, with their usual text."""
     keys: list[Part] = [(1, "k"), (1, (2, 3)), (1,), called("builtins", "complex", 1, 2), 2**70, DIGITS]
-    found = read_with(tmp_path, *[(key, tensor()) for key in keys], (b"(K\x02K\x01\x91", tensor()))
-    names = list(found.tensors)
+    result = read_with(tmp_path, *[(key, tensor()) for key in keys], (b"(K\x02K\x01\x91", tensor()))
+    names = list(result.tensors)
     assert names[:6] == ["w", "(1, 'k')", "(1, (2, 3))", "(1,)", "(1+2j)", str(2**70)]
     assert names[6].startswith("0x1010101")
     assert names[7] == "frozenset({1, 2})"
@@ -138,17 +138,17 @@ def test_values_of_thousands_of_digits(tmp_path: Path) -> None:
 
 def test_a_dictionary_keeps_its_methods(tmp_path: Path) -> None:
     """BUILD on an OrderedDict, where torch stores `_metadata`, cannot replace `items`."""
-    made = called("collections", "OrderedDict") + b"(" + pickled("t") + tensor() + b"u"
-    found = read_with(tmp_path, ("v", made + mapping(("items", 1), ("get", 2), ("_metadata", 3)) + b"b"))
-    assert list(found.tensors) == ["w", "v.t"]
+    created = called("collections", "OrderedDict") + b"(" + pickled("t") + tensor() + b"u"
+    result = read_with(tmp_path, ("v", created + mapping(("items", 1), ("get", 2), ("_metadata", 3)) + b"b"))
+    assert list(result.tensors) == ["w", "v.t"]
 
 
 def test_repeated_and_long_names(tmp_path: Path) -> None:
     """Ten thousand tensors with one name are numbered; a name of megabytes above thousands is an error."""
-    one = mapping(("model", mapping(("w", tensor()))))
-    found = read_with(tmp_path, ("a", listing(*[one + b"q\x01"] + [b"h\x01"] * 50)))
-    assert list(found.tensors)[-1].endswith("w")
-    assert len(found.tensors) == 52
+    first = mapping(("model", mapping(("w", tensor()))))
+    result = read_with(tmp_path, ("a", listing(*[first + b"q\x01"] + [b"h\x01"] * 50)))
+    assert list(result.tensors)[-1].endswith("w")
+    assert len(result.tensors) == 52
     with pytest.raises(MalformedFile, match="unfold without end"):
         read_with(tmp_path, ("n" * 1_000_000, b"](" + b"N" * 1000 + b"e"))
 
@@ -167,8 +167,8 @@ def test_overlapping_zip_records(tmp_path: Path) -> None:
     blob = inner.local() + bytes(-len(inner.local()) % 4)
     views = [("v", tensor(storage("1"))), ("u", tensor(storage("0", len(blob) // 4)))]
     first, order, outer, version = saved(whole(mapping(*views)), data=blob)
-    at = len(first.local()) + len(order.local()) + len(outer.local()) - len(blob)
-    for offset in (None, at):
+    position = len(first.local()) + len(order.local()) + len(outer.local()) - len(blob)
+    for offset in (None, position):
         (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
         if offset is None:
             assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2

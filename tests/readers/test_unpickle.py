@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, _Pickler, _Stored, save_pth, save_records
+from support.checkpoints import Call, Global, _Pickler, _Stored, save_pth, save_records
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile
@@ -76,9 +76,9 @@ def test_harmless_unknown_names_are_inert(tmp_path: Path) -> None:
     """Paths, enums, partials, ranges and torch functions are inert, and their tensors are found."""
     names = [("pathlib", "PosixPath"), ("functools", "partial"), ("builtins", "range"), ("torch", "relu"), ("x", "Y")]
     tree = {"w": WEIGHT} | {name: Call(Global(module, name), (WEIGHT, "text")) for module, name in names}
-    found = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
-    assert set(found.stubs) == {f"{module}.{name}" for module, name in names}
-    assert list(found.tensors) == ["w", *(f"{name}.0" for _, name in names)]
+    result = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
+    assert set(result.stubs) == {f"{module}.{name}" for module, name in names}
+    assert list(result.tensors) == ["w", *(f"{name}.0" for _, name in names)]
 
 
 STATES: list[Any] = [
@@ -133,8 +133,8 @@ def test_stub_classes_are_not_shared_between_files(tmp_path: Path) -> None:
     for _ in range(2):
         with contextlib.suppress(CheckpointError):
             syncheck.read(str(save_records(tmp_path / "evil.pth", stream)))
-        found = syncheck.read(str(save_pth(tmp_path / "good.pth", {"y": Call(Global("x", "Y"), (WEIGHT,))})))
-        assert list(found.tensors) == ["y.0"]
+        result = syncheck.read(str(save_pth(tmp_path / "good.pth", {"y": Call(Global("x", "Y"), (WEIGHT,))})))
+        assert list(result.tensors) == ["y.0"]
 
 
 def parameter_group_bomb() -> bytes:

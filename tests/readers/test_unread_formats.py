@@ -57,10 +57,10 @@ def test_a_zip_of_torch_files(tmp_path: Path) -> None:
     """The tensors of all members are compared, and the other members are counted in a note."""
     first, second = zipped(tmp_path / "a.zip", policy()), zipped(tmp_path / "b.zip", policy())
     third = zipped(tmp_path / "c.zip", policy(2.0))
-    found = syncheck.read(str(first))
-    assert {"policy.weight", "policy.bias"} < set(found.tensors)
-    assert any(name.startswith("optimizer.") for name in found.tensors)
-    assert [note.parameters["names"] for note in found.notes] == [("_stable_baselines3_version", "data")]
+    result = syncheck.read(str(first))
+    assert {"policy.weight", "policy.bias"} < set(result.tensors)
+    assert any(name.startswith("optimizer.") for name in result.tensors)
+    assert [note.parameters["names"] for note in result.notes] == [("_stable_baselines3_version", "data")]
     assert syncheck.compare(first, second).exit_code == 0
     assert syncheck.compare(first, third).exit_code == 1
     assert syncheck.diff(first, third).exit_code == 1
@@ -69,9 +69,9 @@ def test_a_zip_of_torch_files(tmp_path: Path) -> None:
 def test_members_of_equal_names_keep_their_storages(tmp_path: Path) -> None:
     """Storages of several members with equal keys are distinguished."""
     members = {"a.pth": saved({"w": torch.ones(2)}), "a.pt": saved({"w": torch.zeros(2)})}
-    found = syncheck.read(str(zipped(tmp_path / "a.zip", members)))
-    assert list(found.tensors) == ["a.w", "a.pt.w"]
-    assert len({tensor.offset for tensor in found.tensors.values()}) == 2
+    result = syncheck.read(str(zipped(tmp_path / "a.zip", members)))
+    assert list(result.tensors) == ["a.w", "a.pt.w"]
+    assert len({tensor.offset for tensor in result.tensors.values()}) == 2
 
 
 def test_a_member_that_is_not_read_is_an_error(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def test_both_end_records_agree(tmp_path: Path) -> None:
     """With zip64, the old record has equal numbers or refers to zip64, as torch and zipfile write."""
     data = with_zip64(PLAIN)
     end = len(data) - 22
-    for at, width in ((8, 2), (10, 2), (12, 4), (16, 4)):
-        stands = data[: end + at] + b"\xff" * width + data[end + at + width :]
+    for position, width in ((8, 2), (10, 2), (12, 4), (16, 4)):
+        stands = data[: end + position] + b"\xff" * width + data[end + position + width :]
         assert fault(tmp_path, stands) == ""
-        other = data[: end + at] + b"\x01" * width + data[end + at + width :]
-        assert "in the record before zip64" in fault(tmp_path, other)
+        second = data[: end + position] + b"\x01" * width + data[end + position + width :]
+        assert "in the record before zip64" in fault(tmp_path, second)
 
 
 @BOTH
@@ -74,7 +74,7 @@ def test_every_bit_of_the_end_records(data: bytes, tmp_path: Path) -> None:
     """Each flip is malformed, except in zip64 versions and the comment's length."""
     start = data.rindex(b"archive/version") + len(b"archive/version")
     free = {len(data) - 2, len(data) - 1} | ({start + i for i in range(12, 16)} if len(data) > len(PLAIN) else set())
-    for at in range(start, len(data)):
+    for position in range(start, len(data)):
         for bit in (0, 3, 7):
-            damaged = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-            assert (fault(tmp_path, damaged) == "") == (at in free), (at - start, bit)
+            damaged = data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+            assert (fault(tmp_path, damaged) == "") == (position in free), (position - start, bit)

@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from groups import make_finding, make_group
-from groups import text as message_of
-from real_runs import FIXTURES, REAL, compare_real_runs
+from support.groups import make_finding, make_group
+from support.groups import text as message_of
+from support.real_runs import FIXTURES, REAL, compare_real_runs
 
 import syncheck
 from syncheck.messages import Detail
@@ -98,8 +98,8 @@ def test_shards_are_listed_without_a_limit_only(report: Report) -> None:
         "a.shard", "parameter", "float32", (2,), "not_compared", Reason.SHARDED, Detail.SHARDED(layout="no copy")
     )
     group = replace(report.groups[0], tensors=(bn, *[replace(shard, name=f"shard.{i}") for i in range(7)]))
-    some = plain.render(text.comparison(Report("out_of_sync", (group,)), 3))
-    assert ("shard.0" in some, "... and 7 sharded; " in some) == (False, True)
+    selected = plain.render(text.comparison(Report("out_of_sync", (group,)), 3))
+    assert ("shard.0" in selected, "... and 7 sharded; " in selected) == (False, True)
     everything = plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
     assert (everything.count("no copy"), "7 sharded; " in everything) == (7, False)
 
@@ -147,11 +147,11 @@ def test_numbers_and_kinds_are_not_wrapped(report: Report, color: bool) -> None:
     """On 80 columns four different ranks, a large number of ULP and a long name are not wrapped."""
     bn = next(diff for group in report.groups for diff in group.tensors if diff.kind == "bn_mean")
     name = "optimizer.layer4.1.conv2.weight.momentum_buffer"
-    odd = replace(
+    outlier = replace(
         bn, name=name, kind="optimizer_step", clusters=((0,), (1,), (2,), (3,)), mismatched=1000, numel=1000,
         max_abs=1.49, max_rel=1.9774, max_ulp=2120711899,
     )  # fmt: skip
-    group = replace(report.groups[0], tensors=(odd, replace(odd, name="fc.weight")))
+    group = replace(report.groups[0], tensors=(outlier, replace(outlier, name="fc.weight")))
     drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=color)
     bare = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
     assert max(map(len, bare.splitlines())) <= 80

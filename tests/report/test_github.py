@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
-from real_runs import compare_real_runs
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
+from support.real_runs import compare_real_runs
 
 import syncheck
 from syncheck.messages import Undecided
@@ -38,8 +38,8 @@ def parse(line: str) -> tuple[str, dict[str, str], str] | None:
     end = line.find("::", 2)
     if not line.startswith("::") or end < 0:
         return None
-    name, _, rest = line[2:end].partition(" ")
-    pairs = [pair.split("=", 1) for pair in rest.strip().split(",") if pair]
+    name, _, remainder = line[2:end].partition(" ")
+    pairs = [pair.split("=", 1) for pair in remainder.strip().split(",") if pair]
     properties = {pair[0]: unescape(pair[1], PROPERTIES) for pair in pairs if len(pair) == 2 and pair[1]}
     return name, properties, unescape(line[end + 2 :], DATA)
 
@@ -110,7 +110,7 @@ def test_no_more_than_github_shows(many: int) -> None:
     group = hostile("calm").groups[0]
     groups = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(many))
     allowed = tuple(
-        replace(one, run=f"{one.run}x", findings=(replace(group.findings[0], allowed=True),)) for one in groups
+        replace(first, run=f"{first.run}x", findings=(replace(group.findings[0], allowed=True),)) for first in groups
     )
     parsed = commands(github.render(Report("out_of_sync", groups + allowed)))
     assert [command[0] for command in parsed] == ["error"] * 10 + ["warning"] * 10
@@ -152,16 +152,16 @@ def test_the_parser_detects_commands() -> None:
 
 def test_the_output_stays_small() -> None:
     """Long names and thousands of tensors, groups and unreadable files give less than 300 kB."""
-    one = hostile("%" * 10_000)
-    tensors = one.groups[0].tensors * 5000
+    first = hostile("%" * 10_000)
+    tensors = first.groups[0].tensors * 5000
     ranks = tuple(range(0, 4096, 2))
-    finding = replace(one.groups[0].findings[0], ranks=ranks, tensors=tuple(diff.name for diff in tensors))
+    finding = replace(first.groups[0].findings[0], ranks=ranks, tensors=tuple(diff.name for diff in tensors))
     groups = tuple(
         replace(
-            one.groups[0], run=f"{i}", tensors=tensors[: 10_000 // (i + 1)], findings=(finding,) * 8, counts=Counts()
+            first.groups[0], run=f"{i}", tensors=tensors[: 10_000 // (i + 1)], findings=(finding,) * 8, counts=Counts()
         )
         for i in range(200)
     )
-    drawn = github.render(replace(one, groups=groups, unreadable=one.unreadable * 5000))
+    drawn = github.render(replace(first, groups=groups, unreadable=first.unreadable * 5000))
     commands(drawn)
     assert len(drawn) < 300_000

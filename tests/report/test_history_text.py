@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE
-from large import group, tensor
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE
+from support.large import group, tensor
 
 import syncheck
 from syncheck.records import History, HistoryPoint, Report, Trend
@@ -40,8 +40,8 @@ def wide(marks: str) -> str:
 
 def report(history: History | None) -> Report:
     """Return a report of one finding with this history."""
-    one = group(tensor("a.weight"), step=400)
-    return Report("out_of_sync", (replace(one, findings=(replace(one.findings[0], history=history),)),))
+    first = group(tensor("a.weight"), step=400)
+    return Report("out_of_sync", (replace(first, findings=(replace(first.findings[0], history=history),)),))
 
 
 MARKS = "\u00b7?\u2581\u2584\u2588"
@@ -95,13 +95,13 @@ def test_every_format_contains_the_history() -> None:
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
 def test_names_in_a_history_are_escaped(name: str) -> None:
     """A hostile name of the first tensor adds no lines or control characters, and failures stay short."""
-    shown = report(make_history(0.5, 0.5, names=(name,)))
-    drawn = plain.render(text.overview(shown, 0))
+    output = report(make_history(0.5, 0.5, names=(name,)))
+    drawn = plain.render(text.overview(output, 0))
     calm = plain.render(text.overview(report(make_history(0.5, 0.5)), 0))
     assert drawn.count("\n") == calm.count("\n")
     assert all(c.isprintable() or c == "\n" for c in drawn)
-    assert len(failure.message(shown)) < 5_000
-    ET.fromstring(junit.render(shown))
+    assert len(failure.message(output)) < 5_000
+    ET.fromstring(junit.render(output))
 
 
 def test_names_in_a_history_are_escaped_in_html() -> None:
@@ -152,12 +152,12 @@ def _run(folder: Path, gaps: dict[int, float]) -> None:
 def test_curve_in_a_pseudo_terminal(tmp_path: Path, columns: int, locale: str, marks: str) -> None:
     """`syncheck report` draws the curve at each width, and in ASCII in the C locale."""
     _run(tmp_path / "ckpts", {1: 0.0, 2: 1e-4, 3: 0.01, 9: 0.5})
-    kept = {name: of for name, of in os.environ.items() if not name.startswith("LC_")}
+    retained = {name: source_value for name, source_value in os.environ.items() if not name.startswith("LC_")}
     command = f"stty columns {columns}; {sys.executable} -m syncheck report"
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"],
         cwd=tmp_path,
-        env=kept | {"LANG": locale, "TERM": "xterm", "NO_COLOR": "1"},
+        env=retained | {"LANG": locale, "TERM": "xterm", "NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=60,

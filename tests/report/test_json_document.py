@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import hostile
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import hostile
 
 import syncheck
 from syncheck.messages import Note

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
-from groups import make_finding
-from hostile_report import HOSTILE, hostile
-from real_runs import REAL, compare_real_runs
+from support.checkpoints import changed, network, save_pth, save_safetensors
+from support.groups import make_finding
+from support.hostile_report import HOSTILE, hostile
+from support.real_runs import REAL, compare_real_runs
 
 import syncheck
 from syncheck.records import Report, ValueDiff

@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
 
 from syncheck.report import failure, formats, plain, terminal, text
 from syncheck.text import logged
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
 OTHERS = [name for name in HOSTILE if ":" in name or "##" in name]
 COMMANDS = [*OTHERS, "::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "a ##[group]b", ":::", "::[::"]
@@ -40,15 +40,15 @@ NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for n
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
 def test_no_name_is_a_command(name: str) -> None:
     """No format, width of terminal, color setting or assertion message turns a name into a command."""
-    shown = hostile(name)
-    parts = [*text.comparison(shown, 0), *text.overview(shown, 0)]
+    output = hostile(name)
+    parts = [*text.comparison(output, 0), *text.overview(output, 0)]
     assert find_commands(plain.render(parts)) == []
     for width, color in ((None, True), (30, True), (80, False)):
         assert find_commands(terminal.render(parts, width, color)) == []
-    assert find_commands(failure.message(shown)) == []
+    assert find_commands(failure.message(output)) == []
     for form in ("json", "junit", "markdown"):
-        assert find_commands(formats.render_format(form, shown)) == []
-    assert {group["name"] for group in json.loads(formats.render_format("json", shown))["groups"]} == {name}
+        assert find_commands(formats.render_format(form, output)) == []
+    assert {group["name"] for group in json.loads(formats.render_format("json", output))["groups"]} == {name}
 
 
 def test_only_commands_are_escaped() -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
-from hostile_report import HOSTILE, hostile
 from markdown_it import MarkdownIt  # a dependency of rich
-from real_runs import compare_real_runs
+from support.checkpoints import changed, network, save_pth
+from support.hostile_report import HOSTILE, hostile
+from support.real_runs import compare_real_runs
 
 import syncheck
 from syncheck.diagnose.rules import RULES
@@ -184,21 +184,21 @@ def test_other_texts_stay_sentences() -> None:
 @pytest.mark.parametrize("groups", [1, 30, 800])
 def test_a_page_fits_into_a_comment(name: str, groups: int) -> None:
     """With many groups, findings, tensors and long names, the page fits and contains verdict, counts and omissions."""
-    one = hostile(name)
-    diffs = one.groups[0].tensors * 1000
+    first = hostile(name)
+    diffs = first.groups[0].tensors * 1000
     scattered = tuple(tuple(range(i, 2048, 4)) for i in range(4))
     diffs = tuple(replace(diff, clusters=scattered) for diff in diffs)
-    finding = replace(one.groups[0].findings[0], ranks=scattered[0])
+    finding = replace(first.groups[0].findings[0], ranks=scattered[0])
     bad = [
-        replace(one.groups[0], run=f"{i}", name=f"{i}{name}", tensors=diffs, findings=(finding,) * 8)
+        replace(first.groups[0], run=f"{i}", name=f"{i}{name}", tensors=diffs, findings=(finding,) * 8)
         for i in range(groups)
     ]
-    alone, in_sync = replace(one.groups[3]), one.groups[2]
+    alone, in_sync = replace(first.groups[3]), first.groups[2]
     report = replace(
-        one,
+        first,
         groups=(*bad, *[alone] * groups, *[in_sync] * groups),
-        unreadable=one.unreadable * groups,
-        closures=one.closures * groups,
+        unreadable=first.unreadable * groups,
+        closures=first.closures * groups,
     )
     page = markdown.render(report)
     assert len(page) <= markdown.MOST

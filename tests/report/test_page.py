@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import opened
-from large import group, names, report, tensor
-from real_runs import FIXTURES, compare_real_runs
+from support.browser import opened
+from support.large import group, names, report, tensor
+from support.real_runs import FIXTURES, compare_real_runs
 
 import syncheck
 from syncheck.conversion.diff import diff
@@ -42,9 +42,9 @@ def write(folder: Path, shown: Report) -> Path:
 def test_without_javascript() -> None:
     """Without JavaScript the page has the verdict, the findings, and the worst 200 tensors."""
     page = html.render(report(1200), "0")
-    shown = rows(page)
-    assert [row[0] for row in shown] == names(1200)[: -1 - html.MOST_ROWS : -1]
-    assert {tuple(row[1:4]) for row in shown} == {("parameter", "0-6 | 7", "12 of 262144")}
+    output = rows(page)
+    assert [row[0] for row in output] == names(1200)[: -1 - html.MOST_ROWS : -1]
+    assert {tuple(row[1:4]) for row in output} == {("parameter", "0-6 | 7", "12 of 262144")}
     assert "... and 1000 more" in page
     assert "<h1>OUT OF SYNC</h1>" in page
     assert '<article class="finding error" id="SYN212">' in page
@@ -96,8 +96,8 @@ def test_the_size_of_a_page_is_bounded() -> None:
     page = html.render(report(50_000), "0")
     assert len(page) < 2_000_000
     assert len(html._read("echarts.js")) < 1_000_000
-    own = [html._read(name).count("\n") for name in ("page.js", "page.css")]
-    assert sum(own) <= 800
+    own_values = [html._read(name).count("\n") for name in ("page.js", "page.css")]
+    assert sum(own_values) <= 800
 
 
 @pytest.mark.slow
@@ -150,13 +150,13 @@ def test_sorting_filtering_and_paging(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_link_to_a_tensor(tmp_path: Path) -> None:
     """A link to a tensor opens its run at the page with its row, and marks the row; so does a click in the page."""
-    ours, other = report(1800).groups[0], replace(report(900).groups[0], run="other")
-    path = write(tmp_path, Report("out_of_sync", (ours, other)))
-    wanted = names(900)[7]
-    with opened(path, f"#tensor2={wanted}") as (page, messages):
+    ours, second = report(1800).groups[0], replace(report(900).groups[0], run="other")
+    path = write(tmp_path, Report("out_of_sync", (ours, second)))
+    expected = names(900)[7]
+    with opened(path, f"#tensor2={expected}") as (page, messages):
         row = page.locator("#run2 tr.chosen")
         row.wait_for()
-        assert row.locator("td").first.inner_text() == wanted
+        assert row.locator("td").first.inner_text() == expected
         assert page.locator("#run2").get_attribute("open") is not None
         first = page.locator("#findings dd a[href^='#tensor1=']").first
         first.click()
@@ -172,12 +172,12 @@ def test_the_slider_shows_every_step(tmp_path: Path) -> None:
     with opened(path) as (page, messages):
         slider = page.locator("input[type=range]")
         count = int(slider.get_attribute("max")) + 1
-        seen, pictures = [], set()
+        observed, pictures = [], set()
         for _ in range(count):
-            seen.append(page.locator("output").inner_text())
+            observed.append(page.locator("output").inner_text())
             pictures.add(page.locator(".chart").nth(2).screenshot())
             slider.press("ArrowLeft")
-        assert len(set(seen)) == count > 2
+        assert len(set(observed)) == count > 2
         assert len(pictures) > 1
         assert "step1=2" in page.url
         assert messages == []
@@ -211,7 +211,7 @@ def test_zoom_in_the_map_of_differences(tmp_path: Path) -> None:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return pages of every kind: several runs, two models out of sync and in sync, replicas in sync."""
     conversions = FIXTURES / "conversions/llama_megatron_tp2_pp2"
-    made = {
+    created = {
         "runs": compare_real_runs(),
         "stale": syncheck.compare(FIXTURES / "desync/stale_rank", histograms=True),
         "models": diff(FIXTURES / "desync/stale_rank/step_11/rank_0.pth",
@@ -219,11 +219,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "layouts": diff(conversions / "a", conversions / "b", histograms=True),
         "in-sync": syncheck.compare(FIXTURES / "in_sync/sync_bn"),
     }  # fmt: skip
-    found = {}
-    for name, one in made.items():
-        found[name] = tmp_path_factory.mktemp(name) / "page.html"
-        found[name].write_text(html.render(one, "VERSION", [("written", "now")]), encoding="utf-8")
-    return found
+    result = {}
+    for name, first in created.items():
+        result[name] = tmp_path_factory.mktemp(name) / "page.html"
+        result[name].write_text(html.render(first, "VERSION", [("written", "now")]), encoding="utf-8")
+    return result
 
 
 KINDS = ("runs", "stale", "models", "layouts", "in-sync")
@@ -236,7 +236,10 @@ KINDS = ("runs", "stale", "models", "layouts", "in-sync")
 def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
     """Every control can be used without an error, and the page is never wider than the window."""
     context = {"permissions": ["clipboard-read", "clipboard-write"]} if width == 1280 else {}
-    with opened(pages[kind], width=width, color_scheme="dark" if width == 400 else "light", **context) as (page, seen):
+    with opened(pages[kind], width=width, color_scheme="dark" if width == 400 else "light", **context) as (
+        page,
+        observed,
+    ):
         while (closed := page.locator("details:not([open]) > summary:visible")).count():
             closed.first.click()
         for select in page.locator("select").all():
@@ -256,7 +259,7 @@ def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
             link.click()
         for chart in page.locator(".chart").all():
             chart.hover()
-        assert seen == []
+        assert observed == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         if kind != "in-sync" and width == 1280 and (fix := page.locator("dd.copy")).count():
             fix.first.locator("button").click()
@@ -279,13 +282,13 @@ def test_keyboard_and_labels(pages: dict[str, Path], kind: str) -> None:
         reached = set()
         for _ in range(expected + 400):
             page.keyboard.press("Tab")
-            tag, at = page.evaluate(
+            tag, position = page.evaluate(
                 "[document.activeElement.tagName, [...document.querySelectorAll('*')].indexOf(document.activeElement)]"
             )
             if tag == "BODY":
                 break
             if tag in ("BUTTON", "INPUT", "SELECT"):
-                reached.add(at)
+                reached.add(position)
         assert len(reached) == expected
 
 

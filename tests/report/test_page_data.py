@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from large import group, report, tensor
+from support.large import group, report, tensor
 
 from syncheck.diagnose.series import by_run
 from syncheck.findings import Stored
@@ -21,11 +21,11 @@ from syncheck.report.page_data import MOST_COLUMNS, UNKNOWN, bin_label, encode, 
 
 def data_of(*groups: Group) -> dict[str, Any]:
     """Return the data of a page, as its script decodes it."""
-    found = Report("out_of_sync", groups)
-    page = html.render(found, "0")
+    result = Report("out_of_sync", groups)
+    page = html.render(result, "0")
     (text,) = re.findall(r'<script type="application/gzip" id="data">(.*?)</script>', page)
     decoded: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(text)))
-    assert encode(decoded) == text == encode(make_data(found, by_run(groups)) or {})
+    assert encode(decoded) == text == encode(make_data(result, by_run(groups)) or {})
     return decoded
 
 
@@ -36,10 +36,10 @@ def cells(run: dict[str, Any], step: int = -1) -> dict[str, tuple[float, list[in
 
 def test_differences_belong_to_the_ranks_outside_the_majority() -> None:
     """A difference belongs to the ranks outside the majority, or to all without a majority; tensors in file order."""
-    odd = tensor("layer.10.weight", 4)
+    outlier = tensor("layer.10.weight", 4)
     tied = tensor("layer.2.weight", 4, clusters=((0, 1), (2, 3)), minority=(), max_abs=0.125)
     shard = tensor("layer.3.weight", 4, status="not_compared", reason="sharded", max_abs=None, minority=())
-    (run,) = data_of(group(odd, shard, tied, ranks=4))["runs"]
+    (run,) = data_of(group(outlier, shard, tied, ranks=4))["runs"]
     assert run["names"] == ["layer.10.weight", "layer.3.weight", "layer.2.weight"]
     assert run["columns"] == ["0", "1", "2", "3"]
     assert cells(run) == {
@@ -71,7 +71,7 @@ def test_many_ranks_share_columns() -> None:
     """1,024 ranks share 64 columns, and every tensor keeps its column."""
     (run,) = data_of(report(30, ranks=1024).groups[0])["runs"]
     assert (len(run["columns"]), run["columns"][-1]) == (MOST_COLUMNS, "1008-1023")
-    assert {tuple(at) for _, at in cells(run).values()} == {(63,)}
+    assert {tuple(position) for _, position in cells(run).values()} == {(63,)}
 
 
 def test_each_step_has_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_each_step_has_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_history_group(history: History | None) -> Group:
     """Return a group with a finding that has this history."""
-    one = group(tensor("a", 2), ranks=2, step=400)
-    return replace(one, findings=(replace(one.findings[0], history=history),))
+    first = group(tensor("a", 2), ranks=2, step=400)
+    return replace(first, findings=(replace(first.findings[0], history=history),))
 
 
 def test_curves_are_the_histories_of_the_findings() -> None:
@@ -110,7 +110,7 @@ def bins(**counts: int) -> tuple[int, ...]:
 def test_histograms_use_the_bins_with_elements() -> None:
     """The bins go from the first to the last with an element in any histogram, worst tensor first."""
     histograms = (Histogram(262132, bins(b11=8, b12=4), 0), Histogram(0, bins(b9=262144), 0), Histogram(5, bins(), 2))
-    diffs = [replace(tensor(f"w{i}", max_abs=3.0 - i), histogram=one) for i, one in enumerate(histograms)]
+    diffs = [replace(tensor(f"w{i}", max_abs=3.0 - i), histogram=first) for i, first in enumerate(histograms)]
     (run,) = data_of(group(*diffs, tensor("without", max_abs=1e-9)))["runs"]
     assert run["histograms"] == {
         "bins": ["equal", "1e-4 to 1e-3", "1e-3 to 1e-2", "1e-2 to 1e-1", "1e-1 to 1e0", "not finite"],
@@ -124,15 +124,15 @@ def test_histograms_use_the_bins_with_elements() -> None:
 def test_stored_tensors_are_planes_of_boxes() -> None:
     """A stored tensor is drawn along the dimensions that divide it; parts at an unknown position are counted."""
     halves = tuple(((0, 0, 4 * i), (2, 3, 4), f"rank {i}") for i in range(2))
-    stored = {
+    stored_values = {
         "w": (Stored("w", "float32", (2, 3, 8), halves), None),
         "b": (Stored("b", "float32", (8,), ((None, None, "rank 0"),)), Stored("c", "float32", (8,))),
     }
-    one = group(tensor("w", 2), ranks=2)
+    single = group(tensor("w", 2), ranks=2)
     pair = replace(
-        one,
-        replicas=tuple(replace(replica, label=label) for replica, label in zip(one.replicas, "AB", strict=True)),
-        evidence=replace(one.evidence, stored=stored),
+        single,
+        replicas=tuple(replace(replica, label=label) for replica, label in zip(single.replicas, "AB", strict=True)),
+        evidence=replace(single.evidence, stored=stored_values),
     )
     (run,) = data_of(pair)["runs"]
     assert (run["columns"], cells(run)) == (["difference"], {"w": (0.25, [0])})

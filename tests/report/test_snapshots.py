@@ -111,6 +111,6 @@ def test_pytest_summary(name: str) -> None:
         command, cwd=FIXTURES, env=inherited | environment, capture_output=True, text=True, timeout=300
     )
     header = [line for line in done.stdout.splitlines() if line.startswith("syncheck: ")]
-    _, title, rest = done.stdout.partition("\n" + " FAILURES ".center(100, "=") + "\n")
-    sections, _, _ = rest.partition("=" * 20 + " short test summary info ")
+    _, title, remainder = done.stdout.partition("\n" + " FAILURES ".center(100, "=") + "\n")
+    sections, _, _ = remainder.partition("=" * 20 + " short test summary info ")
     check(f"{name}.pytest.txt", "\n".join([*header, title.strip(), sections.rstrip("=")]))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import Done, network, save, save_pth
-from dtensors import save_ranks
-from hostile_report import HOSTILE, hostile
+from support.checkpoints import Done, network, save, save_pth
+from support.dtensors import save_ranks
+from support.hostile_report import HOSTILE, hostile
 
 import syncheck
 from syncheck.api import Options
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         ((tuple(range(6)),), tuple((rank,) for rank in range(6)), "0 | 1 | 2 | 3 | 2 more"),
         (
             tuple((rank, rank + 6) for rank in range(6)),
-            tuple((at,) for rank in range(6) for at in (rank, rank + 6)),
+            tuple((position,) for rank in range(6) for position in (rank, rank + 6)),
             "0 | 6; 1 | 7; 2 | 8; 3 | 9; 2 more",
         ),
     ],
@@ -91,8 +91,8 @@ def test_order_of_tensors() -> None:
     mean = diff("mean", "bn_mean", max_abs=0.5)
     counter = diff("counter", "bn_count", max_abs=1.0)
     shard = diff("shard", status="not_compared", reason="sharded", max_abs=None)
-    shown = [d.name for d in sort_worst_first([counter, mean, shard, flipped, infinite, nan])]
-    assert shown == ["nan", "both", "flipped", "mean", "counter", "shard"]
+    output = [d.name for d in sort_worst_first([counter, mean, shard, flipped, infinite, nan])]
+    assert output == ["nan", "both", "flipped", "mean", "counter", "shard"]
 
 
 def test_report_prints_each_note_once(cli: Callable[..., Done], tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_names_of_the_baseline_are_escaped() -> None:
         assert line.isprintable()
         for parts in (text.comparison, text.overview):
             assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
-        before, after = (formats.render_format("github", one).splitlines() for one in (report, fixed))
+        before, after = (formats.render_format("github", first).splitlines() for first in (report, fixed))
         assert len(after) == len(before) + 1
         added = next(line for line in after if line not in before)
         assert added.startswith("::notice ")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth, save_safetensors
+from support.checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck
 import syncheck as library
@@ -26,7 +26,7 @@ from syncheck.tensors.digests import compare_checksums
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from checkpoints import Done
+    from support.checkpoints import Done
 
     from syncheck.records import Report
     from syncheck.snapshots import Tensor
@@ -188,8 +188,8 @@ class TestLayouts:
         assert compare_checksums([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
         assert compare_checksums([transposed, transposed]).clusters == ((0, 1),)
         assert compare_checksums([transposed, replace(transposed, crc32=1)]).clusters == ((0,), (1,))
-        for other in (transposed, replace(tensor, big_endian=True), replace(tensor, lazy="neg")):
-            assert compare_checksums([tensor, other]).clusters == ()
+        for second in (transposed, replace(tensor, big_endian=True), replace(tensor, lazy="neg")):
+            assert compare_checksums([tensor, second]).clusters == ()
 
     def test_views_of_equal_and_unequal_records(self, tensor: Tensor) -> None:
         """Views at the same offset of equal records are equal; other offsets or unequal records prove nothing."""
@@ -199,8 +199,8 @@ class TestLayouts:
         assert compare_checksums([view, view]).clusters == ((0, 1),)
         moved = replace(view, offset=view.offset + 100, record=(crc, start + 100, size))
         assert compare_checksums([view, moved]).clusters == ((0, 1),)
-        for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
-            result = compare_checksums([view, other])
+        for second in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
+            result = compare_checksums([view, second])
             assert (result.clusters, result.reason, result.detail) == ((), Reason.CHECKSUM, Detail.VIEW())
         assert compare_checksums([view, replace(view, record=None)]).clusters == ()
 
@@ -233,8 +233,8 @@ def test_torch_files(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(state(), tmp_path / f"same_rank{rank}.pth")
         torch.save(state(None if rank == 0 else 12), tmp_path / f"apart_rank{rank}.pth")
-    same = compare(str(tmp_path / "same_rank*.pth"), options=QUICK)
-    assert (same.verdict, same.counts.identical) == ("in_sync", 7)
+    equal_copy = compare(str(tmp_path / "same_rank*.pth"), options=QUICK)
+    assert (equal_copy.verdict, equal_copy.counts.identical) == ("in_sync", 7)
     different = compare(str(tmp_path / "apart_rank*.pth"), options=QUICK)
     assert {diff.name: diff.status for diff in different.groups[0].tensors} == {
         "view.a": "not_compared",

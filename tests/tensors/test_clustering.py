@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save
+from support.checkpoints import save
 
 import syncheck
 from syncheck.tensors.blocks import BLOCK, Files
@@ -83,9 +83,9 @@ def test_memory_layouts_may_differ(tmp_path: Path) -> None:
     torch.save({"w": value}, tmp_path / "rank0.pth")
     torch.save({"w": value.t().contiguous().t()}, tmp_path / "rank1.pth")
     assert syncheck.compare(tmp_path).exit_code == 0
-    other = value.t().contiguous().t()
-    other[1199, 999] += 1
-    torch.save({"w": other}, tmp_path / "rank1.pth")
+    second = value.t().contiguous().t()
+    second[1199, 999] += 1
+    torch.save({"w": second}, tmp_path / "rank1.pth")
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
     assert (diff.index, diff.mismatched, diff.max_abs) == ((1199, 999), 1, 1.0)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import compare_ranks
-from exact import FORMATS, numbers
+from support.checkpoints import compare_ranks
+from support.exact import FORMATS, numbers
 
 import syncheck
 from syncheck.tensors import blocks
@@ -45,9 +45,9 @@ def compared(folder: Path, *arrays: Array, **options: Any) -> TensorDiff:
 
 def check(folder: Path, *arrays: Array, **tolerance: Any) -> TensorDiff:
     """Compare replicas, assert that all numbers equal the direct computation, and return the diff."""
-    diff, of = compared(folder, *arrays, **tolerance), FORMATS[arrays[0].dtype.name]
-    bits = [array.reshape(-1).view(f"uint{of.width}").tolist() for array in arrays]
-    expected = numbers(bits, of, tolerance=bool(tolerance))
+    diff, source_value = compared(folder, *arrays, **tolerance), FORMATS[arrays[0].dtype.name]
+    bits = [array.reshape(-1).view(f"uint{source_value.width}").tolist() for array in arrays]
+    expected = numbers(bits, source_value, tolerance=bool(tolerance))
     assert {frozenset(ranks) for ranks in diff.clusters} == expected.clusters
     assert (diff.minority, diff.mismatched, diff.extent) == (expected.minority, expected.mismatched, expected.extent)
     assert (diff.max_abs, diff.max_ulp, diff.nonfinite) == (expected.max_abs, expected.max_ulp, expected.nonfinite)
@@ -58,9 +58,9 @@ def check(folder: Path, *arrays: Array, **tolerance: Any) -> TensorDiff:
 
 def with_ones(*positions: int) -> tuple[Array, Array]:
     """Return 600 zeros, and a copy with 1 at the given positions."""
-    other = np.zeros((30, 20), np.float32)
-    other.reshape(-1)[list(positions)] = 1
-    return np.zeros((30, 20), np.float32), other
+    second = np.zeros((30, 20), np.float32)
+    second.reshape(-1)[list(positions)] = 1
+    return np.zeros((30, 20), np.float32), second
 
 
 ANY_TOLERANCE = {"rtol": 1.0, "atol": 1e30, "ulp": 2**31}
@@ -136,10 +136,10 @@ def test_equal_nans_are_identical(tmp_path: Path) -> None:
 def random_values(random: np.random.Generator, dtype: np.dtype[Any]) -> Array:
     """Return finite numbers of both signs over the whole range of the dtype, with zeros of both signs among them."""
     bits = random.integers(0, 1 << 32, (600, 2), dtype=np.uint32).view(np.uint64)[:, 0]
-    found = bits.astype(f"uint{dtype.itemsize * 8}").view(dtype)
+    result = bits.astype(f"uint{dtype.itemsize * 8}").view(dtype)
     with np.errstate(invalid="ignore"):
-        found = np.where(np.isfinite(found), found, np.zeros(1, dtype))
-    return (found * 0.25).astype(dtype) if dtype == np.float64 else found  # CASES has the overflow
+        result = np.where(np.isfinite(result), result, np.zeros(1, dtype))
+    return (result * 0.25).astype(dtype) if dtype == np.float64 else result  # CASES has the overflow
 
 
 @pytest.mark.parametrize("majority", [False, True])
@@ -152,8 +152,8 @@ def test_numbers_of_random_replicas(
     monkeypatch.setattr(blocks, "BLOCK", 1 << 8)
     random, dtype = np.random.default_rng([len(name), int(share * 1000), majority]), array(name).dtype
     first = random_values(random, dtype)
-    others = [np.where(random.random(600) < share, random_values(random, dtype), first) for _ in range(2)]
-    check(tmp_path, *(values.reshape(20, 30) for values in (first, *others, *([first] if majority else []))))
+    remaining = [np.where(random.random(600) < share, random_values(random, dtype), first) for _ in range(2)]
+    check(tmp_path, *(values.reshape(20, 30) for values in (first, *remaining, *([first] if majority else []))))
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
@@ -172,8 +172,8 @@ def test_replicas_that_are_nearly_equal(tmp_path: Path, name: str) -> None:
 def test_relative_differences_that_float32_orders_wrongly(tmp_path: Path) -> None:
     """The larger of two relative differences counts, even if float32 reverses their order."""
     random = np.random.default_rng(0)
-    a, near = random.random((2, 100_000), np.float32) + np.float32(1)
-    b = -near / a
+    a, close_case = random.random((2, 100_000), np.float32) + np.float32(1)
+    b = -close_case / a
     rounded = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
     order = np.argsort(np.abs(a.astype(np.float64) - b) / np.maximum(np.abs(a), np.abs(b)))
     wrong = np.flatnonzero(np.diff(rounded[order]) < 0)
@@ -200,9 +200,9 @@ def test_threads_change_no_number(tmp_path: Path, name: str, monkeypatch: pytest
     if name != "int32":
         third[BLOCK - 9] = np.nan
     for arrays in ([first, second], [first, second, third]):
-        one, *others = (compared(tmp_path, *arrays, jobs=jobs, rtol=0.1, atol=0.0) for jobs in (1, 2, 3))
-        assert one.mismatched
-        assert others == [one, one]
+        single, *remaining = (compared(tmp_path, *arrays, jobs=jobs, rtol=0.1, atol=0.0) for jobs in (1, 2, 3))
+        assert single.mismatched
+        assert remaining == [single, single]
 
 
 def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
@@ -212,6 +212,6 @@ def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
     assert (close.status, close.tolerance) == ("close", "rtol=0.005 atol=0")
     assert compared(tmp_path, a, b, rtol=0.0049, atol=0.0).status == "different"
     assert compared(tmp_path, a, b, rtol=0.0, atol=0.5).status == "close"
-    near = np.nextafter(np.nextafter(a, b), b)
-    assert compared(tmp_path, a, near, ulp=2).status == "close"
-    assert compared(tmp_path, a, near, ulp=1).status == "different"
+    close_case = np.nextafter(np.nextafter(a, b), b)
+    assert compared(tmp_path, a, close_case, ulp=2).status == "close"
+    assert compared(tmp_path, a, close_case, ulp=1).status == "different"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_header
+from support.checkpoints import save_header
 
 import syncheck
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
@@ -24,8 +24,8 @@ SIX = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 def write_zip(path: Path, shape: tuple[int, ...], strides: tuple[int, ...], data: bytes, kind: str = "Float") -> None:
     """Write a torch file of one tensor `w` around its data."""
-    of = storage("0", len(data) // (4 if kind == "Float" else 1), named("torch", f"{kind}Storage"))
-    path.write_bytes(torch_zip(whole(mapping(("w", tensor(of, 0, shape, strides)))), data=data))
+    source_value = storage("0", len(data) // (4 if kind == "Float" else 1), named("torch", f"{kind}Storage"))
+    path.write_bytes(torch_zip(whole(mapping(("w", tensor(source_value, 0, shape, strides)))), data=data))
 
 
 def write_tensor(path: Path, form: str, dimensions: int, values: tuple[float, ...]) -> None:
@@ -60,13 +60,13 @@ def test_huge_overlapping_views(dimensions: int, tmp_path: Path) -> None:
     strides = tuple(1 + i % 3 for i in range(dimensions))
     data = bytes(np.random.default_rng(0).integers(0, 256, 1 + sum(strides), np.uint8))
     write_zip(tmp_path / "m_rank0.pth", (2,) * dimensions, strides, data, "Byte")
-    found = syncheck.read(str(tmp_path / "m_rank0.pth")).tensors["w"]
-    assert not found.refused
+    result = syncheck.read(str(tmp_path / "m_rank0.pth")).tensors["w"]
+    assert not result.refused
     for start, count in ((0, 5000), (2**32 - 77, 5001), (2**dimensions - 4096, 4096), (12345, 1)):
-        at = np.arange(start, start + count, dtype=np.int64)
-        offsets = sum((at >> (dimensions - 1 - i) & 1) * stride for i, stride in enumerate(strides))
+        position = np.arange(start, start + count, dtype=np.int64)
+        offsets = sum((position >> (dimensions - 1 - i) & 1) * stride for i, stride in enumerate(strides))
         with Files() as files:
-            assert bytes(files.read(found, start, count, 0)) == np.frombuffer(data, np.uint8)[offsets].tobytes()
+            assert bytes(files.read(result, start, count, 0)) == np.frombuffer(data, np.uint8)[offsets].tobytes()
 
 
 @pytest.mark.parametrize("dimensions", [33, 64])

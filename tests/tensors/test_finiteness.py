@@ -66,9 +66,9 @@ def test_reports_say_since_when_the_model_is_not_finite(run_of_three_steps: Path
     assert (report.verdict, report.exit_code) == ("in_sync", 0)
     first, _, last = report.groups
     assert first.not_finite is None
-    found = last.not_finite
-    assert found is not None
-    assert (found.names, found.count, found.since, found.finite, found.first) == (
+    result = last.not_finite
+    assert result is not None
+    assert (result.names, result.count, result.since, result.finite, result.first) == (
         ("a.weight",), 1, 20, 10, ("a.weight",)
     )  # fmt: skip
     (fact,) = words.not_finite_lines(report)
@@ -89,8 +89,8 @@ def test_two_models_and_differences(tmp_path: Path) -> None:
         torch.save(state, tmp_path / f"{name}.pth")
     report = syncheck.diff(tmp_path / "x.pth", tmp_path / "y.pth")
     assert (report.verdict, report.groups[0].not_finite.names) == ("in_sync", ("a.weight",))
-    other = {"a.weight": torch.tensor([math.nan, 2.0]), "b.weight": torch.tensor([1.0, math.nan])}
-    report = compare(state, other)
+    second = {"a.weight": torch.tensor([math.nan, 2.0]), "b.weight": torch.tensor([1.0, math.nan])}
+    report = compare(state, second)
     assert (report.verdict, report.groups[0].not_finite.names) == ("out_of_sync", ("a.weight",))
 
 
@@ -108,8 +108,8 @@ def test_live_checks_and_events(syncheck_rank: Rank, tmp_path: Path) -> None:
             model.weight.fill_(math.inf)
         assert monitor.step().groups[0].not_finite.names == ("weight", "bias")
     if syncheck_rank.rank == 0:
-        found = read_events([events]).groups[-1].not_finite
-        assert (found.count, found.since) == (2, 2)
+        result = read_events([events]).groups[-1].not_finite
+        assert (result.count, result.since) == (2, 2)
 
 
 def test_a_plain_comparison_does_not_import_numpy(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save
+from support.checkpoints import save
 
 import syncheck
 from syncheck.snapshots import Metadata
@@ -66,7 +66,7 @@ def test_metadata_precedes_names() -> None:
 
 def test_a_submodule_may_have_the_name_of_a_helper() -> None:
     """Known parameters and buffers keep their kind with a name of an optimizer, scaler or RNG state."""
-    names = [f"{of}.weight" for of in ("rng", "random_state", "ema", "scaler", "optimizer")]
+    names = [f"{source_value}.weight" for source_value in ("rng", "random_state", "ema", "scaler", "optimizer")]
     shapes = dict.fromkeys(names, (2,))
     assert set(classify_tensors(shapes, Metadata(buffers=tuple(names)))[0].values()) == {"buffer"}
     assert set(classify_tensors(shapes, Metadata(buffers=(), optimizer_parameters=tuple(names)))[0].values()) == {
@@ -104,12 +104,12 @@ def test_globs_name_buffers() -> None:
 
 def test_selector() -> None:
     """--only, --include and --exclude must all accept a tensor; globs match full names with case."""
-    wanted = make_selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
-    assert wanted("a.c", "buffer")
-    assert not wanted("a.c", "parameter")
-    assert not wanted("b.a.c", "buffer")
-    assert not wanted("a.b", "buffer")
-    assert not wanted("A.c", "buffer")
+    expected = make_selector(frozenset({"buffer"}), ["a.*"], ["*.b"])
+    assert expected("a.c", "buffer")
+    assert not expected("a.c", "parameter")
+    assert not expected("b.a.c", "buffer")
+    assert not expected("a.b", "buffer")
+    assert not expected("A.c", "buffer")
     assert make_selector(frozenset(), [], [])("anything", "parameter")
 
 
@@ -200,8 +200,8 @@ def test_kinds_by_name_are_unsure(name: str) -> None:
 @pytest.mark.parametrize("name", SURE)
 def test_kinds_by_other_tensors_are_sure(name: str) -> None:
     """The optimizer, siblings, and names of torch.nn determine the kind."""
-    others, kind = SURE[name]
-    kinds, _, unsure = classify_tensors({name: (3,)} | others, None)
+    remaining, kind = SURE[name]
+    kinds, _, unsure = classify_tensors({name: (3,)} | remaining, None)
     assert (kinds[name], name in unsure) == (kind, False)
 
 
@@ -253,6 +253,6 @@ def test_another_rank_may_show_floats_below_rng(tmp_path: Path) -> None:
     """Bytes called `rng` on one rank and floats on another are a difference in any order."""
     for order in ((0, 1), (1, 0)):
         for rank, kind in enumerate(order):
-            odd = np.ones(8, (np.int64, np.float32)[kind])
-            save(tmp_path / f"rank{rank}.pth", {"rng": odd, "w": np.ones(2, np.float32)})
+            outlier = np.ones(8, (np.int64, np.float32)[kind])
+            save(tmp_path / f"rank{rank}.pth", {"rng": outlier, "w": np.ones(2, np.float32)})
         assert syncheck.compare(tmp_path).exit_code == 1

@@ -14,8 +14,8 @@ def test_common_prefix_is_removed() -> None:
     assert normalize(["module.module.w"]) == {"module.module.w": "w"}
     assert normalize(["module._orig_mod.w"]) == {"module._orig_mod.w": "w"}
     assert normalize(["_orig_mod.module.w"]) == {"_orig_mod.module.w": "w"}
-    inside = "layers.0._fsdp_wrapped_module.fc.weight"
-    assert normalize([inside]) == {inside: "layers.0.fc.weight"}
+    inner = "layers.0._fsdp_wrapped_module.fc.weight"
+    assert normalize([inner]) == {inner: "layers.0.fc.weight"}
 
 
 def test_a_submodule_of_that_name_stays() -> None:

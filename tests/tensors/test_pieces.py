@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from strategies import EXAMPLES, for_all
+from support.strategies import EXAMPLES, for_all
 
 from syncheck.snapshots import Shard, Tensor
 from syncheck.tensors import blocks, pieces
@@ -27,10 +27,10 @@ def cuts(draw: Any) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     boxes = [tuple(slice(0, length) for length in shape)]
     for _ in range(draw(st.integers(0, 6))):
-        at = draw(st.integers(0, len(boxes) - 1))
-        wide = [i for i, span in enumerate(boxes[at]) if span.stop - span.start > 1]
+        position = draw(st.integers(0, len(boxes) - 1))
+        wide = [i for i, span in enumerate(boxes[position]) if span.stop - span.start > 1]
         if wide:
-            axis, box = draw(st.sampled_from(wide)), boxes.pop(at)
+            axis, box = draw(st.sampled_from(wide)), boxes.pop(position)
             middle = draw(st.integers(box[axis].start + 1, box[axis].stop - 1))
             halves = slice(box[axis].start, middle), slice(middle, box[axis].stop)
             boxes += [(*box[:axis], half, *box[axis + 1 :]) for half in halves]
@@ -79,15 +79,15 @@ def test_reads_add_up_to_the_range(examples: int) -> None:
         tensor = make_sharded(make_array(shape, "uint8"), boxes)
         start %= tensor.numel
         count = min(count, tensor.numel - start)
-        asked = []
+        requested = []
 
         def fetch(part: Tensor, at: int, length: int) -> bytes:
-            asked.append(length)
+            requested.append(length)
             assert at + length <= part.numel
             return bytes(length)
 
         assert len(pieces.assemble(tensor, start, count, fetch)) == count
-        assert sum(asked) == count
+        assert sum(requested) == count
 
     for_all(st.tuples(cuts(), st.integers(0, 6**4), st.integers(0, 6**4)), check, examples)
 
@@ -102,8 +102,8 @@ def test_boxes_list_the_range_in_order(examples: int) -> None:
         start %= array.size
         count = min(count, array.size - start)
         boxes = list(pieces.split_into_boxes(shape, start, count))
-        listed = [element for box in boxes for element in array[box].reshape(-1).tolist()]
-        assert listed == list(range(start, start + count))
+        listing = [element for box in boxes for element in array[box].reshape(-1).tolist()]
+        assert listing == list(range(start, start + count))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
     shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -116,19 +116,19 @@ def test_pieces_equal_a_whole_tensor(tmp_path: Path, axis: int, flipped: bool) -
     """A tensor split by rows or columns across files equals the whole tensor, and one changed element is found."""
     array = np.random.default_rng(0).standard_normal((700, 1501)).astype(np.float32)
     (tmp_path / "whole").write_bytes(array.tobytes())
-    one = Tensor("w", "float32", array.shape, (1501, 1), str(tmp_path / "whole"), 0)
+    first = Tensor("w", "float32", array.shape, (1501, 1), str(tmp_path / "whole"), 0)
     if flipped:
         array[650, 1400] += 1
-    parts, at = [], 0
+    parts, position = [], 0
     for i, piece in enumerate(np.array_split(array, 3, axis)):
         (tmp_path / f"part{i}").write_bytes(b"?" * 5 + piece.tobytes())
-        start = (at, 0) if axis == 0 else (0, at)
+        start = (position, 0) if axis == 0 else (0, position)
         tensor = Tensor("w", "float32", piece.shape, (piece.shape[1], 1), str(tmp_path / f"part{i}"), 5)
         parts.append(Shard(tensor, start))
-        at += piece.shape[axis]
+        position += piece.shape[axis]
     many = Tensor("w", "float32", array.shape, (1501, 1), "", 0, shards=tuple(parts))
     with Files() as files:
-        assert cluster_replicas([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
+        assert cluster_replicas([first, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
 
 
 def test_no_read_exceeds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

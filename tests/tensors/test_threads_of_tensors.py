@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_pth, save_safetensors
+from support.checkpoints import save_pth, save_safetensors
 
 import syncheck
 from syncheck.tensors import blocks
@@ -156,8 +156,8 @@ def test_renamed_shards_need_few_file_descriptors(tmp_path: Path, limit: int, tr
     for i in range(150):
         tensor = np.random.default_rng(i).standard_normal((6, 4)).astype(np.float32)
         save_pth(tmp_path / "a" / f"stage{i}.pth", {f"layers.{i}.w": tensor})
-        other = np.ascontiguousarray(tensor.T) if transposed else tensor
-        save_pth(tmp_path / "b" / f"stage{i}.pth", {f"h.{i}.weight": other})
+        second = np.ascontiguousarray(tensor.T) if transposed else tensor
+        save_pth(tmp_path / "b" / f"stage{i}.pth", {f"h.{i}.weight": second})
     rule = '[[rule]]\nname = "layers.{i}.w"\nparts = ["h.{i}.weight"]\n'
     (tmp_path / "map.toml").write_text(rule + ("transpose = true\n" if transposed else ""))
     command = f"ulimit -n {limit} && exec {sys.executable} -m syncheck diff --format json --map map.toml a b"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, compare_ranks, network, save, save_safetensors
+from support.checkpoints import changed, compare_ranks, network, save, save_safetensors
 
 import syncheck
 from syncheck import api
@@ -50,9 +50,9 @@ def test_the_table_equals_torch() -> None:
 )
 def test_close_depends_on_the_dtype(tmp_path: Path, dtype: str, near: float, far: float) -> None:
     """`close` applies torch's tolerance for the dtype, and the report contains its numbers."""
-    one = np.ones(4, dtype)
+    first = np.ones(4, dtype)
     for gap, status in ((near, "close"), (far, "different")):
-        for i, array in enumerate((one, (one + np.asarray(gap, dtype)).astype(dtype))):
+        for i, array in enumerate((first, (first + np.asarray(gap, dtype)).astype(dtype))):
             save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": array})
         diff = diffs(syncheck.compare(tmp_path, options=syncheck.Options(close=True)))["w"]
         assert diff.status == status
@@ -126,7 +126,7 @@ TOLERANCES = ({"rtol": 0.0, "atol": 1.0}, {"rtol": 0.25, "atol": 0.5}, {"ulp": 2
 def test_verdicts_do_not_depend_on_order_or_reference() -> None:
     """Order and reference do not affect the verdict, and replicas in sync stay in sync if any replica is removed."""
     from hypothesis import strategies as st
-    from strategies import for_all
+    from support.strategies import for_all
 
     near_one = [float(np.float32(1) + np.float32(i) * np.float32(2**-23)) for i in range(-3, 4)]
     number = st.sampled_from([0.0, -0.0, 1.0, 2.0, 0.5, 1.5, -1.0, 1e30, np.nan, np.inf, -np.inf, *near_one])
@@ -137,10 +137,10 @@ def test_verdicts_do_not_depend_on_order_or_reference() -> None:
 
     def check(case: Any) -> None:
         rows, order, tolerance, reference = case
-        whole = verdict(rows, **tolerance)
-        assert verdict([rows[i] for i in order], **tolerance) == whole
-        assert verdict(rows, **tolerance, reference=reference) == whole
-        if whole == 0:
+        complete = verdict(rows, **tolerance)
+        assert verdict([rows[i] for i in order], **tolerance) == complete
+        assert verdict(rows, **tolerance, reference=reference) == complete
+        if complete == 0:
             assert all(verdict(rows[:i] + rows[i + 1 :], **tolerance) == 0 for i in range(len(rows)))
 
     drawn = replicas.flatmap(
@@ -164,8 +164,8 @@ def test_names_precede_kinds(tmp_path: Path) -> None:
         "bn_mean": {"rtol": 0, "atol": 0.01},
         "bn_var": "close",
     }
-    found = diffs(compare_ranks(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
-    statuses = {name: (diff.status, diff.tolerance) for name, diff in found.items()}
+    result = diffs(compare_ranks(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
+    statuses = {name: (diff.status, diff.tolerance) for name, diff in result.items()}
     assert statuses == {
         "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
         "layer0.bn.running_var": ("different", None),
@@ -187,9 +187,9 @@ def test_the_order_of_globs_decides() -> None:
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_is_a_valid_key(kind: str) -> None:
     """Each kind of tensors is a valid key and applies to this kind only."""
-    found = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
-    assert found.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
-    assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
+    result = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
+    assert result.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
+    assert all(result.of("some.name", second, "float32").exact for second in kinds.KINDS if second != kind)
 
 
 COUNTED = {
@@ -261,16 +261,20 @@ def test_globs_used_in_another_group_are_not_noted(tmp_path: Path) -> None:
         save(tmp_path / f"a_rank{rank}.pth", network())
         save(tmp_path / f"b_rank{rank}.pth", {"head.weight": np.ones(2, np.float32)})
     options = syncheck.Options(tolerance={"head.*": "close"})
-    found = api.find(tmp_path, options=options)
-    for part in (found, replace(found, groups=found.groups[:1]), replace(found, groups=found.groups[1:])):
+    findings = api.find(tmp_path, options=options)
+    for part in (
+        findings,
+        replace(findings, groups=findings.groups[:1]),
+        replace(findings, groups=findings.groups[1:]),
+    ):
         notes = [note for group in api.judge(part, options).groups for note in group.notes]
         assert Note.UNUSED_TOLERANCES not in {note.code for note in notes}
 
 
 def test_tolerances_in_memory() -> None:
     """The table applies to objects in memory as to files, with notes about unused globs."""
-    things = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
-    (group,) = compare(*things, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
+    items = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
+    (group,) = compare(*items, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
     assert [diff.tolerance for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
     assert group.notes[-1].code is Note.UNUSED_TOLERANCES
     assert group.notes[-1].parameters["names"] == ("x.*",)
@@ -325,8 +329,8 @@ def test_an_error_starts_with_its_options() -> None:
             syncheck.Options(**options)  # type: ignore[arg-type]
         error = caught.value
         assert str(error).startswith(start)
-        sent = pickle.loads(pickle.dumps(error))
-        assert (type(sent), str(sent)) == (OptionError, str(error))
+        messages = pickle.loads(pickle.dumps(error))
+        assert (type(messages), str(messages)) == (OptionError, str(error))
 
 
 def test_a_tolerance_in_a_call_replaces_the_options() -> None:

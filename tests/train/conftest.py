@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import started
-from programs import RUN, Programs
-from started import LAUNCHER
+from support import started
+from support.programs import RUN, Programs
+from support.started import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 # `train` is not installed; import it from this clone.
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from programs import Run
+    from support.programs import Run
 
     from syncheck.testing import Rank
     from train.launch import RankContext

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from resumed import TINY, resume
-from scenarios import load
+from support.resumed import TINY, resume
+from support.scenarios import load
 
 from train.engine import train
 from train.recorders.base import Recorder

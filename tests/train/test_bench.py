@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from bench_rows import MACHINE, epoch, record, row
-from namespaces import two_hosts
-from programs import children
-from started import ROOT, alive, wait_for
+from support.bench_rows import MACHINE, epoch, record, row
+from support.namespaces import two_hosts
+from support.programs import children
+from support.started import ROOT, alive, wait_for
 
 from benchmarks.trainer import main as measure_trainer
 from train.bench.__main__ import main
@@ -28,7 +28,7 @@ from train.methods import METHODS
 from train.options import build_parser
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 BENCH = (sys.executable, "-m", "train.bench")
 MEASURE = (sys.executable, "-m", "benchmarks.trainer")
@@ -67,9 +67,9 @@ def test_speed_up_is_over_single_of_the_same_round() -> None:
     rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]  # ratios 4, 2, 3; the ratio of medians is 2
     assert [compute_speed_up(r, rows) for r in rows] == [1.0, 3.0]
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
-    other = replace(rows[0], case=CASES["single-moe"], model="gpt-tiny-moe")
+    second = replace(rows[0], case=CASES["single-moe"], model="gpt-tiny-moe")
     assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0]]) is None
-    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0], other]) == 3.0
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0], second]) == 3.0
 
 
 def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,8 +227,8 @@ def test_signals_have_their_exit_codes(
     try:
         assert main(["ddp"]) == code
     finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        for known_values, handler in before.items():
+            signal.signal(known_values, handler)
     captured = capsys.readouterr()
     assert "interrupted" in captured.err
     assert "samples" in captured.out

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bench_rows import epoch, record, row
-from programs import command
+from support.bench_rows import epoch, record, row
+from support.programs import command
 
 from benchmarks.trainer import check_settings, format_parts, measure_overhead
 from train.bench.__main__ import main, write_file
@@ -68,9 +68,9 @@ def test_an_unwritable_table_is_saved_elsewhere(tmp_path: Path, capsys: pytest.C
     (line,) = capsys.readouterr().err.splitlines()
     match = re.search(r"cannot write .*t\.json: .* (\S+)$", line)
     assert match
-    kept = Path(match[1])
-    assert kept.read_text() == "all of it"
-    kept.unlink()
+    retained = Path(match[1])
+    assert retained.read_text() == "all of it"
+    retained.unlink()
     assert main(["-o", str(tmp_path / "t.json")]) == 2
     assert "t.json: cannot be written" in capsys.readouterr().err
 

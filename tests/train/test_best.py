@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios import SMALL, run, tensors
+from support.scenarios import SMALL, run, tensors
 
 import syncheck
 from train.checkpoints.saver import Saver
@@ -30,8 +30,8 @@ def test_best_equals_the_periodic_checkpoint(ctx: RankContext, syncheck_rank: Ra
     path = out / "best" / "ddp" / f"rank_{ctx.rank}.pth"
     step = syncheck.read(path).metadata.step
     assert step in (2, 4, 6)
-    saved, kept = tensors(path), tensors(out / "history" / "ddp" / f"step_{step}" / f"rank_{ctx.rank}.pth")
-    assert all(saved[name].equal(kept[name]) for name in kept)
+    saved, retained = tensors(path), tensors(out / "history" / "ddp" / f"step_{step}" / f"rank_{ctx.rank}.pth")
+    assert all(saved[name].equal(retained[name]) for name in retained)
     assert path in result.saved
 
 
@@ -46,13 +46,13 @@ def test_syncheck_compares_best_at_its_step(ctx: RankContext, syncheck_rank: Ran
     step = syncheck.read(best / "rank_0.pth").metadata.step
     alone = syncheck.compare(best)
     assert [(g.run, g.step, [f.code for f in g.findings]) for g in alone.groups] == [("ddp", step, ["SYN201"])]
-    whole = syncheck.compare(out)
-    assert {group.run for group in whole.groups} == {"ddp"}
-    assert sorted(group.step for group in whole.groups) == sorted([2, 4, 6, 6, step])
-    assert {len(group.replicas) for group in whole.groups} == {2}
+    complete = syncheck.compare(out)
+    assert {group.run for group in complete.groups} == {"ddp"}
+    assert sorted(group.step for group in complete.groups) == sorted([2, 4, 6, 6, step])
+    assert {len(group.replicas) for group in complete.groups} == {2}
     # A killed save may leave files of two steps.
-    other = next(s for s in (2, 4, 6) if s != step)
-    shutil.copy(out / "history" / "ddp" / f"step_{other}" / "rank_1.pth", best)
+    second = next(s for s in (2, 4, 6) if s != step)
+    shutil.copy(out / "history" / "ddp" / f"step_{second}" / "rank_1.pth", best)
     (torn,) = syncheck.compare(best).groups
     assert [f.code for f in torn.findings] == ["SYN106"]
 

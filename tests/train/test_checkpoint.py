@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from scenarios import SMALL, load, run, tensors
+from support.scenarios import SMALL, load, run, tensors
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
 from train.engine import prepare, train
@@ -71,8 +71,8 @@ def test_metadata_of_ddp_variants(ctx: RankContext, syncheck_rank: Rank) -> None
         assert {block["buffers_synced"] for block in ranks} == {synced}
         assert {block["run"] for block in ranks} == {name}
     assert len({block["run_id"] for block in blocks.values()}) == 3
-    one, other = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
-    assert {key for key in one if one[key] != other[key]} == {"sync_bn"}
+    first, second = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
+    assert {key for key in first if first[key] != second[key]} == {"sync_bn"}
 
 
 def test_the_first_save_replaces_the_earlier_run(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
         for index, state in content["optimizer"]["state"].items()
     }
     with safe_open(tmp_path / "safetensors" / "single_rank0.safetensors", "pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        stored_values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         strings = file.metadata()
-    assert "optimizer.fc.weight.momentum_buffer" in stored
-    assert set(stored) == set(content["model"]) | set(momenta)
-    assert all(stored[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
+    assert "optimizer.fc.weight.momentum_buffer" in stored_values
+    assert set(stored_values) == set(content["model"]) | set(momenta)
+    assert all(stored_values[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
     block = json.loads(strings["syncheck"])
     assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
 
@@ -172,14 +172,14 @@ def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monk
 
 def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
     """A run removes its earlier files of any rank, step and format, and keeps all other files."""
-    own = [
+    own_values = [
         "ddp_rank0.pth",
         "ddp_rank11.safetensors",
         ".ddp_rank1.pth.tmp",
         "history/ddp/step_5/rank_3.pth",
         "history/ddp/step_12/.rank_0.safetensors.tmp",
     ]
-    others = [
+    remaining = [
         "ddp-syncbn_rank0.pth",
         "ddp-nobufsync_rank1.pth",
         "my-ddp_rank0.pth",
@@ -189,11 +189,11 @@ def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
         "history/ddp/step_12/notes.txt",
         "history/ddp/step_best/rank_0.pth",
     ]
-    for name in (*own, *others):
+    for name in (*own_values, *remaining):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     remove_run(tmp_path, "ddp")
-    assert files(tmp_path) == sorted(others)
+    assert files(tmp_path) == sorted(remaining)
     assert not (tmp_path / "history" / "ddp" / "step_5").exists()
     remove_run(tmp_path, "ddp-syncbn")
     assert (tmp_path / "history").is_dir()  # another run may be about to write there

@@ -15,7 +15,7 @@ from train.errors import UserError
 from train.settings import Settings, check
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 TRAIN = Path(__file__).resolve().parents[2] / "train"
 

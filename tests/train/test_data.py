@@ -55,9 +55,9 @@ def test_digits_match_their_source() -> None:
 
 def test_limit_keeps_the_first_samples() -> None:
     """--limit-train takes from the training samples only, and cannot exceed their number."""
-    whole, limited = load_data("digits", None, None), load_data("digits", None, 50)
+    complete, limited = load_data("digits", None, None), load_data("digits", None, 50)
     assert (len(limited.train), len(limited.test)) == (50, 360)
-    assert torch.equal(limited.train[7][0], whole.train[7][0])
+    assert torch.equal(limited.train[7][0], complete.train[7][0])
     with pytest.raises(UserError, match=r"^--limit-train 1438: .* 1437 "):
         load_data("digits", None, 1438)
 
@@ -69,8 +69,8 @@ def test_missing_or_damaged_digits(tmp_path: Path) -> None:
         load_data("digits", tmp_path, None)
     shutil.copy(FOLDER / FILE, path)
     assert len(load_data("digits", tmp_path, None).train) == 1437
-    whole = path.read_bytes()
-    for broken in (whole[:1000], b"", b"not a zip", whole[:20000] + b"\0" * 1000 + whole[21000:]):
+    complete = path.read_bytes()
+    for broken in (complete[:1000], b"", b"not a zip", complete[:20000] + b"\0" * 1000 + complete[21000:]):
         path.write_bytes(broken)
         with pytest.raises(UserError, match=f"^{path}: ") as info:
             load_data("digits", tmp_path, None)
@@ -83,14 +83,14 @@ def test_missing_or_damaged_digits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_shares_make_up_the_global_batch(world_size: int) -> None:
     """Every sample of a global batch is on exactly one rank, shares differ by one at most, and steps are equal."""
-    (whole,) = shares(103, 10, 1)
+    (complete,) = shares(103, 10, 1)
     split = shares(103, 10, world_size)
     assert {len(batches) for batches in split} == {10}
-    for step, batch in enumerate(whole):
+    for step, batch in enumerate(complete):
         parts = [batches[step] for batches in split]
         assert sorted(chain(*parts)) == sorted(batch)
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert len({index for batch in whole for index in batch}) == 100
+    assert len({index for batch in complete for index in batch}) == 100
 
 
 def test_shares_equal_distributed_sampler() -> None:

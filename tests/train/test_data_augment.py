@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scenarios import SMALL, trained
+from support.scenarios import SMALL, trained
 from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, load_data
@@ -58,13 +58,13 @@ def load_epoch(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch
 def test_an_image_depends_on_seed_epoch_and_index_only(kind: str) -> None:
     """Images are bitwise equal for any number of ranks and workers, after a resume, and in a spawned worker."""
     images = augmented(kind)
-    whole = load_epoch(images, 1, 0)
-    assert len(whole) == 24
-    assert load_epoch(images, 3, 0) == whole
-    assert load_epoch(images, 1, 2) == whole
-    rest = load_epoch(images, 2, 0, skip=1)
-    assert len(rest) == 16
-    assert rest.items() <= whole.items()
+    complete = load_epoch(images, 1, 0)
+    assert len(complete) == 24
+    assert load_epoch(images, 3, 0) == complete
+    assert load_epoch(images, 1, 2) == complete
+    remainder = load_epoch(images, 2, 0, skip=1)
+    assert len(remainder) == 16
+    assert remainder.items() <= complete.items()
     copied = pickle.loads(pickle.dumps(images))  # as for a worker that is not forked; the copy keeps the epoch
     assert torch.equal(copied[:][0], images[:][0])
 
@@ -93,8 +93,8 @@ def test_indexing(kind: str) -> None:
     images = augmented(kind)
     batch, labels = images[[3, 5, 4]]
     assert torch.equal(labels, images[:][1][[3, 5, 4]])
-    for same in (images[5][0], images[5 - 24][0], (images.first(6)[5][0] if kind != "timm" else images[5][0])):
-        assert torch.equal(same, batch[1])
+    for is_same in (images[5][0], images[5 - 24][0], (images.first(6)[5][0] if kind != "timm" else images[5][0])):
+        assert torch.equal(is_same, batch[1])
     assert torch.equal(images[4:5][0][0], batch[2])
     with pytest.raises(IndexError):
         _ = images[24]
@@ -109,14 +109,14 @@ def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
     offsets, mirrored = set(), 0
     for before, after in zip(padded, moved, strict=True):
         matches = [
-            (top, left, mirror)
+            (top, remaining, mirror)
             for top in range(9)
-            for left in range(9)
+            for remaining in range(9)
             for mirror in (False, True)
-            if torch.equal(after.flip(2) if mirror else after, before[:, top : top + 32, left : left + 32])
+            if torch.equal(after.flip(2) if mirror else after, before[:, top : top + 32, remaining : remaining + 32])
         ]
-        ((top, left, mirror),) = matches
-        offsets.add((top, left))
+        ((top, remaining, mirror),) = matches
+        offsets.add((top, remaining))
         mirrored += mirror
     assert len(offsets) > 60  # of 81
     assert 50 < mirrored < 100 if flip else mirrored == 0
@@ -162,9 +162,9 @@ def test_strong_erases_a_quarter_of_the_images(channels: int) -> None:
     noise = (out != out.round()).any(1)  # noise has a fraction
     erased = noise.flatten(1).float().mean(1)
     assert 70 <= (erased > 0).sum() <= 130
-    some = erased[erased > 0]
-    assert some.min() > 0.01
-    assert some.max() < 0.36
+    selected = erased[erased > 0]
+    assert selected.min() > 0.01
+    assert selected.max() < 0.36
     values = out[noise[:, None].expand_as(out)]
     assert values.mean().abs() < 0.1
     assert abs(values.std() - 1) < 0.1

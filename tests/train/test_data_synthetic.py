@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluated import scores
-from scenarios import SMALL, run
+from support.evaluated import scores
+from support.scenarios import SMALL, run
 
 from train.data import DataOptions, load_data
 from train.engine import train

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from scenarios import trained
+from support.scenarios import trained
 
 from train.data import DataOptions, load_data
 from train.data.text import FOLDER

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
+from support.data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
 
 from train.data import DataOptions, download, load_data
 from train.engine import train

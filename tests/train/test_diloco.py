@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from scenarios import SMALL, differing, load, run, trained
+from support.scenarios import SMALL, differing, load, run, trained
 
 import syncheck
 from train.data import load_data

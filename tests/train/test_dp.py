@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scenarios import SMALL, differing, load, run, widest_gap
+from support.scenarios import SMALL, differing, load, run, widest_gap
 
 import syncheck
 from train.data import DistributedBatchSampler, load_data

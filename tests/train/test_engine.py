@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from scenarios import SMALL, load, run
+from support.scenarios import SMALL, load, run
 from torch import nn
 from torch.utils.data import TensorDataset
 

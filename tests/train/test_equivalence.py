@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, SMALL, fsdp, run, slow_fsdp, trained, whole_state
+from support.scenarios import NEEDS_FSDP, SMALL, fsdp, run, slow_fsdp, trained, whole_state
 from torch.nn.utils import clip_grad_norm_
 
 from train.launch import RankContext

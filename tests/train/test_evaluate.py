@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from evaluated import FIXTURES, SYNCED, change, copy_synced, scores
-from programs import SHORT, TRAIN, Programs
-from scenarios import SMALL, SMALLEST, load, run
-from started import ROOT
+from support.evaluated import FIXTURES, SYNCED, change, copy_synced, scores
+from support.programs import SHORT, TRAIN, Programs
+from support.scenarios import SMALL, SMALLEST, load, run
+from support.started import ROOT
 
 from train.data import load_data
 from train.evaluate.__main__ import main
@@ -148,10 +148,10 @@ def test_runs_with_whole_models_are_evaluated(ctx: RankContext, syncheck_rank: R
     run(ctx, settings)
     result = scores(settings.out)
     assert [rank.rank for rank in result.ranks] == [0, 1]
-    own = [rank.own for rank in result.ranks]
+    own_values = [rank.own for rank in result.ranks]
     expected = (not settings.sync_bn, settings.method == "localsgd")  # 10 steps end two steps after the last average
     assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == expected
-    assert (own[0] == own[1]) is settings.sync_bn
+    assert (own_values[0] == own_values[1]) is settings.sync_bn
     assert (result.ranks[0].averaged == result.ranks[1].averaged) is (settings.method != "localsgd")
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from evaluated import FIXTURES, SYNCED, change, copy_synced
-from scenarios import NEEDS_FSDP, SMALL, load, run
+from support.evaluated import FIXTURES, SYNCED, change, copy_synced
+from support.scenarios import NEEDS_FSDP, SMALL, load, run
 
 from train.errors import UserError
 from train.evaluate.__main__ import main

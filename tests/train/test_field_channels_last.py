@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from scenarios import SMALL, load, run, trained, widest_gap
+from support.scenarios import SMALL, load, run, trained, widest_gap
 from torch import Tensor, nn
 
 import syncheck

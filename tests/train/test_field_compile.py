@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import SMALL, load, run, widest_gap
+from support.scenarios import SMALL, load, run, widest_gap
 from test_matrix import make_settings, parametrize, read_table, train_and_compare
 
 from train.engine import prepare
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from programs import Run
+    from support.programs import Run
 
     from syncheck.testing import Rank
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from resumed import TINY, assert_bitwise, state_of
-from scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
+from support.resumed import TINY, assert_bitwise, state_of
+from support.scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -58,27 +58,29 @@ def find_differing_tensors(ctx: RankContext, settings: Any) -> set[str]:
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_hooks_send_less(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
     """The 16-bit hooks send half the bytes of the gradient per step; once started, PowerSGD sends at most a quarter."""
-    sent: list[tuple[torch.dtype, int]] = []
+    messages: list[tuple[torch.dtype, int]] = []
     reduce = dist.all_reduce
 
     def count_bytes(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
-        sent.append((tensor.dtype, tensor.nbytes))
+        messages.append((tensor.dtype, tensor.nbytes))
         return reduce(tensor, *arguments, **named)
 
     monkeypatch.setattr(dist, "all_reduce", count_bytes)
     settings = replace(CONVNET, width=16, max_steps=4, accumulate=accumulate)
-    whole = 0
+    complete = 0
     for hook, share in (("fp16", 0.5), ("bf16", 0.5), ("powersgd", 0.25)):
-        sent.clear()
+        messages.clear()
         job = trained(ctx, replace(settings, comm_hook=hook))
-        whole = 4 * sum(p.numel() for p in job.method.module.parameters())
+        complete = 4 * sum(p.numel() for p in job.method.module.parameters())
         if hook == "powersgd":
-            assert sum(size for _, size in sent) <= 2 * whole + 2 * share * whole  # two steps without it, two with
-            assert len(sent) == 2 + 2 * 3  # P, Q and the tensors too small to compress
+            assert (
+                sum(size for _, size in messages) <= 2 * complete + 2 * share * complete
+            )  # two steps without it, two with
+            assert len(messages) == 2 + 2 * 3  # P, Q and the tensors too small to compress
         else:
-            assert {dtype for dtype, _ in sent} == {getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[hook])}
-            assert sum(size for _, size in sent) == 4 * share * whole
-    assert whole > 0
+            assert {dtype for dtype, _ in messages} == {getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[hook])}
+            assert sum(size for _, size in messages) == 4 * share * complete
+    assert complete > 0
 
 
 @pytest.mark.syncheck(ranks=2)

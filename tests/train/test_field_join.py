@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from resumed import interrupt, resume
-from scenarios import SMALL, differing, load, run, trained
+from support.resumed import interrupt, resume
+from support.scenarios import SMALL, differing, load, run, trained
 from torch import nn
 
 import syncheck
@@ -122,12 +122,12 @@ def test_checkpoints_and_checks_are_due_at_epoch_ends(ctx: RankContext, syncheck
 def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank) -> None:
     """A run that crashed in its second epoch resumes from the end of the first, and ends bitwise equal."""
     settings = replace(UNEVEN, checkpoint_every=5, out=syncheck_rank.shared / "parts")
-    whole = run(ctx, replace(settings, out=syncheck_rank.shared / "whole")).saved
+    complete = run(ctx, replace(settings, out=syncheck_rank.shared / "whole")).saved
     interrupt(ctx, settings, 6)
     result, notes = resume(ctx, settings)
     assert notes.steps == [6, 7, 8, 9, 10][: (5, 4)[ctx.rank]]
     assert result.steps == 10
-    assert [differing(*pair) for pair in zip(whole, result.saved, strict=True)] == [set(), set()]
+    assert [differing(*pair) for pair in zip(complete, result.saved, strict=True)] == [set(), set()]
 
 
 @pytest.mark.syncheck(ranks=2)

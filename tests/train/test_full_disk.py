@@ -6,16 +6,16 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from disks import make_read_only, small_disk
-from programs import TRAIN
-from scenarios import load
-from started import alive, wait_for
+from support.disks import make_read_only, small_disk
+from support.programs import TRAIN
+from support.scenarios import load
+from support.started import alive, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from programs import Programs
+    from support.programs import Programs
 
 pytestmark = pytest.mark.slow
 

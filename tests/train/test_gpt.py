@@ -29,10 +29,10 @@ def test_predictions_are_causal(name: str) -> None:
     model = build(name, width=32, depth=2)
     changed = BYTES.clone()
     changed[:, 40] += 1
-    logits, others = model(BYTES), model(changed % 256)
+    logits, remaining = model(BYTES), model(changed % 256)
     assert logits.shape == (2, 64, 256)
-    torch.testing.assert_close(logits[:, :40], others[:, :40], rtol=0, atol=1e-6)
-    assert not torch.allclose(logits[:, 40:], others[:, 40:], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[:, :40], remaining[:, :40], rtol=0, atol=1e-6)
+    assert not torch.allclose(logits[:, 40:], remaining[:, 40:], rtol=0, atol=1e-4)
     loss = F.cross_entropy(logits.flatten(0, 1), BYTES.roll(-1, 1).flatten())
     assert 5.4 < loss < 5.7
     loss.backward()
@@ -78,14 +78,14 @@ def test_attention_depends_on_distances() -> None:
 
 def test_attention_with_a_shard_of_the_heads() -> None:
     """Two halves of the columns of q, k and v, and of the rows of o, add up to the whole attention."""
-    whole, x, total = Attention(32), torch.randn(2, 8, 32), torch.zeros(2, 8, 32)
+    complete, x, total = Attention(32), torch.randn(2, 8, 32), torch.zeros(2, 8, 32)
     for half in range(2):
         part = Attention(32)
         for name in ("q", "k", "v", "o"):
-            weight = getattr(whole, name).weight.chunk(2, int(name == "o"))[half]
+            weight = getattr(complete, name).weight.chunk(2, int(name == "o"))[half]
             getattr(part, name).weight = nn.Parameter(weight.detach().clone())
         total += part(x)
-    torch.testing.assert_close(total, whole(x))
+    torch.testing.assert_close(total, complete(x))
 
 
 def test_experts_add_the_weighted_outputs_of_two() -> None:
@@ -110,7 +110,7 @@ def test_experts_add_the_weighted_outputs_of_two() -> None:
 
 def test_two_stages_compute_the_model() -> None:
     """A stage without norm and head, and a stage without embedding, together return the logits of the whole model."""
-    whole, first, last = build(), build(), build()
+    complete, first, last = build(), build(), build()
     first.norm = first.head = last.embed = None
     del first.layers[2:], last.layers[:2]
-    assert torch.equal(last(first(BYTES)), whole(BYTES))
+    assert torch.equal(last(first(BYTES)), complete(BYTES))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios import NEEDS_FSDP, SMALL, run
+from support.scenarios import NEEDS_FSDP, SMALL, run
 
 import syncheck
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs import TRAIN, children, wait_until_trains
-from scenarios import trained
-from started import alive, wait_for
+from support.programs import TRAIN, children, wait_until_trains
+from support.scenarios import trained
+from support.started import alive, wait_for
 
 from train.data import DistributedBatchSampler, load_data
 from train.data.loading import training_batches
@@ -18,7 +18,7 @@ from train.launch import RankContext
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 TINY = Settings(width=4, limit_train=96, epochs=2)
 

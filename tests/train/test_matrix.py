@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios import NEEDS_FSDP, SMALL, run
+from support.scenarios import NEEDS_FSDP, SMALL, run
 
 import syncheck
 from train.errors import UserError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import SMALL, differing, load, run, tensors, widest_gap
+from support.scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.testing import assert_in_sync
@@ -112,14 +112,14 @@ def test_sync_bn_keeps_all_tensors_in_sync(ctx: RankContext, syncheck_rank: Rank
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Keep the jobs of the test's runs, so that the test can inspect their memory."""
-    kept: list[Job] = []
+    retained: list[Job] = []
 
     def keep(*arguments: Any) -> Job:
-        kept.append(prepare(*arguments))
-        return kept[-1]
+        retained.append(prepare(*arguments))
+        return retained[-1]
 
     monkeypatch.setattr("train.engine.prepare", keep)
-    return kept
+    return retained
 
 
 @pytest.mark.syncheck(ranks=[2, 3])
@@ -160,9 +160,9 @@ def test_without_buffer_sync_statistics_are_unsynchronized(ctx: RankContext, syn
 
 def measure_drift(a: Path, b: Path) -> Tensor:
     """Return the differences of the running means as one vector; only running statistics may differ."""
-    left, right = load(a)["model"], load(b)["model"]
-    assert all(left[name].equal(right[name]) for name in left if not name.endswith(STATISTICS))
-    return torch.cat([left[name] - right[name] for name in left if name.endswith("running_mean")])
+    remaining, right = load(a)["model"], load(b)["model"]
+    assert all(remaining[name].equal(right[name]) for name in remaining if not name.endswith(STATISTICS))
+    return torch.cat([remaining[name] - right[name] for name in remaining if name.endswith("running_mean")])
 
 
 def test_buffer_argument_depends_on_the_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:

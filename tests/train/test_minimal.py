@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import TRAIN, Programs
-from scenarios import NEEDS_FSDP, fsdp, load, run, trained, whole_state
-from started import ROOT
+from support.programs import TRAIN, Programs
+from support.scenarios import NEEDS_FSDP, fsdp, load, run, trained, whole_state
+from support.started import ROOT
 from torch.utils.data import TensorDataset
 
 from train import minimal
@@ -152,7 +152,7 @@ def test_resumes(ctx: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A run of one method, resumed by a method, ends like an uninterrupted run; with the same method bitwise."""
     path = path_of(ctx, tmp_path)
     run_minimal(ctx, path, method=second)
-    whole = load(Path(path))
+    complete = load(Path(path))
     save = minimal.save
 
     def save_once(*arguments: Any) -> None:
@@ -169,8 +169,8 @@ def test_resumes(ctx: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resumed["epoch"] == 3
     rtol, atol = (0.0, 0.0) if first == second else (1e-4, 1e-6)
     for state, expected in (
-        (resumed["model"], whole["model"]),
-        (resumed["optimizer"]["state"], whole["optimizer"]["state"]),
+        (resumed["model"], complete["model"]),
+        (resumed["optimizer"]["state"], complete["optimizer"]["state"]),
     ):
         torch.testing.assert_close(state, expected, rtol=rtol, atol=atol)
 
@@ -205,12 +205,12 @@ def test_a_copy_of_the_file_runs(programs: Programs, tmp_path: Path, free_port: 
     Each method continues from the file of the previous method, and the losses match one uninterrupted process.
     """
     shutil.copy(FILE, tmp_path / "minimal.py")
-    whole = programs.run(sys.executable, "minimal.py", "--epochs", 4, "--checkpoint", "whole.pt")
-    assert whole.returncode == 0, whole.stderr
-    expected = read_epochs(whole.stdout)
+    complete = programs.run(sys.executable, "minimal.py", "--epochs", 4, "--checkpoint", "whole.pt")
+    assert complete.returncode == 0, complete.stderr
+    expected = read_epochs(complete.stdout)
     assert list(expected) == [1, 2, 3, 4]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port)
-    done, found = 0, {}
+    done, result = 0, {}
     for method, launcher in (("single", TRAIN[:1]), ("fsdp", torchrun), ("ddp", torchrun)):
         process = programs.start(*launcher, "minimal.py", "--method", method, "--epochs", 4, "--resume")
         assert process.stdout is not None
@@ -218,17 +218,17 @@ def test_a_copy_of_the_file_runs(programs: Programs, tmp_path: Path, free_port: 
         out = process.stdout.readline()
         if method != "ddp":
             process.terminate()
-        rest = programs.finish(process, 120)
-        assert (rest.returncode == 0) == (method == "ddp"), rest.stderr
-        found |= read_epochs(out + rest.stdout)
-        shown = programs.run(sys.executable, "-m", "syncheck", "show", "minimal.pt", PYTHONPATH=str(ROOT))
-        assert shown.returncode == 0, shown.stderr
-        assert "16 tensors" in shown.stdout
+        remainder = programs.finish(process, 120)
+        assert (remainder.returncode == 0) == (method == "ddp"), remainder.stderr
+        result |= read_epochs(out + remainder.stdout)
+        output = programs.run(sys.executable, "-m", "syncheck", "show", "minimal.pt", PYTHONPATH=str(ROOT))
+        assert output.returncode == 0, output.stderr
+        assert "16 tensors" in output.stdout
         done = load(tmp_path / "minimal.pt")["epoch"]
-        assert f"epoch = {done}," in shown.stdout
+        assert f"epoch = {done}," in output.stdout
     assert done == 4
-    assert found == pytest.approx({epoch: expected[epoch] for epoch in found}, abs=2e-3)
-    assert {1, 4} <= set(found)
+    assert result == pytest.approx({epoch: expected[epoch] for epoch in result}, abs=2e-3)
+    assert {1, 4} <= set(result)
 
 
 @pytest.mark.parametrize(

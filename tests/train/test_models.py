@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenarios import SMALLEST
+from support.scenarios import SMALLEST
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -196,6 +196,6 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
     if name in SHALLOW:
         assert blocks == []
         return
-    inside = sum(p.numel() for block in blocks for p in block.parameters())
+    inner = sum(p.numel() for block in blocks for p in block.parameters())
     assert len(blocks) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
-    assert inside > 0.8 * sum(p.numel() for p in model.parameters())
+    assert inner > 0.8 * sum(p.numel() for p in model.parameters())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
+from support.scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -143,10 +143,10 @@ def test_accumulation_sends_gradients_once_per_step(
     ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Three micro-batches cost as many all-reduces as one batch, and three times as many without no_sync."""
-    sent: list[int] = []
+    messages: list[int] = []
 
     def count_bucket(_: object, bucket: Any) -> Any:
-        sent.append(bucket.index())
+        messages.append(bucket.index())
         return allreduce_hook(None, bucket)
 
     # DDP inspects the annotations, and annotations in this file are strings.
@@ -164,14 +164,14 @@ def test_accumulation_sends_gradients_once_per_step(
         monkeypatch.setattr("train.methods.localsgd.post_localSGD_hook", count_bucket)
     counts = []
     for accumulate in (1, 3):
-        sent.clear()
+        messages.clear()
         trained(ctx, replace(CONVNET, method=method, accumulate=accumulate))
-        counts.append(len(sent))
+        counts.append(len(messages))
     assert counts[0] == counts[1] >= 6
     monkeypatch.setattr(Trainer, "run", disable_no_sync(Trainer.run))
-    sent.clear()
+    messages.clear()
     trained(ctx, replace(CONVNET, method=method, accumulate=3))
-    assert len(sent) == 3 * counts[0]
+    assert len(messages) == 3 * counts[0]
 
 
 def disable_no_sync(run_step: Any) -> Any:
@@ -219,7 +219,7 @@ def test_find_unused_allows_unused_parameters(ctx: RankContext, monkeypatch: pyt
         trained(ctx, settings)
     job = trained(ctx, replace(settings, find_unused=True))
     spare = job.method.module.get_parameter("spare.weight")
-    assert all(spare.equal(other) for other in ctx.gather(spare))
+    assert all(spare.equal(second) for second in ctx.gather(spare))
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -9,14 +9,14 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN
-from scenarios import SMALL, fsdp, run, tensors
-from started import alive
+from support.programs import SHORT, TRAIN
+from support.scenarios import SMALL, fsdp, run, tensors
+from support.started import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
     from syncheck.testing import Rank
     from train.launch import RankContext

@@ -7,7 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import TRAIN
+from support.programs import TRAIN
 
 from train.launch import RankContext
 from train.recorders.base import Start
@@ -16,7 +16,7 @@ from train.schedule import Plan
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 PLAN = Plan("ddp", epochs=10, steps=440, steps_per_epoch=44)
 

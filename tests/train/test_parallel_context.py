@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import run, trained
-from sequences import GPT, ROUNDING, difference_to_single
+from support.scenarios import run, trained
+from support.sequences import GPT, ROUNDING, difference_to_single
 
 import syncheck
 from train.errors import UserError

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import run, tensors, trained
-from sequences import MOE, ROUNDING, difference_to_single
+from support.scenarios import run, tensors, trained
+from support.sequences import MOE, ROUNDING, difference_to_single
 
 import syncheck
 from train.errors import UserError
@@ -74,14 +74,14 @@ def test_resume_is_bitwise(ctx: RankContext, syncheck_rank: Rank) -> None:
     """A run resumed by the same ranks saves the same bytes as an uninterrupted run."""
     out = syncheck_rank.shared
     settings = replace(EP, save_per_rank=True, optimizer="adamw", max_steps=6, checkpoint_every=3, out=out)
-    whole = tensors(run(ctx, settings).saved[ctx.rank])
+    complete = tensors(run(ctx, settings).saved[ctx.rank])
     if ctx.is_main:
         for path in out.rglob("step_6/*"):
             path.unlink()
     ctx.gather(ctx.rank)
     resumed = tensors(run(ctx, replace(settings, resume=True)).saved[ctx.rank])
-    assert list(resumed) == list(whole)
-    assert all(torch.equal(local(resumed[name]), local(whole[name])) for name in whole)
+    assert list(resumed) == list(complete)
+    assert all(torch.equal(local(resumed[name]), local(complete[name])) for name in complete)
 
 
 def local(tensor: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, differing, run, trained
+from support.scenarios import NEEDS_FSDP, differing, run, trained
 
 import syncheck
 from train.errors import UserError
@@ -75,8 +75,8 @@ def measure_alone(settings: Settings) -> list[float]:
 
 def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     """Return the maximum difference of a loss to a run in one process."""
-    own = {"pipeline_schedule": None, "parallel_degree": None, "accumulate": 1, "fault": None}
-    alone = measure_alone(replace(settings, method="single", **own))
+    own_values = {"pipeline_schedule": None, "parallel_degree": None, "accumulate": 1, "fault": None}
+    alone = measure_alone(replace(settings, method="single", **own_values))
     return max(abs(a - b) for a, b in zip(measure_losses(ctx, settings), alone, strict=True))
 
 
@@ -132,9 +132,9 @@ def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
     run(ctx, replace(half, schedule="constant", warmup_steps=0))
     resumed = replace(half, schedule="constant", warmup_steps=0, max_steps=6, resume=True)
     run(ctx, resumed)
-    whole = replace(resumed, resume=False, out=syncheck_rank.shared / "whole")
-    run(ctx, whole)
-    assert not differing(whole.out / names[ctx.rank], resumed.out / names[ctx.rank])
+    complete = replace(resumed, resume=False, out=syncheck_rank.shared / "whole")
+    run(ctx, complete)
+    assert not differing(complete.out / names[ctx.rank], resumed.out / names[ctx.rank])
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_files_of_copies_of_stages(ctx: RankContext, syncheck_rank: Rank) -> Non
     report = syncheck.compare(wrong.out)
     codes = [[finding.code for finding in group.findings] for group in report.groups if group.verdict == "out_of_sync"]
     assert codes
-    assert all("SYN217" in found for found in codes)
+    assert all("SYN217" in result for result in codes)
 
 
 @pytest.mark.parametrize(

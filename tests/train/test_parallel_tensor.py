@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from resumed import assert_bitwise
-from scenarios import NEEDS_FSDP, run, trained, whole_state
+from support.resumed import assert_bitwise
+from support.scenarios import NEEDS_FSDP, run, trained, whole_state
 
 import syncheck
 from train.engine import prepare
@@ -67,8 +67,8 @@ RUN = Trainer.run
 def check_like_single(ctx: RankContext, settings: Settings) -> None:
     """Compare losses, gradient norms and the model with a run in one process."""
     steps, state = measure_steps(ctx, settings)
-    own = {"sequence_parallel": False, "loss_parallel": False, "accumulate": 1}
-    expected, reference = measure_steps(RankContext(), replace(settings, method="single", **own))
+    own_values = {"sequence_parallel": False, "loss_parallel": False, "accumulate": 1}
+    expected, reference = measure_steps(RankContext(), replace(settings, method="single", **own_values))
     coarse = 1e4 if settings.amp == "bf16" else 1.0  # bfloat16 rounds at 4e-3
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=ROUNDING * coarse, atol=0)
     torch.testing.assert_close(state, reference, rtol=0, atol=ROUNDING * coarse)

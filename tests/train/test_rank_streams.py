@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from resumed import TINY, assert_bitwise
-from scenarios import SMALL, fsdp, run, trained, whole_state
+from support.resumed import TINY, assert_bitwise
+from support.scenarios import SMALL, fsdp, run, trained, whole_state
 
 import syncheck
 from train.engine import prepare
@@ -57,9 +57,9 @@ def test_dropout_differs_between_ranks(ctx: RankContext, method: str) -> None:
 def test_a_run_with_dropout_is_reproducible(ctx: RankContext, method: str) -> None:
     """Two runs with the same seed end with bitwise equal weights; another seed changes the weights."""
     settings = replace(DROPOUT, method=method)
-    first, again, other = (whole_state(trained(ctx, s)) for s in (settings, settings, replace(settings, seed=1)))
+    first, again, second = (whole_state(trained(ctx, s)) for s in (settings, settings, replace(settings, seed=1)))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["fc2.weight"], other["fc2.weight"])
+    assert not torch.equal(first["fc2.weight"], second["fc2.weight"])
     if method == "ddp":
         state = {name: tensor.tolist() for name, tensor in first.items()}
         theirs = ctx.gather(state)

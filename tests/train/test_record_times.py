@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios import SMALL
+from support.scenarios import SMALL
 
 from train.data.dataset import Images
 from train.engine import train

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from resumed import TINY, Crash, Stops
-from scenarios import SMALL, fsdp, load
-from started import ROOT
+from support.resumed import TINY, Crash, Stops
+from support.scenarios import SMALL, fsdp, load
+from support.started import ROOT
 
 from train.engine import train
 from train.errors import UserError
@@ -80,8 +80,8 @@ def test_metrics_have_their_fields(tmp_path: Path) -> None:
     assert [(s["step"], s["epoch"], s["samples"]) for s in steps] == [(4, 1, 128), (8, 2, 128), (12, 2, 128)]
     assert [(e["step"], e["samples"]) for e in epochs] == [(6, 192), (12, 192)]
     for number in ("loss", "accuracy", "top5_accuracy"):
-        whole = sum(e[number] * e["samples"] for e in epochs)
-        assert sum(s[number] * s["samples"] for s in steps) == pytest.approx(whole, rel=1e-12)
+        complete = sum(e[number] * e["samples"] for e in epochs)
+        assert sum(s[number] * s["samples"] for s in steps) == pytest.approx(complete, rel=1e-12)
     assert all(s["batch_time_s"] > s["data_time_s"] > 0 and s["grad_norm"] > 0 for s in steps)
     assert all(1e7 < s["peak_memory_bytes"] < 1e11 for s in (*steps, *epochs))
     assert (epochs[0]["test_accuracy"], epochs[1]["test_accuracy"]) == (None, result.test.accuracy)
@@ -151,8 +151,8 @@ def test_a_resumed_run_appends_to_its_files(tmp_path: Path) -> None:
     The first interval after the resume counts only the steps since then.
     """
     settings = replace(TINY, method="single", checkpoint_every=3, log_interval=2)
-    whole = replace(settings, out=tmp_path / "a", log_dir=tmp_path / "a")
-    run(whole)
+    complete = replace(settings, out=tmp_path / "a", log_dir=tmp_path / "a")
+    run(complete)
     parts = replace(settings, out=tmp_path / "b", log_dir=tmp_path / "b")
     both = CompositeRecorder([make_recorder(parts, RankContext(), "none"), Stops(5)])
     with pytest.raises(Crash), both:
@@ -178,9 +178,9 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.Capture
     run(replace(ALONE, log_dir=tmp_path, log_interval=1))
     path = tmp_path / "single" / "metrics.jsonl"
     assert 2000 < path.stat().st_size <= 4096
-    *whole, cut = path.read_text().split("\n")
-    assert json.loads(whole[0])["event"] == "start"
-    assert all(json.loads(line)["run"] == "single" for line in whole)
+    *complete, cut = path.read_text().split("\n")
+    assert json.loads(complete[0])["event"] == "start"
+    assert all(json.loads(line)["run"] == "single" for line in complete)
     assert not cut.endswith("}")
     assert capsys.readouterr().err == (
         f"run.py: warning: cannot write the log {path}: File too large; training continues\n"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN
-from started import ROOT
+from support.programs import RUN
+from support.started import ROOT
 
 from train.run import main
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

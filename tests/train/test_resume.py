@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from resumed import TINY, assert_bitwise, interrupt, resume, state_of, whole
-from scenarios import NEEDS_FSDP, fsdp, load
+from support.resumed import TINY, assert_bitwise, interrupt, resume, state_of, whole
+from support.scenarios import NEEDS_FSDP, fsdp, load
 from torch import Tensor, nn
 
 import syncheck

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from resumed import TINY, interrupt, resume, state_of, whole
+from support.resumed import TINY, interrupt, resume, state_of, whole
 
 from train.engine import train
 from train.errors import UserError

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, Programs, children, errors, imports_torch
-from resumed import differences
-from scenarios import load
-from started import wait_for
+from support.programs import RUN, TRAIN, Programs, children, errors, imports_torch
+from support.resumed import differences
+from support.scenarios import load
+from support.started import wait_for
 
 from train.resume import state_path, states_folder
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from programs import Run
+    from support.programs import Run
 
 # 40 steps an epoch: enough after step 14 for the ranks to be killed before the end.
 LONG = (
@@ -79,11 +79,11 @@ def test_killed_and_requeued(
     assert again.returncode == 0, again.stderr
     (note,) = [line for line in again.stderr.splitlines() if "resumed" in line]
     assert note.startswith(f"run.py: resumed {method} at step ")
-    reference, whole = uninterrupted[method]
+    reference, complete = uninterrupted[method]
     for rank in range(size):
         name = f"{method}_rank{rank}.pth"
         assert differences(load(out / name), load(reference / name)) == []
-    assert epoch_lines(again)[-2:] == epoch_lines(whole)[-2:]
+    assert epoch_lines(again)[-2:] == epoch_lines(complete)[-2:]
 
 
 def epoch_lines(run: Run) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from resumed import TINY, Stops, interrupt, resume, whole
-from scenarios import NEEDS_FSDP, fsdp, whole_state
+from support.resumed import TINY, Stops, interrupt, resume, whole
+from support.scenarios import NEEDS_FSDP, fsdp, whole_state
 
 from train.engine import prepare, train
 from train.errors import UserError
@@ -111,8 +111,8 @@ def test_state_is_exact_on_another_number_of_ranks(syncheck_rank: Rank, method: 
 
 def _max_difference(a: Settings, b: Settings, ctx: RankContext) -> float:
     """Load the final states of two runs, and return the largest difference between their weights."""
-    left, right = (whole_state(prepare(replace(s, resume=True), ctx)) for s in (a, b))
-    return max((left[name] - right[name]).abs().max().item() for name in left)
+    remaining, right = (whole_state(prepare(replace(s, resume=True), ctx)) for s in (a, b))
+    return max((remaining[name] - right[name]).abs().max().item() for name in remaining)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -162,9 +162,9 @@ def test_new_ranks_start_from_saved_ranks(syncheck_rank: Rank, method: str) -> N
         saved = torch.load(state_path(states_folder(settings.out, settings.run), 5, ctx.rank % 2), weights_only=True)[
             "model"
         ]
-        own = [name for name in saved if method in ("localsgd", "diloco") or "running" in name]
-        assert own
-        assert [name for name in own if not model[name].equal(saved[name])] == []
+        own_values = [name for name in saved if method in ("localsgd", "diloco") or "running" in name]
+        assert own_values
+        assert [name for name in own_values if not model[name].equal(saved[name])] == []
         assert (
             len({model["bn1.running_mean"].numpy().tobytes(), *ctx.gather(model["bn1.running_mean"].numpy().tobytes())})
             == 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from scenarios import differing, load
+from support.scenarios import differing, load
 
 from train.engine import train
 from train.options import build_parser, settings_from

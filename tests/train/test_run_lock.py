@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import TRAIN
-from resumed import TINY, Notes, resume
-from started import wait_for
+from support.programs import TRAIN
+from support.resumed import TINY, Notes, resume
+from support.started import wait_for
 
 from train.checkpoints import lock as locks
 from train.checkpoints.lock import RunLock, read_start_time
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from programs import Programs
+    from support.programs import Programs
 
     from syncheck.testing import Rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios import SMALL
+from support.scenarios import SMALL
 
 from train.engine import prepare
 from train.errors import UserError

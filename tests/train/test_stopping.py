@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from resumed import TINY, differences, resume, state_of, whole
-from scenarios import load
+from support.resumed import TINY, differences, resume, state_of, whole
+from support.scenarios import load
 
 from train.engine import train
 from train.errors import Stopped
@@ -153,8 +153,8 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
         name: [json.loads(line) for line in (tmp_path / name / "single" / "metrics.jsonl").read_text().splitlines()]
         for name in runs
     }
-    kept = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
-    scores = {name: [[r.get(key) for key in kept] for r in lines[name] if r["event"] != "start"] for name in runs}
+    retained = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
+    scores = {name: [[r.get(key) for key in retained] for r in lines[name] if r["event"] != "start"] for name in runs}
     assert scores["parts"] == scores["once"]
     best = [load(tmp_path / name / "best" / "single" / "rank_0.pth") for name in runs]
     assert differences(*best) == []

@@ -39,9 +39,9 @@ def max_differences(
     ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: tuple[int, ...]
 ) -> dict[str, float]:
     """Run three steps and an evaluation; return this rank's largest differences from BatchNorm on the whole batch."""
-    whole = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[len(tail)]
+    complete = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[len(tail)]
     options = {name: getattr(layer, name) for name in ("momentum", "affine", "track_running_stats")}
-    reference = whole(CHANNELS, **options).double()
+    reference = complete(CHANNELS, **options).double()
     if layer.affine:
         torch.manual_seed(1)
         for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from programs import TRAIN
-from scenarios import trained
+from support.programs import TRAIN
+from support.scenarios import trained
 
 from train.errors import UserError
 from train.evaluate.__main__ import main as evaluate
@@ -21,7 +21,7 @@ from train.settings import Settings, check
 from train.task import make_task
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 EXAMPLE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), re.DOTALL)[
     0
@@ -106,9 +106,9 @@ def test_a_resumed_run_keeps_the_best(module: str) -> None:
     assert main([*options, "whole", "--out", "whole"]) == 0
     assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]) == 0
     assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]) == 0
-    whole, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
+    complete, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
     for key in ("test_rmse", "best_rmse", "best_epoch"):
-        assert half[key] == whole[key]
+        assert half[key] == complete[key]
     assert main(["--out", "half", "--resume"]) == 2
 
 

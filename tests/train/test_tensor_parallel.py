@@ -6,14 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from started import ROOT
+from support.started import ROOT
 
 import syncheck
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from programs import Programs
+    from support.programs import Programs
 
 
 @pytest.mark.slow

@@ -23,17 +23,17 @@ def digest(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> str:
     states = [optimizer.state[p] for optimizer in optimizers for p in model.parameters() if p in optimizer.state]
     tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
     tensors.append(torch.get_rng_state())
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for value in tensors:
         local = value.to_local() if isinstance(value, DTensor) else value
-        found.update(local.numpy().tobytes() if isinstance(local, torch.Tensor) else repr(local).encode())
-    return found.hexdigest()
+        result.update(local.numpy().tobytes() if isinstance(local, torch.Tensor) else repr(local).encode())
+    return result.hexdigest()
 
 
 def write(folder: str, case: str, monitor: Any, error: BaseException | None, **more: Any) -> None:
     """Write CASE.rank<r>.json: the monitor's checks and findings, rank 0's events of CASE.jsonl, and the error."""
     events = Path(folder, f"{case}.jsonl")
-    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    reports = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     last = monitor.last if monitor is not None else None
     findings = [finding for group in last.groups for finding in group.findings] if last else []
     result = {
@@ -43,8 +43,8 @@ def write(folder: str, case: str, monitor: Any, error: BaseException | None, **m
         "names": sorted({name for finding in findings for name in finding.tensors}),
         "evidence": [finding.evidence for finding in findings],
         "tensors": last.counts.tensors if last else None,
-        "steps": [row["step"] for row in told if row["event"] == "check"],
-        "ended": [row["exception"] for row in told if row["event"] == "end"],
+        "steps": [row["step"] for row in reports if row["event"] == "check"],
+        "ended": [row["exception"] for row in reports if row["event"] == "end"],
         "error": f"{type(error).__name__}: {error}" if error else "",
     }
     Path(folder, f"{case}.rank{RANK}.json").write_text(json.dumps(result | more))

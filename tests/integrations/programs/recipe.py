@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from outcome import write
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes import blocks
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from support.recipes import blocks
 
 
 def names(heading: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scenarios import SMALL, differing, load, run, tensors
+from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
 from syncheck.diagnose.rules import RULES
@@ -69,11 +69,11 @@ class Pair:
 
 def differing_tensors(a: Path, b: Path) -> set[str]:
     """Return the names of tensors that differ in dtype or bytes, or are missing from one checkpoint."""
-    left, right = all_tensors(a), all_tensors(b)
+    remaining, right = all_tensors(a), all_tensors(b)
     return {
         n
-        for n in left | right
-        if n not in left or n not in right or dtype_and_bytes(left[n]) != dtype_and_bytes(right[n])
+        for n in remaining | right
+        if n not in remaining or n not in right or dtype_and_bytes(remaining[n]) != dtype_and_bytes(right[n])
     }
 
 

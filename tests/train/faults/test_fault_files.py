@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from planted import all_tensors, check_report, differing_tensors, optimizer_names, parameters, train_with_fault
-from scenarios import load, tensors
+from support.scenarios import load, tensors
 
 import syncheck
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import QUIET, check_report, optimizer_names, parameters
-from scenarios import SMALL, differing, load, run, tensors
+from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import NEEDED_OPTIONS, QUIET, differing_tensors
-from scenarios import run, tensors
+from support.scenarios import run, tensors
 
 import syncheck
 from syncheck.diagnose.statements import Course
@@ -75,8 +75,8 @@ def test_the_last_of_three_ranks_differs(ctx: RankContext, syncheck_rank: Rank, 
     outlier = files.pop(0 if fault == "optimizer-on-one-rank" else 2)
     drift = () if settings.sync_bn else STATISTICS
     assert all(name.endswith(drift) for name in differing_tensors(*files))
-    for other in files:
-        assert any(not name.endswith(drift) for name in differing_tensors(outlier, other))
+    for second in files:
+        assert any(not name.endswith(drift) for name in differing_tensors(outlier, second))
 
 
 @pytest.mark.syncheck(ranks=3, timeout=60)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from planted import Pair, differing_elements, flipped_bits, optimizer_names, parameters, statistics, train_with_fault
-from scenarios import differing, load, tensors
+from support.scenarios import differing, load, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
 
 def differences(a: Path, b: Path, names: set[str]) -> Tensor:
     """Return the differences of the named tensors between two checkpoints as one vector."""
-    left, right = tensors(a), tensors(b)
-    return torch.cat([(left[name].double() - right[name].double()).flatten() for name in sorted(names)])
+    remaining, right = tensors(a), tensors(b)
+    return torch.cat([(remaining[name].double() - right[name].double()).flatten() for name in sorted(names)])
 
 
 def step_counts(path: Path) -> set[float]:

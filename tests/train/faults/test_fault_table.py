@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from planted import QUIET
-from scenarios import SMALLEST
+from support.scenarios import SMALLEST
 from torch import nn
 
 from train import faults
@@ -141,9 +141,9 @@ def test_second_model_has_the_same_shapes(name: str) -> None:
     assert isinstance(find_first_layer(model), nn.Embedding if data == "text" else nn.Conv2d)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     state = torch.get_rng_state()
-    other = fault.build_other_model()
+    second = fault.build_other_model()
     assert torch.equal(torch.get_rng_state(), state)
-    copy_parameters(other, model)
+    copy_parameters(second, model)
     pairs = list(zip(before, model.parameters(), strict=True))
     assert all(old.shape == new.shape for old, new in pairs)
     assert all(not torch.equal(old, new) for old, new in pairs if old.dim() > 1)

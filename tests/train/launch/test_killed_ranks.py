@@ -9,15 +9,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import LONG, RUN, TRAIN, children, environment, errors, find_ranks, wait_until_trains
-from scenarios import load
-from started import alive, wait_for
+from support.programs import LONG, RUN, TRAIN, children, environment, errors, find_ranks, wait_until_trains
+from support.scenarios import load
+from support.started import alive, wait_for
 
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
 pytestmark = pytest.mark.slow
 

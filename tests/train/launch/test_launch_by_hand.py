@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
-from started import LAUNCHER, alive, free_port, wait_for
+from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
+from support.started import LAUNCHER, alive, free_port, wait_for
 
 from train.run import main
 
 if TYPE_CHECKING:
     import subprocess
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
     from syncheck.testing import Rank
 
@@ -156,36 +156,36 @@ def test_unreachable_rank_zero(
 @pytest.mark.slow
 def test_port_in_use(programs: Programs) -> None:
     """If another program uses the port, each rank reports in one line that the address is unusable."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        zero, one = run_all(programs, "--ip", "127.0.0.1", "--port", port, "--timeout", 1)
-    for rank, line in enumerate(errors([zero, one])):
+    with socket.socket() as second:
+        second.bind(("127.0.0.1", 0))
+        second.listen()
+        port = second.getsockname()[1]
+        zero, first = run_all(programs, "--ip", "127.0.0.1", "--port", port, "--timeout", 1)
+    for rank, line in enumerate(errors([zero, first])):
         assert line.startswith(f"error: rank {rank} of 2 could not join the other ranks at tcp://127.0.0.1:{port}: ")
-    assert (zero.returncode, one.returncode) == (2, 2)
+    assert (zero.returncode, first.returncode) == (2, 2)
 
 
 @pytest.mark.slow
 def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
     """Ctrl-C in one shell stops all ranks after the same step with the same line, and removes the rendezvous file."""
-    zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
-    os.kill(one.pid, signal.SIGINT)
-    runs = [programs.finish(process) for process in (zero, one)]
+    zero, first = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
+    os.kill(first.pid, signal.SIGINT)
+    runs = [programs.finish(process) for process in (zero, first)]
     assert [run.returncode for run in runs] == [130, 130]
     lines = errors(runs)
     assert lines[0] == lines[1]
     assert lines[0].startswith("stopped by SIGINT after step ")
     assert not (tmp_path / "meeting").exists()
     assert not alive(zero)
-    assert not alive(one)
+    assert not alive(first)
 
 
 @pytest.mark.slow
 def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
     """A second Ctrl-C ends a rank at once, even inside a collective that waits for a stopped rank."""
-    zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
-    os.kill(one.pid, signal.SIGSTOP)
+    zero, first = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
+    os.kill(first.pid, signal.SIGSTOP)
     time.sleep(1.0)
     os.kill(zero.pid, signal.SIGINT)
     time.sleep(1.5)
@@ -221,10 +221,10 @@ def count_connections(port: int) -> int:
 def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: int) -> None:
     """If rank 0 is killed during the rendezvous, a rank reports the store's address in one line, in its timeout."""
     address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 6)
-    zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
+    zero, first = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
     wait_for(lambda: count_connections(free_port) >= 1)
     os.kill(zero.pid, signal.SIGKILL)
-    run = programs.finish(one, timeout=40)
+    run = programs.finish(first, timeout=40)
     assert run.returncode == 2
     (line,) = errors([run])
     assert f"tcp://127.0.0.1:{free_port}" in line

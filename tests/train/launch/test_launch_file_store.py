@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs import TRAIN, errors
-from started import wait_for
+from support.programs import TRAIN, errors
+from support.started import wait_for
 
 from train.errors import RankError
 from train.launch import RankContext
@@ -20,7 +20,7 @@ from train.launch.process_group import check_store_file, process_group
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from programs import Programs
+    from support.programs import Programs
 
     from syncheck.testing import Rank
 

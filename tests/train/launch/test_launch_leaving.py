@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import TRAIN
-from started import alive
+from support.programs import TRAIN
+from support.started import alive
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 
 @pytest.mark.slow

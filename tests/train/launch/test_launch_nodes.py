@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from namespaces import ip, two_hosts
-from programs import SHORT, TRAIN, assert_trained, errors
-from required import unavailable
-from started import ROOT
+from support.namespaces import ip, two_hosts
+from support.programs import SHORT, TRAIN, assert_trained, errors
+from support.required import unavailable
+from support.started import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from namespaces import Host
-    from programs import Programs
+    from support.namespaces import Host
+    from support.programs import Programs
 
 MULTI_NODE = ROOT / "train" / "scripts" / "multi_node.sh"
 

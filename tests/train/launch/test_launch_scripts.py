@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, SHORT, assert_trained
-from started import ROOT
+from support.programs import RUN, SHORT, assert_trained
+from support.started import ROOT
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 SCRIPTS = ROOT / "train" / "scripts"
 NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch", "slurm_array.sbatch")

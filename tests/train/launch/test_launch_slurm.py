@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import NODES, Cluster
-from programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
-from scenarios import differing
-from started import ROOT, wait_for
+from support.cluster import NODES, Cluster
+from support.programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
+from support.scenarios import differing
+from support.started import ROOT, wait_for
 from test_stopping_programs import start_long, stopped_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +112,8 @@ def find_tasks(cluster: Cluster, rank: int) -> list[int]:
     """Return the process ids of the trainers started by srun on this cluster as this rank."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if str(RUN) in command(int(path.name))]
     # Tests on another worker have a cluster of their own.
-    wanted = (f"\0SLURM_PROCID={rank}\0", f"\0SLURM_CONF={cluster.environment['SLURM_CONF']}\0")
-    return [pid for pid in pids if all(entry in environment(pid) for entry in wanted)]
+    expected = (f"\0SLURM_PROCID={rank}\0", f"\0SLURM_CONF={cluster.environment['SLURM_CONF']}\0")
+    return [pid for pid in pids if all(entry in environment(pid) for entry in expected)]
 
 
 @pytest.mark.parametrize("kill_on_bad_exit", [0, 1])

@@ -12,8 +12,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import LONG, SHORT, TRAIN, assert_trained, children, command, find_ranks, imports_torch, wait_until_trains
-from started import alive, wait_for
+from support.programs import (
+    LONG,
+    SHORT,
+    TRAIN,
+    assert_trained,
+    children,
+    command,
+    find_ranks,
+    imports_torch,
+    wait_until_trains,
+)
+from support.started import alive, wait_for
 
 from train.launch.signals import ExitStatus
 from train.launch.spawn import choose_status, wait_for_ranks
@@ -21,7 +31,7 @@ from train.launch.spawn import choose_status, wait_for_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from programs import Programs, Run
+    from support.programs import Programs, Run
 
 STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved; .*--checkpoint-every N.*\n"
 USER_ERROR, SHARED_ERROR = ExitStatus(2, "only here"), ExitStatus(2, "everywhere", shared=True)

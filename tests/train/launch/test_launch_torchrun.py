@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import LONG, RUN, SHORT, assert_trained, children, command, errors, find_ranks, wait_until_trains
-from started import alive, wait_for
+from support.programs import LONG, RUN, SHORT, assert_trained, children, command, errors, find_ranks, wait_until_trains
+from support.started import alive, wait_for
 
 if TYPE_CHECKING:
-    from programs import Programs
+    from support.programs import Programs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 

@@ -10,14 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import LONG, RUN, TRAIN, errors, wait_until_trains
-from started import ROOT, alive
+from support.programs import LONG, RUN, TRAIN, errors, wait_until_trains
+from support.started import ROOT, alive
 
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
-    from programs import Programs
+    from support.programs import Programs
 
 STATES = (*LONG, "--timeout", 60, "--checkpoint-every", 1_000_000)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, RUN)

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from checkpoints import save_safetensors
+
+from support.checkpoints import save_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,13 +27,13 @@ def make_model(seed: int = 0, experts: int = 0) -> Weights:
 
     weights = {"model.embed_tokens.weight": draw(WORDS, WIDTH), "model.norm.weight": draw(WIDTH)}
     for i in range(LAYERS):
-        at = f"model.layers.{i}."
-        weights |= {f"{at}self_attn.{x}_proj.weight": draw(HEADS * HEAD, WIDTH) for x in "qo"}
-        weights |= {f"{at}self_attn.{x}_proj.weight": draw(GROUPS * HEAD, WIDTH) for x in "kv"}
-        weights |= {f"{at}{x}_layernorm.weight": draw(WIDTH) for x in ("input", "post_attention")}
+        start = f"model.layers.{i}."
+        weights |= {f"{start}self_attn.{x}_proj.weight": draw(HEADS * HEAD, WIDTH) for x in "qo"}
+        weights |= {f"{start}self_attn.{x}_proj.weight": draw(GROUPS * HEAD, WIDTH) for x in "kv"}
+        weights |= {f"{start}{x}_layernorm.weight": draw(WIDTH) for x in ("input", "post_attention")}
         for prefix in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
-            weights |= {f"{at}{prefix}.{x}_proj.weight": draw(INNER, WIDTH) for x in ("gate", "up")}
-            weights[f"{at}{prefix}.down_proj.weight"] = draw(WIDTH, INNER)
+            weights |= {f"{start}{prefix}.{x}_proj.weight": draw(INNER, WIDTH) for x in ("gate", "up")}
+            weights[f"{start}{prefix}.down_proj.weight"] = draw(WIDTH, INNER)
     return weights | {"lm_head.weight": draw(WORDS, WIDTH)}
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import load
 
+from support.scenarios import load
 from train.engine import train
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
@@ -98,8 +98,8 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
         return messages + [d for i, pair in enumerate(zip(a, b, strict=False)) for d in differences(*pair, f"{at}.{i}")]
     if isinstance(a, torch.Tensor):
         a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
-        same = a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
-        return [] if same else [f"{at}: {a.shape} {b.shape}"]
+        is_same = a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+        return [] if is_same else [f"{at}: {a.shape} {b.shape}"]
     nan = isinstance(a, float) and math.isnan(a) and math.isnan(b)
     return [] if nan or a == b else [f"{at}: {a} and {b}"]
 

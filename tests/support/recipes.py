@@ -12,8 +12,8 @@ def blocks() -> dict[str, list[str]]:
     """Return the Python blocks under each heading."""
     text = DOCS.read_text(encoding="utf-8")
     sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    found = {
+    result = {
         heading: re.findall(r"^```python\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL)
         for heading, body in zip(sections[::2], sections[1::2], strict=True)
     }
-    return {heading: code for heading, code in found.items() if code}
+    return {heading: code for heading, code in result.items() if code}

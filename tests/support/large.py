@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from groups import make_finding, make_group
-
+from support.groups import make_finding, make_group
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff
 
 

@@ -128,10 +128,10 @@ def run_rank(rank: int, place: str, folder: Path) -> None:
         fall_silent()
     try:
         report = resync(state, source=0).after if repairs else check(state)
-        told = f"returned {report.verdict}"
+        reports = f"returned {report.verdict}"
     except SyncheckError as error:
-        told = f"{type(error).__name__}: {error}"
-    (folder / "part").with_suffix(f".{rank}").write_text(told)
+        reports = f"{type(error).__name__}: {error}"
+    (folder / "part").with_suffix(f".{rank}").write_text(reports)
     os.rename(folder / f"part.{rank}", folder / f"told.{rank}")
     os._exit(0)
 
@@ -149,15 +149,15 @@ def run(place: str) -> dict[int, str]:
                 finally:
                     os._exit(1)
             ranks[rank] = pid
-        left = [rank for rank in ranks if rank != PLACES[place][0]]
+        remaining = [rank for rank in ranks if rank != PLACES[place][0]]
         deadline = time.monotonic() + 45
-        while time.monotonic() < deadline and not all((folder / f"told.{rank}").exists() for rank in left):
+        while time.monotonic() < deadline and not all((folder / f"told.{rank}").exists() for rank in remaining):
             time.sleep(0.02)
         for pid in ranks.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        told = {rank: folder / f"told.{rank}" for rank in left}
-        return {rank: path.read_text() if path.exists() else "hangs" for rank, path in told.items()}
+        reports = {rank: folder / f"told.{rank}" for rank in remaining}
+        return {rank: path.read_text() if path.exists() else "hangs" for rank, path in reports.items()}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def assemble(
     entries, places = {}, {}
     for name, (tensor, spans) in tensors.items():
         for i, (start, size) in enumerate(spans):
-            index = tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))
+            index = tuple(slice(position, position + length) for position, length in zip(start, size, strict=True))
             file = path / f"__{i}_0.distcp"
             with file.open("ab") as stream:
                 begin = stream.tell()

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scenarios import differing, load
-from started import ROOT, Processes
+from support.scenarios import differing, load
+from support.started import ROOT, Processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

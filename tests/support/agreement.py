@@ -24,9 +24,9 @@ needs_fsdp2 = pytest.mark.skipif(
 
 def on_all(mine: Any) -> list[Any]:
     """Return the values of all ranks, on all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    result: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(result, mine)
+    return result
 
 
 @dataclass

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from required import unavailable
+from support.required import unavailable
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = Path(__file__).parent / "frameworks" / "programs"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "frameworks" / "programs"
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
 
@@ -43,9 +43,9 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
-    kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
-    kept["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{kept.get('PYTHONPATH', '')}"  # syncheck of this clone
+    retained = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
+    retained |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+    retained["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{retained.get('PYTHONPATH', '')}"  # syncheck of this clone
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "layouts", "GLOO_SOCKET_IFNAME": "lo",
@@ -55,13 +55,13 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
     logs = [folder / f"log{rank}.txt" for rank in range(ranks)]
     try:
         for rank in range(ranks):
-            own = {"RANK": str(rank), "GROUP_RANK": str(rank)} | shared if ranks > 1 else {}
+            own_values = {"RANK": str(rank), "GROUP_RANK": str(rank)} | shared if ranks > 1 else {}
             with open(logs[rank], "w") as log:
                 started.append(
                     subprocess.Popen(
                         command,
                         cwd=folder,
-                        env=kept | own,
+                        env=retained | own_values,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -69,13 +69,13 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
                     )
                 )
         codes = [process.wait(timeout) for process in started]
-        left = [_alive(process.pid) for process in started]
+        remaining = [_alive(process.pid) for process in started]
     finally:
         for process in started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return [Ended(*each) for each in zip(codes, [log.read_text() for log in logs], left, strict=True)]
+    return [Ended(*each) for each in zip(codes, [log.read_text() for log in logs], remaining, strict=True)]
 
 
 def _alive(session: int) -> bool:

@@ -81,12 +81,12 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 def differing(a: Path, b: Path) -> set[str]:
     """Return the names of the tensors whose bytes differ between two checkpoints."""
-    left, right = tensors(a), tensors(b)
-    assert list(left) == list(right)
-    return {n for n in left if left[n].numpy().tobytes() != right[n].numpy().tobytes()}
+    remaining, right = tensors(a), tensors(b)
+    assert list(remaining) == list(right)
+    return {n for n in remaining if remaining[n].numpy().tobytes() != right[n].numpy().tobytes()}
 
 
 def widest_gap(a: Path, b: Path) -> float:
     """Return the largest absolute difference between the model tensors of two checkpoints."""
-    left, right = load(a)["model"], load(b)["model"]
-    return max((left[n].double() - right[n].double()).abs().max().item() for n in left)
+    remaining, right = load(a)["model"], load(b)["model"]
+    return max((remaining[n].double() - right[n].double()).abs().max().item() for n in remaining)

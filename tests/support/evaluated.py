@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from scenarios import load
-from started import ROOT
 
+from support.scenarios import load
+from support.started import ROOT
 from train.evaluate.rank_scores import score_run
 from train.evaluate.replicas import find_replicas
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from started import wait_for
+from support.started import wait_for
 
 
 def is_running(pid: int) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import cases
-
+from support import cases
 from syncheck.records import Evidence, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:

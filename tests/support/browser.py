@@ -7,7 +7,7 @@ import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from required import unavailable
+from support.required import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,9 +37,9 @@ def opened(path: Path, fragment: str = "", width: int = 1280, **context: Any) ->
     The page's policy forbids every request, and the browser logs attempts on the console. context: options of the
     browser's context, for example color_scheme="dark".
     """
-    one = _launch().new_context(viewport={"width": width, "height": 900}, **context)
+    first = _launch().new_context(viewport={"width": width, "height": 900}, **context)
     try:
-        page = one.new_page()
+        page = first.new_page()
         page.set_default_timeout(20_000)
         messages: list[str] = []
         page.on("console", lambda message: messages.append(message.text))
@@ -48,4 +48,4 @@ def opened(path: Path, fragment: str = "", width: int = 1280, **context: Any) ->
         page.wait_for_selector("html[data-ready]")
         yield page, messages
     finally:
-        one.close()
+        first.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from checkpoints import Done
-from started import ROOT, Processes, free_port
+from support.checkpoints import Done
+from support.started import ROOT, Processes, free_port
 
 if TYPE_CHECKING:
     import subprocess

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from agreement import flip, trained
 from rich.console import Console
 
+from support.agreement import flip, trained
 from syncheck.live import SyncMonitor
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
@@ -35,11 +35,11 @@ class Processes:
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a process; keyword arguments are environment variables."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
+        retained = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.folder,
-            env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **self.variables, **environment},
+            env={**retained, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), **self.variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from groups import make_group
-
+from support.groups import make_group
 from syncheck.diagnose import rules
 from syncheck.records import Counts, Replica, TensorDiff
 
@@ -55,9 +54,9 @@ def diagnose_single(case: Group, *earlier: Group) -> Finding:
 
     Unsynchronized running statistics of ranks outside the suspects may be a second finding.
     """
-    finding, *others = diagnose_case(case, *earlier).values()
-    assert {other.code for other in others} <= {"SYN201", "SYN202"}
-    assert not any(set(other.ranks) & set(finding.ranks) for other in others)
+    finding, *remaining = diagnose_case(case, *earlier).values()
+    assert {second.code for second in remaining} <= {"SYN201", "SYN202"}
+    assert not any(set(second.ranks) & set(finding.ranks) for second in remaining)
     assert sorted(finding.tensors) == sorted(diff.name for diff in case.tensors)
     assert sorted(finding.values) == sorted(value.name for value in case.values if value.counts)
     return finding

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from required import unavailable
-
 from benchmarks.nodes import Node, ip, two_nodes
+from support.required import unavailable
 from train.errors import UserError
 
 if TYPE_CHECKING:

@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from agreement import all_pass, each_rank, on_all
 
+from support.agreement import all_pass, each_rank, on_all
 from syncheck.live import Resync, check, resync
 
 
 def bits(*parts: Any) -> dict[str, Any]:
     """Return all tensors and values of modules and stateful objects by name, tensors as bytes."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for i, part in enumerate(parts):
         if isinstance(part, torch.nn.Module):
             named = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-            found |= {f"{i}.{name}": _plain(tensor) for name, tensor in named}
+            result |= {f"{i}.{name}": _plain(tensor) for name, tensor in named}
         else:
-            found |= _leaves(f"{i}", part.state_dict())
-    return found
+            result |= _leaves(f"{i}", part.state_dict())
+    return result
 
 
 def _leaves(name: str, node: Any) -> dict[str, Any]:
     if isinstance(node, dict):
-        return {key: leaf for at, part in node.items() for key, leaf in _leaves(f"{name}.{at}", part).items()}
+        return {
+            key: leaf for position, part in node.items() for key, leaf in _leaves(f"{name}.{position}", part).items()
+        }
     if isinstance(node, (list, tuple)):
         return _leaves(name, dict(enumerate(node)))
     return {name: _plain(node) if isinstance(node, torch.Tensor) else node}
@@ -43,10 +45,10 @@ def healed(*parts: Any, bad: tuple[int, ...], source: int, named: bool = False, 
     bad: the ranks that differ from the source before. named: pass source=. options: of `resync` and `check`.
     """
     before = on_all(bits(*parts))
-    assert [rank for rank, held in enumerate(before) if held != before[source]] == list(bad)
+    assert [rank for rank, contents in enumerate(before) if contents != before[source]] == list(bad)
     done: Any = all_pass(each_rank(resync, *parts, **options, **({"source": source} if named else {})))
     after = on_all(bits(*parts))
-    assert all(held == before[source] for held in after)
+    assert all(contents == before[source] for contents in after)
     assert (done.before.verdict, done.after.verdict) == ("out_of_sync", "in_sync")
     assert check(*parts, **options).verdict == "in_sync"
     return done

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from groups import make_finding, make_group, text
-
+from support.groups import make_finding, make_group, text
 from syncheck.records import (
     Closure,
     Counts,

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from checkpoints import Call, Global, save_pth
+
+from support.checkpoints import Call, Global, save_pth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +25,10 @@ def placement(text: str) -> Call:
     """Return the object of a placement as torch prints it: R, S(0), _S(0, 2) or P(sum)."""
     if text == "R":
         return new(_PLACES, "Replicate")
-    name, _, inside = text.rstrip(")").partition("(")
+    name, _, inner = text.rstrip(")").partition("(")
     if name == "P":
-        return new(_PLACES, "Partial", {"reduce_op": inside})
-    dim, *factor = map(int, inside.split(","))
+        return new(_PLACES, "Partial", {"reduce_op": inner})
+    dim, *factor = map(int, inner.split(","))
     state = {"dim": dim} | ({"split_factor": factor[0]} if factor else {})
     return new(_PLACES, "Shard" if name == "S" else "_StridedShard", state)
 

@@ -6,7 +6,7 @@ import subprocess
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from required import unavailable
+from support.required import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

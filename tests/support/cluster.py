@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from required import unavailable
+from support.required import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from libraries import run
+from support.libraries import run
 
 if TYPE_CHECKING:
-    from libraries import Ended
+    from support.libraries import Ended
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "integrations" / "programs"
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Outcomes:
 
     def of(self, case: str) -> list[dict[str, Any]]:
         """Return the outcome of a case on each rank."""
-        found = sorted(self.folder.glob(f"{case}.rank*.json"))
-        assert found, f"nothing of {case}:\n" + "\n".join(each.output[-3000:] for each in self.ended)
-        return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+        result = sorted(self.folder.glob(f"{case}.rank*.json"))
+        assert result, f"nothing of {case}:\n" + "\n".join(each.output[-3000:] for each in self.ended)
+        return [json.loads(path.read_text(encoding="utf-8")) for path in result]
 
     def steps(self, case: str) -> list[int]:
         """Return the checked steps, equal on all ranks, from rank 0's events."""

@@ -131,31 +131,31 @@ def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) ->
     majority = len(sets[0]) > len(sets[1])
     representatives = [replicas[ranks[0]] for ranks in sets]
     positions: dict[int, None] = {}
-    odd: list[int] = []
+    outlier: list[int] = []
     worst: tuple[Fraction, int] | None = None
     gaps: list[tuple[Fraction, Fraction, int]] = []
     every: list[tuple[Fraction, Fraction, int]] = []
-    for at, patterns in enumerate(zip(*representatives, strict=True)):
+    for position, patterns in enumerate(zip(*representatives, strict=True)):
         if patterns == (patterns[0],) * len(patterns):
             continue
         elements = [(value(bits, of), steps(bits, of)) for bits in patterns]
         if len({number for number, _ in elements}) == 1:
             continue
-        positions[at // of.parts] = None
+        positions[position // of.parts] = None
         finite = [(number, step) for number, step in elements if isinstance(number, Fraction)]
         if len(finite) < len(elements):
-            odd.append(at // of.parts)
+            outlier.append(position // of.parts)
             continue
         pairs = [(min(finite), max(finite))]
         if majority and not tolerance:
-            pairs = [(finite[0], other) for other in finite[1:]]
+            pairs = [(finite[0], second) for second in finite[1:]]
         if tolerance:
             every += [(abs(a - b), max(abs(a), abs(b)), abs(m - n)) for (a, m), (b, n) in combinations(finite, 2)]
         for (a, low), (b, high) in pairs:
             gaps.append((abs(a - b), max(abs(a), abs(b)), abs(high - low)))
             gap = abs(a - b) if not of.exponent else Fraction(rounded(abs(a - b)))
             if worst is None or gap > worst[0]:
-                worst = gap, at // of.parts
+                worst = gap, position // of.parts
     indices = sorted(positions)
     return Numbers(
         clusters={frozenset(ranks) for ranks in sets},
@@ -164,17 +164,17 @@ def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) ->
         max_abs=None if worst is None else int(worst[0]) if not of.exponent else float(worst[0]),
         max_rel=max((float(gap / scale) for gap, scale, _ in gaps if gap), default=None if worst is None else 0.0),
         max_ulp=max((ulp for _, _, ulp in gaps), default=None) if of.exponent else None,
-        index=odd[0] if odd else worst[1] if worst else None,
+        index=outlier[0] if outlier else worst[1] if worst else None,
         nonfinite={rank: _nonfinite(bits, of) for rank, bits in enumerate(replicas)},
         extent=_extent(indices, len(representatives[0]) // of.parts),
         gaps=[gap for gap in every if gap[0]] if tolerance else gaps,
-        hopeless=bool(odd),
+        hopeless=bool(outlier),
     )
 
 
 def _nonfinite(bits: Bits, of: Format) -> int:
-    odd = {pattern for pattern in set(bits) if isinstance(value(pattern, of), str)}
-    return len({at // of.parts for at, pattern in enumerate(bits) if pattern in odd}) if odd else 0
+    outlier = {pattern for pattern in set(bits) if isinstance(value(pattern, of), str)}
+    return len({position // of.parts for position, pattern in enumerate(bits) if pattern in outlier}) if outlier else 0
 
 
 def _extent(indices: list[int], numel: int) -> str | None:
@@ -193,11 +193,11 @@ def is_close(numbers: Numbers, of: Format, rtol: float | None, atol: float | Non
         return False
     verdicts: list[bool | None] = []
     for gap, scale, step in numbers.gaps:
-        near: bool | None = ulp is not None and step <= ulp
-        if not near and rtol is not None and atol is not None:
+        close_case: bool | None = ulp is not None and step <= ulp
+        if not close_case and rtol is not None and atol is not None:
             limit = Fraction(atol) + Fraction(rtol) * scale
             # Relative to the limit, but at least one step of float64, which has no smaller numbers.
             rounding = max(limit * Fraction(1, 10**14), Fraction(1, 2**1074))
-            near = None if abs(gap - limit) <= rounding else gap <= limit
-        verdicts.append(near)
+            close_case = None if abs(gap - limit) <= rounding else gap <= limit
+        verdicts.append(close_case)
     return False if False in verdicts else None if None in verdicts else True

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import cases
-
+from support import cases
 from syncheck.records import Evidence, Group, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:
@@ -77,12 +76,12 @@ def start(ranks: int = 2, odd: Any = None, **given: Any) -> list[TensorDiff]:
 def unreduced(ranks: int = 2, state: str = "exp_avg", odd: Any = (), cosine: float = 0.3) -> list[TensorDiff]:
     """Return a model whose ranks step with unreduced gradients."""
     norms = [{rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)} for i in range(len(MODEL))]
-    given = {"ranks": ranks, "odd": odd}
-    states = [moment(name, state, cosine=cosine, norms=n, **given) for name, n in zip(MODEL, norms, strict=True)]
+    settings = {"ranks": ranks, "odd": odd}
+    states = [moment(name, state, cosine=cosine, norms=n, **settings) for name, n in zip(MODEL, norms, strict=True)]
     if state == "exp_avg":
         different = tuple(odd) or tuple(range(1, ranks))
-        states += moments("exp_avg_sq", cosine=0.9, smaller=dict.fromkeys(different, 0.5), **given)
-    return model(cosine=0.99, **given) + states
+        states += moments("exp_avg_sq", cosine=0.9, smaller=dict.fromkeys(different, 0.5), **settings)
+    return model(cosine=0.99, **settings) + states
 
 
 def in_head(tensors: Iterable[TensorDiff]) -> list[TensorDiff]:

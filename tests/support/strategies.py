@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from exact import FORMATS, Format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
 import syncheck
+from support.exact import FORMATS, Format
 from syncheck.tensors.blocks import Files, ranges
 
 torch = pytest.importorskip("torch")
@@ -81,8 +81,8 @@ def patterns(of: Format, name: str) -> Any:
     if of.special == "scale":
         turns |= {of.bias - 1, of.bias, of.bias + 1}
     elif of.exponent:
-        one, infinity = of.bias << of.mantissa, ((1 << of.exponent) - 1) << of.mantissa
-        turns |= {one, one + 1, one - 1, sign | one, infinity, infinity - 1, infinity + 1, sign | infinity}
+        first, infinity = of.bias << of.mantissa, ((1 << of.exponent) - 1) << of.mantissa
+        turns |= {first, first + 1, first - 1, sign | first, infinity, infinity - 1, infinity + 1, sign | infinity}
         turns |= {1 << of.mantissa, infinity | 1 << (of.mantissa - 1), sign | (infinity - 1)}
     elif of.width == 64:
         turns |= {2**53, 2**53 + 1, 2**62}
@@ -91,10 +91,10 @@ def patterns(of: Format, name: str) -> Any:
 
 def packed(bits: list[int], of: Format) -> bytes:
     """Return patterns as little-endian bytes."""
-    made = array({8: "B", 16: "H", 32: "I", 64: "Q"}[of.width], bits)
+    created = array({8: "B", 16: "H", 32: "I", 64: "Q"}[of.width], bits)
     if sys.byteorder == "big":
-        made.byteswap()
-    return made.tobytes()
+        created.byteswap()
+    return created.tobytes()
 
 
 def from_bytes(data: bytes, name: str, shape: tuple[int, ...] | None = None) -> Any:
@@ -132,11 +132,20 @@ def loaded(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 def noise(seed: int, name: str, count: int) -> bytes:
     """Return the bytes of `count` elements: random bits, and often boundary values of the format."""
-    of, source = FORMATS[name], random.Random(seed)
-    sign = 1 << (of.width - 1)
-    turns = [0, 1, sign, sign - 1, 2 * sign - 1, ((1 << of.exponent) - 1) << of.mantissa if of.exponent else sign]
-    bits = [source.choice(turns) if source.random() < 0.2 else source.getrandbits(of.width) for _ in range(count)]
-    return packed([bit & 1 for bit in bits] if name == "bool" else bits, of)
+    source_value, source = FORMATS[name], random.Random(seed)
+    sign = 1 << (source_value.width - 1)
+    turns = [
+        0,
+        1,
+        sign,
+        sign - 1,
+        2 * sign - 1,
+        ((1 << source_value.exponent) - 1) << source_value.mantissa if source_value.exponent else sign,
+    ]
+    bits = [
+        source.choice(turns) if source.random() < 0.2 else source.getrandbits(source_value.width) for _ in range(count)
+    ]
+    return packed([bit & 1 for bit in bits] if name == "bool" else bits, source_value)
 
 
 sizes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -185,9 +194,9 @@ def arrays(draw: Any) -> Any:
     shape, code = draw(sizes), np.dtype(draw(st.sampled_from(NUMPY)))
     count = int(np.prod(shape, dtype=int))
     data = noise(draw(st.integers(0, 999)), "bool" if code.kind == "b" else "uint8", count * code.itemsize)
-    made: Any = np.frombuffer(data, code).reshape(shape)
+    created: Any = np.frombuffer(data, code).reshape(shape)
     turned = draw(st.sampled_from([lambda a: a, np.asfortranarray, lambda a: a[::-1] if a.ndim else a, np.transpose]))
-    return turned(made)
+    return turned(created)
 
 
 leaves = st.one_of(
@@ -216,11 +225,11 @@ keys = st.one_of(
 def trees(draw: Any) -> Any:
     """Return nested containers of tensors, arrays and values for torch.save; parts may be shared."""
     storages: list[Any] = []
-    made: list[Any] = []
+    created: list[Any] = []
 
     def build(depth: int) -> Any:
-        if made and draw(st.integers(0, 9)) == 0:
-            return draw(st.sampled_from(made))
+        if created and draw(st.integers(0, 9)) == 0:
+            return draw(st.sampled_from(created))
         kind = draw(st.sampled_from("tttttnv" if depth == 0 else "dddottnvlp"))
         if kind == "t":
             node = draw(tensors(storages))
@@ -235,7 +244,7 @@ def trees(draw: Any) -> Any:
             else:
                 named = zip(draw(st.lists(keys, min_size=len(parts), max_size=len(parts))), parts, strict=True)
                 node = dict(named) if kind == "d" else OrderedDict(named)
-        made.append(node)
+        created.append(node)
         return node
 
     return {draw(keys): build(2) for _ in range(draw(st.integers(1, 4)))}
@@ -254,9 +263,9 @@ def walk(tree: Any) -> list[tuple[str, Any]]:
 
     The key of a model's state dict is omitted, unless there are two model keys or two tensors would get one name.
     """
-    found = list(_walk(tree, ""))
-    leaves = [name for name, node in found if is_leaf(node)]
-    return found if len(set(leaves)) == len(leaves) else list(_walk(tree, "", whole=True))
+    result = list(_walk(tree, ""))
+    leaves = [name for name, node in result if is_leaf(node)]
+    return result if len(set(leaves)) == len(leaves) else list(_walk(tree, "", whole=True))
 
 
 def _walk(node: Any, name: str, *, whole: bool = False) -> Iterator[tuple[str, Any]]:

@@ -72,9 +72,9 @@ class _Pickler(pickle._Pickler):
         elif isinstance(obj, np.ndarray):
             key = str(len(self.records))
             self.records[key] = np.ascontiguousarray(obj).tobytes()
-            stored = _Stored(key, _STORAGES[obj.dtype.name], obj.size)
+            stored_values = _Stored(key, _STORAGES[obj.dtype.name], obj.size)
             strides = tuple(stride // obj.itemsize for stride in np.ascontiguousarray(obj).strides)[: obj.ndim]
-            arguments = (stored, 0, obj.shape, strides, False, OrderedDict())
+            arguments = (stored_values, 0, obj.shape, strides, False, OrderedDict())
             self.save_reduce(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
         else:
             super().save(obj, save_persistent_id)
@@ -158,8 +158,8 @@ def changed(state: dict[str, Any], *endings: str, by: float = 1.0) -> dict[str, 
 
 def snapshot(path: str, tensors: dict[str, tuple[int, ...]] | None = None, **metadata: Any) -> Snapshot:
     """Return a snapshot without a file. metadata: fields of the metadata block; without fields, there is no block."""
-    made = {name: Tensor(name, "float32", shape, (), path, 0) for name, shape in (tensors or {"w": (2,)}).items()}
-    return Snapshot(path, "torch-zip", 100, made, metadata=Metadata(**metadata) if metadata else None)
+    created = {name: Tensor(name, "float32", shape, (), path, 0) for name, shape in (tensors or {"w": (2,)}).items()}
+    return Snapshot(path, "torch-zip", 100, created, metadata=Metadata(**metadata) if metadata else None)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Helpers of the tests: files, models, ranks and reports to test with."""
