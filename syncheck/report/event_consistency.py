@@ -9,6 +9,8 @@ from collections import defaultdict
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from syncheck.report.selections import find_out_of_sync
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,11 +34,11 @@ def _compare_verdict(check: Group) -> dict[str, bool]:
     for finding in check.findings:
         role = _find_role(finding)
         codes[role].append(finding.code)
+
     softened, failing = codes["softened"], codes["failing"]
     # An allowed finding explains differences in a check in sync; nothing else does.
     explaining = failing + codes["allowed"]
-    differing = [diff.name for diff in check.tensors if diff.out_of_sync]
-    differs = check.counts.different + len(differing) > 0
+    differs = bool(check.counts.different or find_out_of_sync(check.tensors))
     # A check without compared tensors is undecided.
     unfounded = verdict == "in_sync" and not check.counts.compared
     return {
@@ -59,17 +61,14 @@ def _find_role(finding: Finding) -> str:
     return "neutral"
 
 
-def find_contradicted_check(event: Mapping[str, Any], check: Group | None) -> str:
+def find_contradicted_check(event: Mapping[str, Any], check: Group) -> str:
     """Return why an event `desync` or `end` contradicts the check before it, or an empty text."""
-    problems: dict[str, bool] = {}
-    if check is None:
-        return ""
     if event["event"] == "end":
-        problems = _compare_end(event, check)
+        return _first_problem(_compare_end(event, check))
     # An event `desync` belongs to the check of its step only.
-    elif event["step"] == check.step:
-        problems = _compare_desync(event, check)
-    return _first_problem(problems)
+    if event["step"] == check.step:
+        return _first_problem(_compare_desync(event, check))
+    return ""
 
 
 def _compare_end(event: Mapping[str, Any], check: Group) -> dict[str, bool]:
@@ -108,6 +107,7 @@ def _compare_counts(check: Group, event: Mapping[str, Any]) -> dict[str, bool]:
         results = sum(numbers) - counts.tensors
         problems[f"a negative number of tensors of kind {kind:.40}"] = min(numbers) < 0
         problems[f"{counts.tensors} tensors of kind {kind:.40}, but {results} results"] = results != counts.tensors
+
     return problems
 
 
@@ -115,10 +115,11 @@ def _is_softened(finding: Finding) -> bool:
     """Whether a finding claims to be mere information, but its code never is. Later versions may have more codes."""
     if finding.severity != "info":
         return False
+
     from syncheck.diagnose.rules import RULES  # 30 modules, only needed for events with findings of severity info
 
-    severities = {}
     for rule in RULES:
-        severities[rule.code] = rule.severity
-    severity = severities.get(finding.code, "info")
-    return severity != "info"
+        if rule.code == finding.code:
+            return rule.severity != "info"
+
+    return False

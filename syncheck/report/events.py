@@ -30,33 +30,35 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
+from syncheck.report.selections import SEVERITIES, Item, find_out_of_sync, list_codes, list_names, select_tensors
 from syncheck.report.tables import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from syncheck.messages import Message
 
-    from syncheck.findings import Certainty
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
 _MOST_TENSORS, _MOST_NAMES = 40, 8
 _MOST_NOTE = 1000  # characters
+# A file that is no event file may have a line of gigabytes.
 _MOST_LINE = 1 << 22  # characters
 _MOST_PROBLEM = 80  # characters
-CERTAINTIES = ("proved", "likely", "consistent")
+_STATUSES = ("different", "not_compared")
+_CERTAINTIES = ("proved", "likely", "consistent")
 _VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
-_TEXTS = ("name", "kind", "dtype", "status")
-_NUMBERS = ("mismatched", "numel", "max_abs", "max_rel", "max_ulp")
-_INTEGERS = ("shape", "index", "minority", "clusters", "replica_groups")
 
 
 def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[str, Any]]:
     """Return findings as JSON values. `tensors` is their number, `names` has the first ones."""
     differences: dict[str, float | None] = {}
     for group in report.groups:
-        differences.update((diff.name, diff.max_abs) for diff in group.tensors if diff.out_of_sync)
+        for diff in find_out_of_sync(group.tensors):
+            differences[diff.name] = diff.max_abs
     return [_describe_finding(finding, differences) for finding in findings]
 
 
@@ -89,25 +91,32 @@ def describe_check(report: Report) -> dict[str, Any]:
     for group in report.groups:
         for kind, counts in group.kinds.items():
             kinds[kind] = kinds.get(kind, Counts()) + counts
-        differing += [diff for diff in group.tensors if diff.out_of_sync]
-        notes += [str(note)[:_MOST_NOTE] for note in group.notes]
+        for note in group.notes:
+            notes.append(str(note)[:_MOST_NOTE])
+        differing += find_out_of_sync(group.tensors)
         if group.not_finite is not None:
             not_finite_count += group.not_finite.count
             not_finite_names += group.not_finite.names
+
+    worst_names = list_names(sort_worst_first(differing)[:_MOST_TENSORS])
     # The order of the model shows where a difference begins.
-    worst = {diff.name for diff in sort_worst_first(differing)[:_MOST_TENSORS]}
+    worst = select_tensors(differing, frozenset(worst_names))
     return {
         "kinds": {kind: asdict(counts) for kind, counts in kinds.items()},
-        "worst": [_describe_diff(diff) for diff in differing if diff.name in worst],
+        "worst": [_describe_diff(diff) for diff in worst],
         "notes": notes,
         "not_finite": {"count": not_finite_count, "names": not_finite_names[:_MOST_TENSORS]},
     }
 
 
 def _describe_diff(diff: TensorDiff) -> dict[str, Any]:
-    row = {name: getattr(diff, name) for name in (*_TEXTS, *_NUMBERS, *_INTEGERS)}
-    detail = None if diff.detail is None else str(diff.detail)
-    return row | {"reason": diff.reason, "detail": detail, "nonfinite": list(diff.nonfinite.items())}
+    row: dict[str, Any] = {}
+    for name in _READERS:
+        row[name] = getattr(diff, name)
+    row["reason"] = diff.reason
+    row["detail"] = None if diff.detail is None else str(diff.detail)
+    row["nonfinite"] = list(diff.nonfinite.items())
+    return row
 
 
 def are_events(paths: Sequence[Any]) -> bool:
@@ -125,9 +134,11 @@ def read_events(paths: Sequence[Any]) -> Report:
     for path in paths:
         for group in _EventFile(str(path)).read():
             runs.setdefault(group.run, []).append(group)
+
     groups: list[Group] = []
     for steps in runs.values():
         groups += [*steps[:-1], _add_history(steps[-1], steps)]
+
     followed = follow_not_finite(groups)
     return Report(overall(followed, ()), tuple(followed))
 
@@ -140,6 +151,9 @@ class _EventFile:
         self.run = Path(path).stem
         self.ranks: tuple[int, ...] = ()
         self.checks: list[Group] = []
+        # The last check of the current run, and the highest step of its checks.
+        self.last_check: Group | None = None
+        self.last_step = 0
 
     def read(self) -> list[Group]:
         """Return the checks of the file."""
@@ -154,8 +168,10 @@ class _EventFile:
                     f"{self.path}, line {number}: {contradiction}; the file was edited or damaged, so it has no "
                     "verdict. Pass the file as SyncMonitor wrote it"
                 )
+
         if not self.checks:
             raise UsageError(f"{self.path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+
         return self.checks
 
     def _add_event(self, event: Mapping[str, Any], number: int) -> str:
@@ -164,20 +180,23 @@ class _EventFile:
         if kind == "start":
             self._start_run(event, number)
         elif kind == "check":
-            self.checks.append(_make_group(event, self.run, self.ranks, self.path))
-            return find_contradiction(self.checks[-1], event)
-        elif kind in ("desync", "end"):
-            checks_of_run = [check for check in self.checks if check.run == self.run]
-            return find_contradicted_check(event, checks_of_run[-1] if checks_of_run else None)
+            check = _make_group(event, self.run, self.ranks, self.path)
+            self.checks.append(check)
+            self.last_check = check
+            self.last_step = max(check.step or 0, self.last_step)
+            return find_contradiction(check, event)
+        elif kind in ("desync", "end") and self.last_check is not None:
+            return find_contradicted_check(event, self.last_check)
+
         return ""
 
     def _start_run(self, event: Mapping[str, Any], number: int) -> None:
-        self.ranks = tuple(sorted(map(_read_natural, event["ranks"])))
-        first = _read_natural(event["step"])
-        last_step = max((check.step or 0 for check in self.checks if check.run == self.run), default=0)
-        if last_step and last_step >= first:
-            # Another run appended to the file.
+        self.ranks = tuple(sorted(_read_list(event["ranks"], _read_natural)))
+        first_step = _read_natural(event["step"])
+        # A resumed run starts after the last step; any other run that appended to the file does not.
+        if self.last_step and self.last_step >= first_step:
             self.run = f"{Path(self.path).stem} from line {number}"
+            self.last_check, self.last_step = None, 0
 
 
 def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -196,72 +215,104 @@ def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not isinstance(event, dict) or "event" not in event:
                     raise UsageError(f"{path}, line {number}: not an event; pass a file of SyncMonitor(events=...)")
                 yield number, event
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(f"{path}: {problem}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
-    step, verdict = _read_natural(event["step"]), event["verdict"]
-    # The file may be of a later version, or no file of a monitor.
-    if verdict not in _VERDICTS:
-        raise ValueError(f"verdict {verdict!r}")
-    tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
+    step = _read_natural(event["step"])
+    verdict = _read_choice("verdict", event["verdict"], _VERDICTS)
+    tensors = _read_natural(event["tensors"])
     kinds = _read_kinds(event)
-    if not kinds:
-        # Version 0.1 wrote only how many tensors were compared.
-        reported = sum(_read_natural(row["tensors"]) for row in event["findings"])
-        different = min(compared, reported)
-        kinds["all"] = Counts(tensors, compared - different, different=different, not_compared=tensors - compared)
+    replicas = []
+    for rank in ranks:
+        replica = Replica(
+            path=path,
+            rank=rank,
+            format="memory",
+            tensors=tensors,
+            bytes=0,
+        )
+        replicas.append(replica)
+
     return Group(
         name=f"{run} step {step}",
         run=run,
         step=step,
-        replicas=tuple(Replica(path, rank, "memory", tensors, 0) for rank in ranks),
+        replicas=tuple(replicas),
         counts=sum(kinds.values(), Counts()),
-        tensors=tuple(map(_make_diff, event.get("worst", ()))),
+        tensors=_read_list(event.get("worst", ()), _make_diff),
         kinds=kinds,
         verdict=verdict,
-        findings=tuple(map(_make_finding, event["findings"])),
+        findings=_read_list(event["findings"], _make_finding),
         not_finite=_make_not_finite(event.get("not_finite")),
-        notes=tuple(Note.STORED(text=str(note)) for note in event.get("notes", ())),
+        notes=_read_list(event.get("notes", ()), _make_note),
     )
 
 
 def _read_kinds(event: Mapping[str, Any]) -> dict[str, Counts]:
     """Return the counts by kind of tensor."""
+    tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
     kinds = {}
     for kind, row in event.get("kinds", {}).items():
-        numbers = {field.name: _read_natural(row[field.name]) for field in fields(Counts)}
-        kinds[str(kind)] = Counts(**numbers)
-    return kinds
+        numbers = [_read_natural(row[field.name]) for field in fields(Counts)]
+        kinds[str(kind)] = Counts(*numbers)
+
+    if kinds:
+        return kinds
+
+    # Version 0.1 wrote only how many tensors were compared.
+    reported = sum(_read_natural(row["tensors"]) for row in event["findings"])
+    different = min(compared, reported)
+    counts = Counts(
+        tensors=tensors,
+        identical=compared - different,
+        different=different,
+        not_compared=tensors - compared,
+    )
+    return {"all": counts}
+
+
+def _make_note(text: Any) -> Message:
+    return Note.STORED(text=str(text))
 
 
 def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
     """Return the tensors that are not finite; None if there are none, or if an older version wrote the event."""
     if row is None or not _read_natural(row["count"]):
         return None
-    return NotFinite(tuple(str(name) for name in row["names"]), _read_natural(row["count"]))
+    return NotFinite(_read_list(row["names"], str), _read_natural(row["count"]))
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
     values: dict[str, Any] = {}
-    for names, read in ((_TEXTS, str), (_INTEGERS, _read_integers), (_NUMBERS, _read_size)):
-        values |= {name: read(row[name]) for name in names}
-    if values["status"] not in ("different", "not_compared"):
-        raise ValueError(f"status {values['status']!r}")
+    for name, read in _READERS.items():
+        values[name] = read(row[name])
+
+    _read_choice("status", values["status"], _STATUSES)
     if row["reason"] is not None:
         values["reason"] = Reason(row["reason"])
     if row["detail"] is not None:
         values["detail"] = Fact.TEXT(text=str(row["detail"]))
-    values["nonfinite"] = {_read_natural(rank): _read_natural(n) for rank, n in row["nonfinite"]}
+
+    values["nonfinite"] = {}
+    for rank, count in row["nonfinite"]:
+        values["nonfinite"][_read_natural(rank)] = _read_natural(count)
+
     return TensorDiff(**values)
+
+
+def _read_list(values: Iterable[Any], read: Callable[[Any], Item]) -> tuple[Item, ...]:
+    """Return the items of a list. read: converts an item, or raises ValueError."""
+    return tuple(read(value) for value in values)
 
 
 def _read_integers(value: Any) -> Any:
     """Return lists of integers as tuples; None stays."""
     if isinstance(value, list):
-        return tuple(map(_read_integers, value))
+        return _read_list(value, _read_integers)
     return None if value is None else _read_natural(value)
 
 
@@ -276,37 +327,38 @@ def _read_size(value: Any) -> Any:
     """Return the size of a difference, None if it is unknown. Raises ValueError unless it is a finite number."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+    # `True` is an integer of Python, and its JSON may have NaN and Infinity.
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{brief(value)} is not a finite number")
     return value
 
 
-def _read_certainty(value: Any) -> Certainty:
-    """Return the certainty of a finding. Raises ValueError for another text."""
-    if value not in CERTAINTIES:
-        raise ValueError(f"certainty {brief(value)}")
-    certainty: Certainty = value
-    return certainty
+def _read_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """Return a value of a field. Raises ValueError unless it is one of the choices."""
+    # The file may be of a later version, or no file of a monitor.
+    if value not in choices:
+        raise ValueError(f"{name} {brief(value)}")
+    return value
 
 
 def _make_finding(row: Mapping[str, Any]) -> Finding:
-    if row["severity"] not in ("info", "warning", "error"):
-        raise ValueError(f"severity {row['severity']!r}")
+    severity = _read_choice("severity", row["severity"], SEVERITIES)
     code = str(row["code"])
+    advice = f"see: syncheck explain {code}"
     return Finding(
         code=code,
         slug=str(row["slug"]),
-        severity=row["severity"],
-        ranks=tuple(map(_read_natural, row["ranks"])),
-        tensors=tuple(str(name) for name in row.get("names", ())),
+        severity=severity,
+        ranks=_read_list(row["ranks"], _read_natural),
+        tensors=_read_list(row.get("names", ()), str),
         facts=(Fact.TEXT(text=str(row["evidence"])),),
-        cause=Fact.TEXT(text=str(row.get("cause", f"see: syncheck explain {code}"))),
-        fix=Fact.TEXT(text=str(row.get("fix", f"see: syncheck explain {code}"))),
+        cause=Fact.TEXT(text=str(row.get("cause", advice))),
+        fix=Fact.TEXT(text=str(row.get("fix", advice))),
         allowed=bool(row["allowed"]),
         counts=bool(row.get("counts", True)),
         # Versions before 0.3 wrote no certainty.
-        certainty=_read_certainty(row.get("certainty", "likely")),
-        alternatives=tuple(str(code) for code in row.get("alternatives", ())),
+        certainty=_read_choice("certainty", row.get("certainty", "likely"), _CERTAINTIES),
+        alternatives=_read_list(row.get("alternatives", ()), str),
     )
 
 
@@ -320,22 +372,44 @@ def _add_history(last: Group, steps: Sequence[Group]) -> Group:
 
 def _follow(finding: Finding, steps: Sequence[Group]) -> History:
     """Return the history of a finding of the last step. steps: the checks of a run."""
-    names = set(finding.tensors)
+    names = frozenset(finding.tensors)
     points: list[HistoryPoint] = []
-    diffs_of_steps = []
-    for check in steps:
-        diffs = [diff for diff in check.tensors if diff.name in names and diff.out_of_sync]
+    diffs_of_steps: list[list[TensorDiff]] = []
+    differing_positions: list[int] = []
+    for position, check in enumerate(steps):
+        diffs = find_out_of_sync(select_tensors(check.tensors, names))
         differing = _count_differing(finding, diffs, check)
-        largest = _find_largest([diff.max_abs for diff in diffs]) if differing else 0.0
-        points.append(HistoryPoint(check.step or 0, differing, largest, check.verdict != "in_sync"))
+        largest: float | None = 0.0
+        if differing:
+            largest = _find_largest([diff.max_abs for diff in diffs])
+            differing_positions.append(position)
+        point = HistoryPoint(
+            step=check.step or 0,
+            differing=differing,
+            max_abs=largest,
+            others_differ=check.verdict != "in_sync",
+        )
+        points.append(point)
         diffs_of_steps.append(diffs)
+
     # The finding is at the last step at least.
-    first = next(position for position, point in enumerate(points) if point.differing)
-    agreed = points[first - 1].step if first else None
-    same_code = [other.ranks for other in steps[first].findings if other.code == finding.code]
-    suspects = same_code[0] if same_code else finding.ranks
-    trend = trend_of(diffs_of_steps[first:])
-    return History(tuple(points), points[first].step, agreed, (), suspects, trend)
+    first = differing_positions[0]
+    return History(
+        points=tuple(points),
+        since=points[first].step,
+        agreed=points[first - 1].step if first else None,
+        tensors=(),
+        ranks=_find_suspects(finding, steps[first]),
+        trend=trend_of(diffs_of_steps[first:]),
+    )
+
+
+def _find_suspects(finding: Finding, check: Group) -> tuple[int, ...]:
+    """Return the ranks of the same finding at an earlier check; without it, its own ranks."""
+    for earlier in check.findings:
+        if earlier.code == finding.code:
+            return earlier.ranks
+    return finding.ranks
 
 
 def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group) -> int:
@@ -344,15 +418,42 @@ def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group
     diffs: those among the worst tensors of the check. A check has another code for the same tensors if its evidence
     was different, and an event does not list all tensors, so only a check in sync shows that they agreed.
     """
-    if diffs or finding.code in [other.code for other in group.findings]:
-        return max(1, len(diffs))
-    if group.verdict == "in_sync":
+    if diffs:
+        return len(diffs)
+    if finding.code in list_codes(group.findings):
+        return 1
+
+    lists_all_tensors = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
+    if group.verdict == "in_sync" or lists_all_tensors:
         return 0
-    complete = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
-    return 0 if complete else 1
+
+    return 1
 
 
 def _find_largest(sizes: Sequence[float | None]) -> float | None:
     """Return the largest difference; None if there is none, or if one is unknown."""
-    measured = [float(size) for size in sizes if size is not None]
-    return max(measured) if measured and len(measured) == len(sizes) else None
+    largest = 0.0
+    for size in sizes:
+        if size is None:
+            return None
+        largest = max(largest, float(size))
+    return largest if sizes else None
+
+
+# How to read the fields of a tensor that an event stores as they are.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "name": str,
+    "kind": str,
+    "dtype": str,
+    "status": str,
+    "mismatched": _read_size,
+    "numel": _read_size,
+    "max_abs": _read_size,
+    "max_rel": _read_size,
+    "max_ulp": _read_size,
+    "shape": _read_integers,
+    "index": _read_integers,
+    "minority": _read_integers,
+    "clusters": _read_integers,
+    "replica_groups": _read_integers,
+}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # The findings that name no cause.
 UNEXPLAINED = ("SYN299", "SYN399")
+_UNKNOWN = "unknown"
 
 
 class Title(Sentence):
@@ -65,6 +66,7 @@ def finding_title(finding: Finding, write: Writer = write_plain) -> str:
     )
     if finding.ranks:
         title = Title.ON_RANKS(title=title, ranks=finding.ranks)
+
     return title.render(write)
 
 
@@ -97,24 +99,33 @@ def cause_text(finding: Finding, write: Writer = write_plain) -> str:
 def _describe_cause(finding: Finding) -> Message:
     if finding.certainty != "consistent":
         return finding.cause
-    others = _name_findings(finding.alternatives)
-    if finding.code in UNEXPLAINED:
-        return Cause.NOT_EXCLUDED(cause=finding.cause, others=others) if others else finding.cause
-    if others:
-        return Cause.ALSO_POSSIBLE(cause=finding.cause, others=others)
-    return Cause.UNNAMED_POSSIBLE(cause=finding.cause)
+
+    alternatives = _name_findings(finding.alternatives)
+    is_explained = finding.code not in UNEXPLAINED
+    if is_explained and alternatives:
+        return Cause.ALSO_POSSIBLE(cause=finding.cause, others=alternatives)
+    if is_explained:
+        return Cause.UNNAMED_POSSIBLE(cause=finding.cause)
+    if alternatives:
+        return Cause.NOT_EXCLUDED(cause=finding.cause, others=alternatives)
+
+    return finding.cause
 
 
 def _name_findings(codes: Sequence[str]) -> list[str]:
     """Return codes with their names in words, as in 'SYN211 gradients-not-reduced'."""
     if not codes:
         return []
+
     # All rules are loaded only for a finding with alternatives.
     from syncheck.diagnose.rules import RULES
 
-    names = {rule.code: rule.slug for rule in RULES}
+    titles: dict[str, str] = {}
+    for rule in RULES:
+        titles[rule.code] = f"{rule.code} {rule.slug}"
+
     # A saved report may have codes of another version.
-    return [f"{code} {names[code]}" if code in names else code for code in codes]
+    return [titles.get(code, code) for code in codes]
 
 
 def describe_history(finding: Finding, write: Writer = write_plain) -> str:
@@ -141,48 +152,62 @@ def _add_trend(fact: Message, history: History) -> Message:
 def _since(history: History) -> Message:
     if history.agreed is None:
         return When.SINCE_FIRST_STEP(since=history.since)
-    others_differed = any(point.step == history.agreed and point.others_differ for point in history.points)
-    sentence = When.DIFFERENT_SINCE if others_differed else When.OUT_OF_SYNC_SINCE
-    return sentence(agreed=history.agreed, since=history.since)
+    # Other tensors may have differed when these agreed.
+    steps_with_others = {point.step for point in history.points if point.others_differ}
+    if history.agreed in steps_with_others:
+        return When.DIFFERENT_SINCE(agreed=history.agreed, since=history.since)
+    return When.OUT_OF_SYNC_SINCE(agreed=history.agreed, since=history.since)
 
 
 def _first_difference(history: History) -> Message:
     since = _since(history)
     if not history.tensors:
         return since
+
+    # A sentence with all tensors could be megabytes long.
     first = one_line(history.tensors[0])
     count = len(history.tensors)
     if count == 1:
         return When.FIRST_IN(since=since, tensor=first, ranks=history.ranks)
-    return When.FIRST_IN_SEVERAL(since=since, count=count, tensor=first, ranks=history.ranks)
+
+    return When.FIRST_IN_SEVERAL(
+        since=since,
+        count=count,
+        tensor=first,
+        ranks=history.ranks,
+    )
 
 
 def _steps_in_sync(history: History) -> list[Message]:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
-    later = [point for point in history.points if point.step > history.since and not point.differing]
-    in_sync = [point.step for point in later if not point.others_differ]
-    equal = [point.step for point in later if point.others_differ]
+    steps: dict[When, list[int]] = {When.IN_SYNC_AGAIN: [], When.EQUAL_AGAIN: []}
+    for point in history.points:
+        if point.step > history.since and not point.differing:
+            sentence = When.EQUAL_AGAIN if point.others_differ else When.IN_SYNC_AGAIN
+            steps[sentence].append(point.step)
+
     facts = []
-    if in_sync:
-        facts.append(When.IN_SYNC_AGAIN(count=len(in_sync), steps=in_sync))
-    if equal:
-        facts.append(When.EQUAL_AGAIN(count=len(equal), steps=equal))
+    for sentence, numbers in steps.items():
+        if numbers:
+            facts.append(sentence(count=len(numbers), steps=numbers))
+
     return facts
 
 
 def _differences(history: History) -> list[Message]:
     """Return the largest difference at the first step out of sync and at the last step; empty if both are unknown."""
-    points = [point for point in history.points if point.step >= history.since]
     # Points before the first difference have no size.
-    first, last = points[0].max_abs, points[-1].max_abs
-    if first is None and last is None:
+    sizes = [point.max_abs for point in history.points if point.step >= history.since]
+    first, last = _known_difference(sizes[0]), _known_difference(sizes[-1])
+    if first == last == _UNKNOWN:
         return []
-    if len(points) == 1:
-        fact = When.DIFFERENCE(first=_known_difference(first))
-    else:
-        fact = When.DIFFERENCES(first=_known_difference(first), last=_known_difference(last))
+
+    fact = When.DIFFERENCES(first=first, last=last)
+    if len(sizes) == 1:
+        fact = When.DIFFERENCE(first=first)
+
     return [_add_trend(fact, history)]
 
 
 def _known_difference(difference: float | None) -> str:
-    return "unknown" if difference is None else difference_text(difference)
+    return _UNKNOWN if difference is None else difference_text(difference)

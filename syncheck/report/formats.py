@@ -10,7 +10,7 @@ from syncheck.options import EXTENSIONS
 from syncheck.versions import list_versions, version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from syncheck.records import Report
 
@@ -58,6 +58,7 @@ def describe_run(settings: Any) -> list[tuple[str, str]]:
     command = [name]
     if name == "__main__.py":
         command = ["python", "-m", os.path.basename(folder)]
+
     _, system, libraries, _ = list_versions()
     return [
         ("written", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")),
@@ -71,21 +72,21 @@ def describe_run(settings: Any) -> list[tuple[str, str]]:
 
 def _describe_settings(settings: Any) -> str:
     """Return the options that differ from their defaults; empty without settings."""
-    from dataclasses import MISSING, fields
+    from dataclasses import fields
 
     if settings is None:
         return ""
+
+    defaults = type(settings)()
     texts = []
     for field in fields(settings):
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
         value = getattr(settings, field.name)
-        if value == default:
+        if value == getattr(defaults, field.name):
             continue
         if isinstance(value, tuple):
             value = ", ".join(map(str, value))
         texts.append(f"{field.name} = {value}")
+
     return "; ".join(texts)
 
 
@@ -94,27 +95,50 @@ def render_format(name: str, report: Report, settings: Any = None) -> str:
 
     settings: the `Options` of the comparison, for an HTML page.
     """
-    # Local imports, because each run needs one module only.
-    if name == "json":
-        from syncheck.report import json_document
+    render = _RENDERERS.get(name, _render_text)
+    return render(report, settings)
 
-        return json_document.render(report, version())
-    if name == "junit":
-        from syncheck.report import junit
 
-        return junit.render(report)
-    if name == "github":
-        from syncheck.report import github
+def _render_json(report: Report, _settings: Any) -> str:
+    from syncheck.report import json_document
 
-        return github.render(report)
-    if name == "markdown":
-        from syncheck.report import markdown
+    return json_document.render(report, version())
 
-        return markdown.render(report)
-    if name == "html":
-        from syncheck.report import html
 
-        return html.render(report, version(), describe_run(settings))
+def _render_junit(report: Report, _settings: Any) -> str:
+    from syncheck.report import junit
+
+    return junit.render(report)
+
+
+def _render_github(report: Report, _settings: Any) -> str:
+    from syncheck.report import github
+
+    return github.render(report)
+
+
+def _render_markdown(report: Report, _settings: Any) -> str:
+    from syncheck.report import markdown
+
+    return markdown.render(report)
+
+
+def _render_html(report: Report, settings: Any) -> str:
+    from syncheck.report import html
+
+    return html.render(report, version(), describe_run(settings))
+
+
+def _render_text(report: Report, _settings: Any) -> str:
     from syncheck.report import plain, text
 
     return plain.render(text.comparison(report, 0))
+
+
+_RENDERERS: dict[str, Callable[[Report, Any], str]] = {
+    "json": _render_json,
+    "junit": _render_junit,
+    "github": _render_github,
+    "markdown": _render_markdown,
+    "html": _render_html,
+}

@@ -8,18 +8,20 @@ https://docs.github.com/en/actions/reference/workflow-commands-for-github-action
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.diagnose.series import step_order
 from syncheck.report import finding_text, tables, words
+from syncheck.report.selections import SEVERITIES, find_groups, list_first_paths, select_tensors, write_first
 from syncheck.text import one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncheck.records import Finding, Group, Report
+    from syncheck.records import Finding, Group, Report, TensorDiff
 
 Level = Literal["error", "warning", "notice"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
@@ -28,7 +30,6 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
 MOST = 10
 _MOST_TITLE, _MOST_LINE = 200, 600
 _MOST_TENSORS = 3
-_SEVERITIES = ("error", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,25 @@ class Annotation:
 
 def render(report: Report) -> str:
     """Return at most MOST commands per level, then the verdict and the counts for the log."""
-    annotations = [*_problems(report), *_findings(report)]
-    if fixed := words.fixed_lines(report.groups):
-        annotations.append(Annotation("notice", "syncheck: baseline findings fixed", tuple(fixed[:MOST])))
+    # GitHub counts the annotations of each level by themselves.
+    by_level: dict[Level, list[Annotation]] = defaultdict(list)
+    for annotation in [*_problems(report), *_findings(report), *_fixed(report)]:
+        by_level[annotation.level].append(annotation)
+
     lines: list[str] = []
     for level in LEVELS:
-        of_level = [annotation for annotation in annotations if annotation.level == level]
-        lines += [_command(annotation) for annotation in _limit(of_level)]
+        lines += [_command(annotation) for annotation in _limit(by_level[level])]
+
     lines += [words.verdict_line(report), words.counts_line(report), ""]
     return "\n".join(lines)
 
 
 def _command(annotation: Annotation) -> str:
     """Return an annotation as an escaped command on one line."""
-    properties = {"file": one_line(annotation.file), "title": shorten(annotation.title, _MOST_TITLE)}
-    header = ",".join(f"{name}={_escape_property(value)}" for name, value in properties.items() if value.strip())
+    header = f"title={_escape_property(shorten(annotation.title, _MOST_TITLE))}"
+    file = one_line(annotation.file)
+    if file.strip():
+        header = f"file={_escape_property(file)},{header}"
     text = "\n".join(shorten(line, _MOST_LINE) for line in annotation.text)
     return f"::{annotation.level} {header}::{_escape(text)}"
 
@@ -76,35 +81,51 @@ def _limit(annotations: list[Annotation]) -> list[Annotation]:
     if len(annotations) <= MOST:
         return annotations
     hidden = annotations[MOST - 1 :]
-    titles = _first_lines([annotation.title for annotation in hidden])
+    titles = write_first(hidden, MOST, attrgetter("title"))
     text = (*titles, f"GitHub shows {MOST} annotations per level; the .json and .html reports list all.")
     return [*annotations[: MOST - 1], Annotation(annotations[0].level, f"syncheck: {len(hidden)} more", text)]
 
 
 def _problems(report: Report) -> Iterator[Annotation]:
     """Yield annotations for a model that is not finite, unreadable files, missing verdicts and uncompared files."""
-    if facts := words.not_finite_lines(report):
+    facts = words.not_finite_lines(report)
+    if facts:
         yield Annotation("warning", "syncheck: not finite", tuple(facts))
+
     for file in report.unreadable:
-        yield Annotation("error", "syncheck: unreadable file", (f"{file.path}: {file.reason}",), file.path)
-    undecided = [group.name for group in report.groups if group.verdict == "undecided"]
+        yield Annotation(
+            level="error",
+            title="syncheck: unreadable file",
+            text=(f"{file.path}: {file.reason}",),
+            file=file.path,
+        )
+
+    undecided = find_groups(report.groups, "undecided")
     if report.verdict == "undecided" and not report.unreadable:
         yield Annotation("error", "syncheck: could not tell", (words.verdict_line(report),))
     elif undecided:
-        yield Annotation("warning", "syncheck: could not tell for some groups", _first_lines(undecided))
-    if omitted := words.omission_lines(report):
-        paths = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
-        paths += [alias.path for alias in report.aliases]
-        # Files that are not checkpoints have no paths in a report.
-        path = paths[0] if paths else ""
-        yield Annotation("warning", "syncheck: some files were not compared", tuple(omitted), path)
+        names = write_first(undecided, MOST, attrgetter("name"))
+        yield Annotation("warning", "syncheck: could not tell for some groups", tuple(names))
+
+    omitted = words.omission_lines(report)
+    if omitted:
+        paths = list_first_paths(find_groups(report.groups, "alone"))
+        for alias in report.aliases:
+            paths.append(alias.path)
+        yield Annotation(
+            level="warning",
+            title="syncheck: some files were not compared",
+            text=tuple(omitted),
+            # Files that are not checkpoints have no paths in a report.
+            file=paths[0] if paths else "",
+        )
 
 
-def _first_lines(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the first texts, and a line with the number of further texts."""
-    if len(texts) <= MOST:
-        return tuple(texts)
-    return (*texts[:MOST], f"and {len(texts) - MOST} more")
+def _fixed(report: Report) -> Iterator[Annotation]:
+    """Yield an annotation for the findings of the baseline that no longer occur."""
+    lines = words.fixed_lines(report.groups)
+    if lines:
+        yield Annotation("notice", "syncheck: baseline findings fixed", tuple(lines[:MOST]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +136,45 @@ class _Occurrence:
     finding: Finding
     history: str
 
+    @property
+    def importance(self) -> int:
+        """A sort key, the lowest for the most severe finding."""
+        return SEVERITIES.index(self.finding.severity)
+
+    @property
+    def level(self) -> Level:
+        """The level of the annotation."""
+        if self.finding.severity == "info":
+            return "notice"
+        return "error" if self.finding.fails else "warning"
+
+    @property
+    def path(self) -> str:
+        """The file of a suspect, or of the first replica."""
+        for replica in self.group.replicas:
+            if replica.rank in self.finding.ranks:
+                return replica.path
+        return self.group.replicas[0].path
+
 
 def _findings(report: Report) -> list[Annotation]:
     """Return one annotation per finding, the most severe first."""
-    occurrences = _last_occurrences(report)
-    occurrences.sort(key=lambda occurrence: _SEVERITIES.index(occurrence.finding.severity))
     annotations: list[Annotation] = []
     count_by_level: Counter[str] = Counter()
-    for occurrence in occurrences:
-        group, finding = occurrence.group, occurrence.finding
-        level = _level(finding)
-        count_by_level[level] += 1
+    for occurrence in sorted(_last_occurrences(report), key=attrgetter("importance")):
         # The name comes last, because it may be long.
-        title = f"{finding_text.finding_title(finding)}, {group.name}"
-        suspects = [replica for replica in group.replicas if replica.rank in finding.ranks]
-        path = (suspects or group.replicas)[0].path
+        title = f"{finding_text.finding_title(occurrence.finding)}, {occurrence.group.name}"
+        count_by_level[occurrence.level] += 1
         # Annotations beyond the limit are listed by title only.
-        text = _text(occurrence) if count_by_level[level] <= MOST else ()
-        annotations.append(Annotation(level, title, text, path))
+        is_complete = count_by_level[occurrence.level] <= MOST
+        annotation = Annotation(
+            level=occurrence.level,
+            title=title,
+            text=_text(occurrence) if is_complete else (),
+            file=occurrence.path,
+        )
+        annotations.append(annotation)
+
     return annotations
 
 
@@ -142,6 +184,7 @@ def _last_occurrences(report: Report) -> list[_Occurrence]:
     for group in report.groups:
         for finding in group.findings:
             by_run_and_code.setdefault((group.run, finding.code, finding.fails), []).append((group, finding))
+
     occurrences = []
     for pairs in by_run_and_code.values():
         steps = sorted({step_order(group) for group, _ in pairs})
@@ -150,45 +193,36 @@ def _last_occurrences(report: Report) -> list[_Occurrence]:
             if step_order(group) == steps[-1]:
                 history = finding_text.summarize_history(finding) or earlier
                 occurrences.append(_Occurrence(group, finding, history))
+
     return occurrences
 
 
 def _describe_earlier_steps(steps: Sequence[int]) -> str:
     if len(steps) == 1:
         return ""
-    earlier = len(steps) - 1
-    return f"Also at {earlier} earlier step{'s' * (earlier > 1)}, first at step {steps[0]}."
-
-
-def _level(finding: Finding) -> Level:
-    if finding.severity == "info":
-        return "notice"
-    return "error" if finding.fails else "warning"
+    earlier = words.count_text(len(steps) - 1, "earlier step")
+    return f"Also at {earlier}, first at step {steps[0]}."
 
 
 def _text(occurrence: _Occurrence) -> tuple[str, ...]:
     group, finding = occurrence.group, occurrence.finding
-    names = frozenset(finding.tensors)
-    worst = tables.sort_worst_first(diff for diff in group.tensors if diff.name in names)
-    rows = [_row(diff.name, tables.difference_cells(diff)) for diff in worst[:_MOST_TENSORS]]
-    if len(worst) > _MOST_TENSORS:
-        rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
-    rows += tables.place_lines(worst[:_MOST_TENSORS], group)
-    lines = (
+    worst = tables.sort_worst_first(select_tensors(group.tensors, frozenset(finding.tensors)))
+    lines = [
         finding.evidence,
         occurrence.history,
-        *rows,
+        *write_first(worst, _MOST_TENSORS, _row, ending="- and {} more"),
+        *tables.place_lines(worst[:_MOST_TENSORS], group),
         finding_text.cause_text(finding),
         f"Fix: {finding.fix}",
         f"syncheck explain {finding.code}",
-    )
+    ]
     return tuple(line for line in lines if line)
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
-    differing, *numbers = cells
+def _row(diff: TensorDiff) -> str:
+    differing, *numbers = tables.difference_cells(diff)
     parts = [differing]
     for label, number in zip(tables.NUMBERS, numbers, strict=True):
         if number not in ("", "-"):
             parts.append(f"{label} {number}")
-    return f"- {shorten(name, _MOST_TITLE)}: {', '.join(parts)}"
+    return f"- {shorten(diff.name, _MOST_TITLE)}: {', '.join(parts)}"

@@ -11,6 +11,8 @@ import hashlib
 from functools import cache
 from html import escape
 from importlib import resources
+from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.series import by_run, shown_steps
@@ -18,14 +20,15 @@ from syncheck.records import Counts
 from syncheck.report import finding_text, tables, words
 from syncheck.report.page_data import (
     bin_counts,
-    bin_label,
+    bin_titles,
     bins_in_use,
     encode,
     find_histograms,
     make_curves,
     make_data,
 )
-from syncheck.text import one_line, ranks_as_ranges
+from syncheck.report.selections import SEVERITIES, join_runs, join_shown_steps, list_codes, write_first
+from syncheck.text import make_unique_name, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +47,6 @@ _MOST_LINKS = 8
 _MOST_PLACES = 10
 _DOT = " \u00b7 "
 _COUNTS = ("identical", "equal", "close", "different", "not_compared")
-_SEVERITIES = ("error", "warning", "info")
 
 
 class _FindingOfRun(NamedTuple):
@@ -52,6 +54,11 @@ class _FindingOfRun(NamedTuple):
 
     finding: Finding
     group: Group
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """A sort key, the lowest for the most important finding."""
+        return _rank(self.finding)
 
 
 class _Definition(NamedTuple):
@@ -65,11 +72,10 @@ class _Definition(NamedTuple):
 def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page. about: labels and texts on how it was made. All texts from files are escaped."""
     runs = by_run(report.groups)
-    numbers = {run: number for number, run in enumerate(runs, 1)}
-    data = make_data(report, runs)
-    properties = [("syncheck", version), *about]
+    numbers = dict(zip(runs, count(1), strict=False))
+    properties = {"syncheck": version, **dict(about)}
     body = [
-        *_head(report, runs, dict(properties).get("written", "")),
+        *_head(report, runs, properties.get("written", "")),
         *_findings(runs, numbers),
         *_steps(report, runs),
         *_drift(report),
@@ -78,16 +84,18 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
     opened_run = min(runs, key=lambda run: _importance(runs[run]), default="")
     for run, groups in runs.items():
         body += _run(groups, numbers[run], is_open=run == opened_run)
+
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
+
     body += _paragraphs(words.omission_lines(report), "note")
-    about_definitions = [_Definition(label, text) for label, text in properties if text]
+    about_definitions = [_Definition(label, text) for label, text in properties.items() if text]
     body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
-    title = f"syncheck: {words.VERDICTS[report.verdict].lower()}"
-    if runs:
-        title += f", {next(iter(runs))}"
-    return _page(_escape(title), body, "" if data is None else encode(data))
+    title = ", ".join([f"syncheck: {words.VERDICTS[report.verdict].lower()}", *list(runs)[:1]])
+    data = make_data(report, runs)
+    encoded = "" if data is None else encode(data)
+    return _page(_escape(title), body, encoded)
 
 
 @cache
@@ -96,14 +104,21 @@ def _read(name: str) -> str:
 
 
 def _page(title: str, body: Sequence[str], data: str) -> str:
+    """Return the page with its scripts. data: for charts, may be empty."""
     scripts = [_read("page.js")]
+    # The script of the page needs ECharts from its first line on.
     if data:
         scripts.insert(0, _read("echarts.js"))
-    # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
+        body = [*body, f'<script type="application/gzip" id="data">{data}</script>']
+
     sources = []
+    script_elements = []
     for script in scripts:
         digest = hashlib.sha256(script.encode()).digest()
         sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+        script_elements.append(f"<script>{script}</script>")
+
+    # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {' '.join(sources)}"
     lines = [
         "<!doctype html>",
@@ -117,81 +132,93 @@ def _page(title: str, body: Sequence[str], data: str) -> str:
         "</head>",
         "<body>",
         *body,
+        *script_elements,
+        "</body>",
+        "</html>",
+        "",
     ]
-    if data:
-        lines.append(f'<script type="application/gzip" id="data">{data}</script>')
-    lines += [f"<script>{script}</script>" for script in scripts]
-    lines += ["</body>", "</html>", ""]
     return "\n".join(lines)
 
 
 def _head(report: Report, runs: Steps, written: str) -> list[str]:
-    groups = _all_groups(runs)
-    origin = _origin(runs, groups, written)
-    lines = [f'<header class="{report.verdict}">', f"<h1>{_escape(words.verdict_line(report))}</h1>"]
-    lines += _paragraphs(words.first_lines(report))
-    lines.append(f'<p class="where">{escape(origin)}</p>' if origin else "")
+    groups = join_runs(runs)
+    lines = [
+        f'<header class="{report.verdict}">',
+        f"<h1>{_escape(words.verdict_line(report))}</h1>",
+        *_paragraphs(words.first_lines(report)),
+        _origin(runs, groups, written),
+    ]
     if len(groups) <= 1:
-        lines.append(f"<p>{_escape(words.counts_line(report))}</p>")
+        lines += _paragraphs([words.counts_line(report)])
     elif len(runs) == 1:
         # A sum over steps would count each tensor several times.
         last = groups[-1]
-        lines.append(f"<p>{_escape(f'{words.step_text(last)}: {words.counts_text(last.counts)}')}</p>")
+        lines += _paragraphs([f"{words.step_text(last)}: {words.counts_text(last.counts)}"])
     if report.verdict == "in_sync" and not any(group.findings for group in groups):
         compared = max((group.counts.compared for group in groups), default=0)
-        lines.append(f"<p>No difference was found in {compared} compared tensors.</p>")
-    lines.append("</header>")
-    lines += _paragraphs([closure.sentence for closure in report.closures], "closure")
-    lines += _paragraphs(words.fixed_lines(report.groups))
-    return lines
+        lines += _paragraphs([f"No difference was found in {compared} compared tensors."])
+
+    return [
+        *lines,
+        "</header>",
+        *_paragraphs([closure.sentence for closure in report.closures], "closure"),
+        *_paragraphs(words.fixed_lines(report.groups)),
+    ]
 
 
 def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
     """Return texts as paragraphs of a class."""
-    attribute = f' class="{css_class}"' if css_class else ""
-    return [f"<p{attribute}>{_escape(text)}</p>" for text in texts]
-
-
-def _all_groups(runs: Steps) -> list[Group]:
-    groups: list[Group] = []
-    for steps in runs.values():
-        groups += steps
-    return groups
+    start = f'<p class="{css_class}">' if css_class else "<p>"
+    return [f"{start}{_escape(text)}</p>" for text in texts]
 
 
 def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
-    """Return runs, steps, ranks and time of a report. groups: of all runs."""
-    parts = []
-    if len(runs) == 1:
-        parts.append(one_line(groups[-1].run))
-    elif runs:
-        parts.append(f"{len(runs)} runs")
-    steps = list(dict.fromkeys(group.step for group in groups if group.step is not None))
-    if len(steps) == 1:
-        parts.append(f"step {steps[0]}")
-    elif steps:
-        parts.append(f"{len(steps)} steps, {min(steps)} to {max(steps)}")
+    """Return runs, steps, ranks and time of a report in HTML; empty if nothing is known. groups: of all runs."""
+    if not runs:
+        return _where([written])
+
+    steps: set[int] = set()
     ranks: set[int] = set()
     for group in groups:
+        if group.step is not None:
+            steps.add(group.step)
         if not group.is_pair:
             ranks.update(group.ranks)
-    if ranks:
-        parts.append(ranks_as_ranges(sorted(ranks)))
-    if written:
-        parts.append(written)
-    return _DOT.join(parts)
+
+    steps_of_runs = ""
+    if len(steps) > 1:
+        steps_of_runs = f"{len(steps)} steps, {min(steps)} to {max(steps)}"
+    elif steps:
+        steps_of_runs = f"step {min(steps)}"
+
+    return _where(
+        [
+            one_line(groups[-1].run) if len(runs) == 1 else f"{len(runs)} runs",
+            steps_of_runs,
+            ranks_as_ranges(sorted(ranks)) if ranks else "",
+            written,
+        ]
+    )
+
+
+def _where(texts: Iterable[str]) -> str:
+    """Return the texts that are not empty on one line in HTML; empty if all are."""
+    line = _DOT.join(text for text in texts if text)
+    return f'<p class="where">{escape(line)}</p>' if line else ""
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
     """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
+    # The keys of findings begin with 0 or 1.
     importance: tuple[int, ...] = (2,)
     for group in shown_steps(groups):
-        importance = min([importance, *map(_rank, group.findings)])
+        for finding in group.findings:
+            importance = min(importance, _rank(finding))
     return importance
 
 
 def _rank(finding: Finding) -> tuple[int, ...]:
-    return not finding.fails, _SEVERITIES.index(finding.severity)
+    return not finding.fails, SEVERITIES.index(finding.severity)
 
 
 def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
@@ -199,35 +226,32 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
     for groups in runs.values():
         for group in reversed(shown_steps(groups)):
             findings += [_FindingOfRun(finding, group) for finding in group.findings]
+
     if not findings:
         return []
-    findings.sort(key=lambda entry: _rank(entry.finding))
+
+    findings.sort(key=attrgetter("rank"))
     lines = ['<section id="findings">']
     anchors: set[str] = set()
     for entry in findings:
-        anchor = _choose_anchor(entry.finding.code, anchors)
+        # The first anchor has no number, so that links to a finding stay valid when another step has it too.
+        anchor = make_unique_name(entry.finding.code, anchors, "-")
         anchors.add(anchor)
         number = numbers[entry.group.run]
         lines.append(_finding(entry, anchor, number, is_one_of_many_runs=len(runs) > 1))
+
     return [*lines, "</section>"]
-
-
-def _choose_anchor(code: str, anchors: set[str]) -> str:
-    """Return an unused anchor: `SYN201`, then `SYN201-2`."""
-    # The first anchor has no number, so that links to a finding stay valid when another step has it too.
-    anchor, number = code, 1
-    while anchor in anchors:
-        number += 1
-        anchor = f"{code}-{number}"
-    return anchor
 
 
 def _finding(entry: _FindingOfRun, anchor: str, number: int, *, is_one_of_many_runs: bool) -> str:
     finding, group = entry
-    title = escape(one_line(finding_text.finding_title(finding)))
-    origin = [group.run] if is_one_of_many_runs else []
+    title = _escape(finding_text.finding_title(finding))
+    origin = []
+    if is_one_of_many_runs:
+        origin.append(group.run)
     if group.step is not None:
         origin.append(words.step_text(group))
+
     note = f'<p class="note">{_escape(", ".join(origin))}</p>' if origin else ""
     rows = [_Definition(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
     rows.append(_Definition("more", finding_text.more_text(finding)))
@@ -241,11 +265,11 @@ def _tensor_links(finding: Finding, number: int) -> str:
     """Return the definition of the tensors of a finding. number: of the run."""
     if not finding.tensors:
         return ""
-    links = []
-    for name in finding.tensors[:_MOST_LINKS]:
-        links.append(f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>')
-    if len(finding.tensors) > _MOST_LINKS:
-        links.append(f"and {len(finding.tensors) - _MOST_LINKS} more")
+
+    def link(name: str) -> str:
+        return f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
+
+    links = write_first(finding.tensors, _MOST_LINKS, link)
     return f"<dt>tensors</dt><dd>{', '.join(links)}</dd>"
 
 
@@ -265,11 +289,13 @@ def _linked(text: str) -> str:
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
-    groups = _all_groups(runs)
+    """Return the counts of each step; of too many steps, only those with news."""
+    groups = join_runs(runs)
     if len(groups) < 2 or report.command != "compare":
         return []
     if len(groups) > _MOST_STEPS:
-        groups = _all_groups({run: shown_steps(steps) for run, steps in runs.items()})
+        groups = join_shown_steps(runs)
+
     kinds = tables.list_kinds(groups)
     totals = sum((group.counts for group in groups), Counts())
     statuses = [name for name in _COUNTS if getattr(totals, name)]
@@ -284,13 +310,17 @@ def _steps(report: Report, runs: Steps) -> list[str]:
 def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> list[str]:
     cells = [
         group.run,
-        "-" if group.step is None else str(group.step),
+        tables.number_cell(group.step),
         words.VERDICTS[group.verdict],
-        ", ".join(finding.code for finding in group.findings) or "-",
+        ", ".join(list_codes(group.findings)) or "-",
         str(len(group.replicas)),
     ]
-    cells += [str(getattr(group.counts, name)) for name in statuses]
-    cells += [tables.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds]
+    for name in statuses:
+        cells.append(str(getattr(group.counts, name)))
+
+    for kind in kinds:
+        cells.append(tables.kind_cell(group.kinds.get(kind, Counts())))
+
     return cells
 
 
@@ -299,11 +329,13 @@ def _open_part(name: str, title: str, *, is_open: bool = True, kind: str = "h2")
 
 
 def _drift(report: Report) -> list[str]:
-    if not report.drift or report.command != "compare":
+    if not report.drift:
         return []
+
     heading = _open_part("drift", "Drift of BatchNorm's running statistics")
     if not any(point.max_abs for point in report.drift):
         return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
+
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
     table = _table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
     return [heading, table, "</details>"]
@@ -330,8 +362,15 @@ def _file_table(group: Group) -> str:
     columns = ("file", "model" if group.is_pair else "rank", "format", "tensors", "bytes")
     rows = []
     for replica in group.replicas:
-        rank, size = replica.label or str(replica.rank), words.bytes_text(replica.bytes)
-        rows.append((replica.path, rank, replica.format, str(replica.tensors), size))
+        row = (
+            replica.path,
+            replica.label or str(replica.rank),
+            replica.format,
+            str(replica.tensors),
+            words.bytes_text(replica.bytes),
+        )
+        rows.append(row)
+
     return _table(columns, rows, numbers=("rank", "tensors", "bytes"))
 
 
@@ -339,13 +378,20 @@ def _history(group: Group) -> list[str]:
     curves = make_curves(group)
     if not curves:
         return []
+
     rows = []
     # All curves have a point for each compared step.
     for points in zip(*curves.values(), strict=False):
         step, _ = points[0]
-        rows.append((str(step), *(tables.difference_text(difference) for _, difference in points)))
-    title = "Max abs difference of each finding at each step"
-    return [f"<details><summary>{title}</summary>\n{_table(('step', *curves), rows, ('step', *curves))}</details>"]
+        cells = [tables.difference_text(difference) for _, difference in points]
+        rows.append((str(step), *cells))
+
+    table = _table(("step", *curves), rows, ("step", *curves))
+    return _fold("Max abs difference of each finding at each step", table)
+
+
+def _fold(title: str, content: str) -> list[str]:
+    return [f"<details><summary>{title}</summary>\n{content}</details>"]
 
 
 def _histograms(group: Group) -> list[str]:
@@ -354,19 +400,23 @@ def _histograms(group: Group) -> list[str]:
     histograms = find_histograms(diffs)
     if not histograms:
         return []
+
     bins = bins_in_use(histograms.values())
     rows = []
-    is_sampled = False
+    note = ""
     for diff in diffs:
         histogram = histograms.get(diff.name)
-        if histogram is not None:
-            differing, max_abs, *_ = tables.difference_cells(diff)
-            rows.append((diff.name, differing, max_abs, *map(str, bin_counts(histogram, bins))))
-            is_sampled = is_sampled or histogram.elements < diff.numel
-    note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if is_sampled else ""
-    columns = ("tensor", "differing", "max abs", "equal", *map(bin_label, bins), "not finite")
-    title = "Number of elements by absolute difference"
-    return [f"<details><summary>{title}</summary>\n{note}{_table(columns, rows, columns[2:])}</details>"]
+        if histogram is None:
+            continue
+        differing, max_abs, *_ = tables.difference_cells(diff)
+        counts = [str(elements) for elements in bin_counts(histogram, bins)]
+        rows.append((diff.name, differing, max_abs, *counts))
+        if histogram.elements < diff.numel:
+            note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>'
+
+    columns = ("tensor", "differing", "max abs", *bin_titles(bins))
+    table = _table(columns, rows, columns[2:])
+    return _fold("Number of elements by absolute difference", f"{note}{table}")
 
 
 def _tensor_table(group: Group) -> list[str]:
@@ -374,6 +424,7 @@ def _tensor_table(group: Group) -> list[str]:
     diffs = tables.tensors_to_list(group)
     if not diffs:
         return []
+
     rows = [tables.cells(diff, group) for diff in diffs[:MOST_ROWS]]
     parts = [
         "<h3>Tensors that are not identical</h3>",
@@ -383,6 +434,7 @@ def _tensor_table(group: Group) -> list[str]:
     if len(diffs) > MOST_ROWS:
         more = len(diffs) - MOST_ROWS
         parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
+
     parts += _paragraphs(tables.place_lines(diffs[:_MOST_PLACES], group), "note")
     return [*parts, "</div>"]
 
@@ -411,6 +463,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
     head = ""
     for css_class, column in zip(classes, columns, strict=True):
         head += f'<th scope="col" class="{css_class}">{_escape(column)}</th>'
+
     body = "\n".join(f"<tr>{_row(row, classes)}</tr>" for row in rows)
     # A region that scrolls needs the focus of the keyboard.
     return (

@@ -52,7 +52,13 @@ def render(report: Report, version: str) -> str:
 def to_json(value: Any) -> str:
     """Return JSON, with the commands of CI systems in names escaped (see `text.logged`)."""
     # In JSON `#` occurs only inside strings, where it can be escaped.
-    return re.sub(r"##(?=\w*\[)", r"#\\u0023", json.dumps(value, default=_fields, indent=1, allow_nan=False)) + "\n"
+    text = json.dumps(
+        value,
+        default=_fields,
+        indent=1,
+        allow_nan=False,
+    )
+    return re.sub(r"##(?=\w*\[)", r"#\\u0023", text) + "\n"
 
 
 def _fields(record: Any) -> dict[str, Any]:
@@ -62,6 +68,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _slots(record: Any) -> dict[str, Any]:
+    # `dataclasses.asdict` would convert the records inside too, before they are described.
     return {name: getattr(record, name) for name in record.__slots__}
 
 
@@ -74,16 +81,18 @@ def _tensor(diff: TensorDiff) -> dict[str, Any]:
     if diff.detail is not None:
         fields["detail"] = str(diff.detail)
         fields["messages"]["detail"] = _message(diff.detail)
+
     return fields
 
 
 def _value(value: ValueDiff) -> dict[str, Any]:
     fields = _slots(value)
-    # As Python prints them, because JSON has no NaN, bytes and complex numbers.
-    texts: dict[int, str | None] = {}
+    fields["by_rank"] = {}
     for rank, content in value.by_rank.items():
-        texts[rank] = None if content is None else brief(content, _MOST_VALUE)
-    return fields | {"by_rank": texts}
+        # As Python prints them, because JSON has no NaN, bytes and complex numbers.
+        text = None if content is None else brief(content, _MOST_VALUE)
+        fields["by_rank"][rank] = text
+    return fields
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
@@ -93,6 +102,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
             fields["evidence"] = finding.evidence
         else:
             fields[name] = content
+
     fields["cause"], fields["fix"] = str(finding.cause), str(finding.fix)
     fields["messages"] = {
         "evidence": _messages(finding.facts),
@@ -116,6 +126,7 @@ def _group(group: Group) -> dict[str, Any]:
     fact = words.describe_not_finite(group)
     if fact is not None:
         notes = [fact, *notes]
+
     return {
         "name": group.name,
         "run": group.run,
@@ -172,4 +183,5 @@ def _parameter(content: Any, level: int = 0) -> Any:
         return {str(key): _parameter(value, _MOST_LEVELS) for key, value in content.items()}
     if isinstance(content, (tuple, list)) and level < _MOST_LEVELS:
         return [_parameter(item, level + 1) for item in content]
+
     return brief(content, _MOST_VALUE)

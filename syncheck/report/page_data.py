@@ -6,14 +6,16 @@ import base64
 import gzip
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.records import DECADES
 from syncheck.report import tables
-from syncheck.text import one_line, ranges_text, ranks_text
+from syncheck.report.selections import join_runs, list_names
+from syncheck.text import Side, one_line, ranges_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from syncheck.findings import Stored
     from syncheck.records import Group, Histogram, Place, Report, TensorDiff
@@ -37,25 +39,35 @@ UNKNOWN = -1
 
 def make_data(report: Report, runs: Mapping[str, Sequence[Group]]) -> dict[str, Any] | None:
     """Return the data of the page, None if there is nothing to draw. runs: the groups of each run by step."""
-    most = MOST_ROWS // max(1, sum(map(len, runs.values())))
-    data_of_runs = [_make_run(groups, most) for groups in runs.values()]
+    most = MOST_ROWS // max(1, len(join_runs(runs)))
     drift = _make_drift(report)
-    if not drift and not any(data["names"] or data["curves"] or data["stored"] for data in data_of_runs):
-        return None
-    return {"runs": data_of_runs, "drift": drift}
+    drawings = list(drift)
+    data_of_runs = []
+    for groups in runs.values():
+        data = _make_run(groups, most)
+        data_of_runs.append(data)
+        drawings += [*data["names"], *data["curves"], *data["stored"]]
+
+    return {"runs": data_of_runs, "drift": drift} if drawings else None
 
 
 def _make_drift(report: Report) -> dict[str, list[list[float]]]:
     """Return steps with the drift of each run that has any."""
     points_of_run: dict[str, list[list[float]]] = {}
+    largest_of_run: dict[str, float] = {}
     for point in report.drift:
-        if point.step is not None:
-            points_of_run.setdefault(point.run, []).append([point.step, point.max_abs])
-    drift = {}
-    for run, points in points_of_run.items():
-        if any(max_abs for _, max_abs in points):
-            drift[one_line(run)] = points
-    return drift
+        if point.step is None:
+            continue
+        run = one_line(point.run)
+        points_of_run.setdefault(run, []).append([point.step, point.max_abs])
+        largest_of_run[run] = max(point.max_abs, largest_of_run.get(run, 0))
+
+    # A run in sync has nothing to draw.
+    for run, largest in largest_of_run.items():
+        if not largest:
+            del points_of_run[run]
+
+    return points_of_run
 
 
 def encode(data: dict[str, Any]) -> str:
@@ -67,72 +79,121 @@ def encode(data: dict[str, Any]) -> str:
 class _Index:
     """The number of each different object, in the order of the first occurrence."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        # A page has thousands of rows with the same few texts.
+        self.numbers: dict[Any, int] = dict(zip(items, count(), strict=False))
 
     def __getitem__(self, item: Any) -> int:
         return self.numbers.setdefault(item, len(self.numbers))
 
 
+class _Columns(NamedTuple):
+    """The columns of a map of differences."""
+
+    titles: list[str]
+    axis: str
+    ranks: list[Sequence[int]]
+    """The ranks of each column; empty for two models, whose map has one column."""
+
+
+class _Rows:
+    """The rows of all steps of a run, which refer to names, texts and sets of columns by number."""
+
+    def __init__(self, names: Iterable[str], columns: _Columns) -> None:
+        self.columns = columns
+        self.names = _Index(names)
+        self.texts = _Index()
+        self.column_sets = _Index()
+
+    def make(self, diff: TensorDiff, group: Group) -> list[float]:
+        """Return the row of a tensor: its name, its cells, its difference and its columns."""
+        name, *cells = tables.cells(diff, group)
+        row: list[float] = [self.names[name]]
+        for cell in cells:
+            row.append(self.texts[one_line(cell)])
+        column_set = _differing_columns(diff, group, self.columns)
+        return [*row, difference_of(diff), self.column_sets[column_set]]
+
+
 def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
-    """Return the data of a run. Rows refer to names, texts and sets of columns by number. most: rows of each step."""
-    last = groups[-1]
-    columns = [] if last.is_pair else _rank_columns(groups)
+    """Return the data of a run. most: rows of each step."""
     diffs_of_steps = [tables.tensors_to_list(group) for group in groups]
-    names = _model_order(groups, [diffs[:most] for diffs in diffs_of_steps])
-    positions = {name: position for position, name in enumerate(names)}
-    texts, sets = _Index(), _Index()
+    names: set[str] = set()
+    for diffs in diffs_of_steps:
+        names.update(list_names(diffs[:most]))
+
+    columns = _list_columns(groups)
+    rows = _Rows(_model_order(groups, names), columns)
     steps = []
     for group, diffs in zip(groups, diffs_of_steps, strict=True):
-        rows = []
-        for diff in diffs[:most]:
-            name, *cells = tables.cells(diff, group)
-            cell_numbers = [texts[one_line(cell)] for cell in cells]
-            # A map of two models has one column.
-            column_set = (0,) if group.is_pair else _differing_columns(diff, group, columns)
-            rows.append([positions[name], *cell_numbers, difference_of(diff), sets[column_set]])
         step = {
             "step": group.step,
-            "rows": rows,
+            "rows": [rows.make(diff, group) for diff in diffs[:most]],
             "omitted": max(0, len(diffs) - most),
             "identical": group.counts.identical,
         }
         steps.append(step)
-    titles, axis = ["difference"], ""
-    if not last.is_pair:
-        titles, axis = list(map(ranges_text, columns)), "rank"
+
+    last, last_diffs = groups[-1], diffs_of_steps[-1]
     return {
-        "columns": titles,
-        "axis": axis,
-        "names": list(map(one_line, names)),
-        "texts": list(texts.numbers),
-        "sets": list(map(list, sets.numbers)),
+        "columns": columns.titles,
+        "axis": columns.axis,
+        "names": [one_line(name) for name in rows.names.numbers],
+        "texts": list(rows.texts.numbers),
+        "sets": list(rows.column_sets.numbers),
         "steps": steps,
         "curves": make_curves(last),
-        "histograms": _make_histograms(diffs_of_steps[-1]),
-        "stored": _make_stored(last, diffs_of_steps[-1]),
+        "histograms": _make_histograms(last_diffs),
+        "stored": _make_stored(last, last_diffs),
     }
 
 
-def _differing_columns(diff: TensorDiff, group: Group, columns: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _list_columns(groups: Sequence[Group]) -> _Columns:
+    """Return the columns of a run; of many ranks, several share a column."""
+    if groups[-1].is_pair:
+        return _Columns(["difference"], "", [])
+
+    all_ranks: set[int] = set()
+    for group in groups:
+        all_ranks.update(group.ranks)
+
+    ranks = sorted(all_ranks)
+    size = math.ceil(len(ranks) / MOST_COLUMNS)
+    columns = _Columns([], "rank", [])
+    for start in range(0, len(ranks), size):
+        ranks_of_column = ranks[start : start + size]
+        columns.titles.append(ranges_text(ranks_of_column))
+        columns.ranks.append(ranks_of_column)
+
+    return columns
+
+
+def _differing_columns(diff: TensorDiff, group: Group, columns: _Columns) -> tuple[int, ...]:
     """Return the columns of the ranks outside the majority; without a majority, of all compared ranks."""
-    differing = set(diff.minority)
-    if not differing:
-        differing.update(*diff.clusters)
-    differing = differing or set(group.ranks)
-    return tuple(column for column, ranks in enumerate(columns) if not differing.isdisjoint(ranks))
+    # A map of two models has one column.
+    if group.is_pair:
+        return (0,)
+
+    compared = set(group.ranks)
+    if diff.clusters:
+        compared = set().union(*diff.clusters)
+
+    differing = set(diff.minority) or compared
+    numbers = []
+    for column, ranks in enumerate(columns.ranks):
+        if not differing.isdisjoint(ranks):
+            numbers.append(column)
+
+    return tuple(numbers)
 
 
-def _model_order(groups: Sequence[Group], listed: Sequence[Sequence[TensorDiff]]) -> list[str]:
-    """Return the names of the listed tensors in the order of the files."""
-    listed_names: set[str] = set()
-    for diffs in listed:
-        listed_names.update(diff.name for diff in diffs)
+def _model_order(groups: Sequence[Group], names: Container[str]) -> list[str]:
+    """Return names of tensors in the order of the files."""
     order: dict[str, None] = {}
     for group in reversed(groups):
         order.update(dict.fromkeys(group.evidence.names))
-        order.update(dict.fromkeys(diff.name for diff in group.tensors))
-    return [name for name in order if name in listed_names]
+        order.update(dict.fromkeys(list_names(group.tensors)))
+    return [name for name in order if name in names]
 
 
 def difference_of(diff: TensorDiff) -> float:
@@ -141,20 +202,12 @@ def difference_of(diff: TensorDiff) -> float:
         return UNKNOWN if diff.out_of_sync else 0
     if diff.status == "equal":
         return 0
+
     is_partly_nonfinite = len(set(diff.nonfinite.values())) > 1
     if is_partly_nonfinite or diff.max_abs is None or not math.isfinite(diff.max_abs):
         return UNKNOWN
+
     return float(f"{diff.max_abs:.4g}")
-
-
-def _rank_columns(groups: Sequence[Group]) -> list[Sequence[int]]:
-    """Return the ranks of each column of a map of differences."""
-    all_ranks: set[int] = set()
-    for group in groups:
-        all_ranks.update(group.ranks)
-    ranks = sorted(all_ranks)
-    size = math.ceil(len(ranks) / MOST_COLUMNS)
-    return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def make_curves(group: Group) -> dict[str, Curve]:
@@ -163,10 +216,14 @@ def make_curves(group: Group) -> dict[str, Curve]:
     Findings without a history have no curve.
     """
     curves: dict[str, Curve] = {}
-    with_history = [(finding, finding.history) for finding in group.findings if finding.history is not None]
-    for finding, history in with_history[:_MOST_CURVES]:
-        points = tuple((point.step, point.max_abs) for point in history.points)
-        curves[f"{finding.code} on {ranks_text(finding.ranks)}"] = points
+    drawn_count = 0
+    for finding in group.findings:
+        if finding.history is None or drawn_count == _MOST_CURVES:
+            continue
+        title = f"{finding.code} on {ranks_text(finding.ranks)}"
+        curves[title] = tuple((point.step, point.max_abs) for point in finding.history.points)
+        drawn_count += 1
+
     return curves
 
 
@@ -174,64 +231,79 @@ def _make_histograms(diffs: Sequence[TensorDiff]) -> dict[str, Any]:
     """Return the labels of the bins, and the counts of each tensor with a histogram, worst first."""
     histograms = find_histograms(diffs)
     bins = bins_in_use(histograms.values())
-    rows = [[one_line(name), *bin_counts(histogram, bins)] for name, histogram in histograms.items()]
-    return {"bins": ["equal", *map(bin_label, bins), "not finite"], "rows": rows}
+    rows = []
+    for name, histogram in histograms.items():
+        rows.append([one_line(name), *bin_counts(histogram, bins)])
+    return {"bins": bin_titles(bins), "rows": rows}
 
 
 def _make_stored(group: Group, diffs: Sequence[TensorDiff]) -> list[dict[str, Any]]:
     """Return how two models store their tensors: tensors that differ, then the rest, up to a limit."""
     stored = group.evidence.stored
-    names = dict.fromkeys([*(diff.name for diff in diffs), *stored])
-    places_of_tensor = {diff.name: diff.places for diff in group.tensors}
+    places_of_tensor: dict[str, Mapping[int, Place]] = {}
+    for diff in group.tensors:
+        places_of_tensor[diff.name] = diff.places
+
     rows = []
-    for name in names:
-        if name not in stored:
-            continue
-        places = places_of_tensor.get(name, {})
-        sides: list[dict[str, Any] | None] = []
-        for rank, side in enumerate(stored[name]):
-            sides.append(None if side is None else _describe_side(side, places.get(rank)))
-        rows.append({"name": one_line(name), "sides": sides})
+    for name in dict.fromkeys([*list_names(diffs), *stored]):
+        if name in stored:
+            places = places_of_tensor.get(name, {})
+            stored_a, stored_b = stored[name]
+            sides = [_describe_side(stored_a, places.get(Side.A)), _describe_side(stored_b, places.get(Side.B))]
+            rows.append({"name": one_line(name), "sides": sides})
+
     return rows
 
 
-def _describe_side(side: Stored, place: Place | None) -> dict[str, Any]:
-    """Return a stored tensor as a plane of rows and columns, with the boxes in it and the worst element."""
-    dimensions = _choose_dimensions(side)
+def _describe_side(side: Stored | None, place: Place | None) -> dict[str, Any] | None:
+    """Return a stored tensor as a plane of rows and columns, with the boxes in it and the worst element.
+
+    place: of the worst element. None for a model without the tensor.
+    """
+    if side is None:
+        return None
+
+    starts = [start for start, _, _ in side.boxes if start is not None]
+    dimensions = _choose_dimensions(starts, len(side.shape))
     worst = None
     if place is not None and place.index:
-        worst = [int(place.index[dimension]) for dimension in dimensions]
+        worst = _project(place.index, dimensions)
+
     boxes = []
     for start, size, holders in side.boxes[:_MOST_BOXES]:
         if start is not None and size is not None:
             corner, extent = _project(start, dimensions), _project(size, dimensions)
             boxes.append([*corner, *extent, one_line(holders)])
+
     return {
         "name": one_line(side.name),
         "type": f"{side.dtype} {list(side.shape)}",
         "plane": _project(side.shape, dimensions),
-        "dims": list(dimensions),
+        "dims": dimensions,
         "boxes": boxes,
-        "unknown": sum(start is None for start, _, _ in side.boxes),
+        "unknown": len(side.boxes) - len(starts),
         "worst": worst,
     }
 
 
 def _project(sizes: Sequence[int], dimensions: Sequence[int]) -> list[int]:
-    return [sizes[dimension] for dimension in dimensions]
+    return [int(sizes[dimension]) for dimension in dimensions]
 
 
-def _choose_dimensions(side: Stored) -> tuple[int, ...]:
-    """Return the dimensions to draw: at most two, those that divide the tensor first."""
+def _choose_dimensions(starts: Sequence[Sequence[int]], dimension_count: int) -> list[int]:
+    """Return the dimensions to draw: at most two, those that divide the tensor first.
+
+    starts: the positions of the tensor's boxes.
+    """
     divided, undivided = [], []
-    starts = [start for start, _, _ in side.boxes if start is not None]
-    for dimension in range(len(side.shape)):
+    for dimension in range(dimension_count):
         positions = {start[dimension] for start in starts if len(start) > dimension}
         if len(positions) > 1:
             divided.append(dimension)
         else:
             undivided.append(dimension)
-    return tuple(sorted((divided + undivided)[:2]))
+
+    return sorted((divided + undivided)[:2])
 
 
 def find_histograms(diffs: Iterable[TensorDiff]) -> dict[str, Histogram]:
@@ -243,7 +315,9 @@ def bins_in_use(histograms: Iterable[Histogram]) -> range:
     """Return the bins from the first to the last with an element in any histogram; at least one bin."""
     used: set[int] = set()
     for histogram in histograms:
-        used.update(index for index, count in enumerate(histogram.counts) if count)
+        for index, elements in enumerate(histogram.counts):
+            if elements:
+                used.add(index)
     return range(min(used, default=0), max(used, default=0) + 1)
 
 
@@ -252,8 +326,15 @@ def bin_counts(histogram: Histogram, bins: range) -> list[int]:
     return [histogram.equal, *histogram.counts[bins.start : bins.stop], histogram.not_finite]
 
 
+def bin_titles(bins: range) -> list[str]:
+    """Return the titles of `bin_counts`."""
+    return ["equal", *[bin_label(index) for index in bins], "not finite"]
+
+
 def bin_label(index: int) -> str:
     """Return the bounds of a bin: '< 1e-12', '1e-3 to 1e-2', '>= 1e6'."""
     if index == 0:
         return f"< 1e{POWERS[0]}"
-    return f"1e{POWERS[index - 1]} to 1e{POWERS[index]}" if index < len(POWERS) else f">= 1e{POWERS[-1]}"
+    if index == len(POWERS):
+        return f">= 1e{POWERS[-1]}"
+    return f"1e{POWERS[index - 1]} to 1e{POWERS[index]}"

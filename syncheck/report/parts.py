@@ -41,6 +41,11 @@ class Line:
     spans: tuple[Span, ...] = ()
     indent: int = 0
 
+    @property
+    def text(self) -> str:
+        """The text without styles and indent."""
+        return "".join(span.text for span in self.spans)
+
 
 @dataclass(frozen=True)
 class Sparkline:
@@ -77,8 +82,16 @@ class Grid:
 
     def add(self, *cells: str | Span, style: str = "") -> None:
         """Append a row. style: of cells given as str."""
-        spans = [cell if isinstance(cell, Span) else Span(one_line(cell), style) for cell in cells]
+        spans = []
+        for cell in cells:
+            if isinstance(cell, str):
+                cell = Span(one_line(cell), style)
+            spans.append(cell)
         self.rows.append(tuple(spans))
+
+    def list_texts(self, column: int) -> list[str]:
+        """Return the texts of a column without its title. column: its number."""
+        return [row[column].text for row in self.rows]
 
 
 Part = Line | Labels | Grid
@@ -101,9 +114,9 @@ def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
     """Return a curve of at most `room` columns."""
     points = _downsample(values, room)
     repetitions = max(1, min(_CELL, room // len(points)))
-    differences = [value for value in points if value]
-    low, high = min(differences, default=1.0), max(differences, default=1.0)
-    levels, no_difference = (_ASCII, _AGREES_ASCII) if ascii_only else (_BLOCKS, _AGREES)
+    low, high = _find_range(points)
+    levels = _ASCII if ascii_only else _BLOCKS
+    no_difference = _AGREES_ASCII if ascii_only else _AGREES
     is_log_scale = _needs_log_scale(values)
     marks = ""
     for value in points:
@@ -115,6 +128,7 @@ def _marks(values: Sequence[float | None], room: int, ascii_only: bool) -> str:
             height = _log_height(value, low, high) if is_log_scale else value / high
             mark = levels[max(0, math.ceil(height * len(levels) - _ROUNDING) - 1)]
         marks += mark * repetitions
+
     return marks
 
 
@@ -125,8 +139,14 @@ def _log_height(value: float, low: float, high: float) -> float:
 
 
 def _needs_log_scale(values: Sequence[float | None]) -> bool:
+    low, high = _find_range(values)
+    return high > _LOG_RATIO * low
+
+
+def _find_range(values: Sequence[float | None]) -> tuple[float, float]:
+    """Return the smallest and the largest difference; 1 and 1 if there is none."""
     differences = [value for value in values if value]
-    return max(differences, default=0) > _LOG_RATIO * min(differences, default=0)
+    return min(differences, default=1.0), max(differences, default=1.0)
 
 
 def _downsample(values: Sequence[float | None], room: int) -> list[float | None]:

@@ -20,32 +20,37 @@ def render(parts: Iterable[Part]) -> str:
     """Return the text, ending in a newline."""
     text = ""
     for part in parts:
-        text += "".join(f"{line.rstrip()}\n" for line in _lines(part))
+        indent = " " * part.indent
+        for line in _lines(part):
+            text += f"{indent}{line}".rstrip() + "\n"
     return logged(text)
 
 
 def _lines(part: Part) -> Iterator[str]:
-    indent = " " * part.indent
+    """Yield the lines of a part without its indent."""
     if isinstance(part, Line):
-        yield indent + "".join(span.text for span in part.spans)
+        yield part.text
     elif isinstance(part, Labels):
-        widest = max(len(label) for label, _ in part.rows)
-        for label, text in part.rows:
-            if not isinstance(text, str):
-                text = text.render(_WIDTH, ascii_only=True)
-            yield f"{indent}{label:{widest}}  {text}"
+        yield from _labels(part)
     else:
-        for line in _grid(part):
-            yield indent + line
+        yield from _grid(part)
+
+
+def _labels(labels: Labels) -> Iterator[str]:
+    widest = len(max(dict(labels.rows), key=len))
+    for label, text in labels.rows:
+        if not isinstance(text, str):
+            text = text.render(_WIDTH, ascii_only=True)
+        yield f"{label:{widest}}  {text}"
 
 
 def _grid(grid: Grid) -> Iterator[str]:
-    table: list[tuple[str, ...]] = [grid.columns]
-    for row in grid.rows:
-        table.append(tuple(cell.text for cell in row))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for texts in table:
-        cells = []
-        for name, cell, width in zip(grid.columns, texts, widths, strict=True):
-            cells.append(cell.rjust(width) if name in grid.right else cell.ljust(width))
+    texts_of_columns = []
+    for number, title in enumerate(grid.columns):
+        texts = [title, *grid.list_texts(number)]
+        width = len(max(texts, key=len))
+        align = str.rjust if title in grid.right else str.ljust
+        texts_of_columns.append([align(text, width) for text in texts])
+
+    for cells in zip(*texts_of_columns, strict=True):
         yield "  ".join(cells)

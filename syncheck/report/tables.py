@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from syncheck.records import sets_within
+from syncheck.report.selections import write_first
 from syncheck.sentences import Sentence, write_plain
 from syncheck.text import Side, brief, one_line, owner_text, ranges_text
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 # Columns of `difference_cells`, besides the number of differing elements.
 NUMBERS = ("max abs", "max rel", "max ulp")
-_MOST_VALUES = 5
+# Values, and ranks of each value.
+_MOST_VALUES, _MOST_RANKS = 5, 4
 _MOST_SETS = 4
 # Tensors whose differences matter less, or are on another scale, follow the others.
 _ORDER_OF_KINDS = {"bn_mean": 1, "bn_var": 1, "bn_count": 2, "optimizer_step": 2}
@@ -52,30 +54,27 @@ def columns(group: Group) -> tuple[str, ...]:
 
 def cells(diff: TensorDiff, group: Group, write: Writer = write_plain) -> tuple[str, ...]:
     """Return the row of a tensor in the table: for two models with the index of the worst element, else with ranks."""
-    # Which of two models differs is clear, but not where.
-    location = clusters_text(diff)
-    if group.is_pair:
-        location = "" if diff.index is None else str(list(diff.index))
+    if not group.is_pair:
+        location = clusters_text(diff)
+    elif diff.index is None:
+        location = ""
+    else:
+        location = str(list(diff.index))
     return diff.name, diff.kind, location, *difference_cells(diff, write)
 
 
 def clusters_text(diff: TensorDiff) -> str:
     """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
     sets_by_group = sets_within(diff)
+    # Sets of different replica groups must not look like replicas that differ.
     if len(sets_by_group) < 2:
         return _sets_text(diff.clusters)
-    texts = [_sets_text(sets) for sets in sets_by_group[:_MOST_SETS]]
-    if len(sets_by_group) > _MOST_SETS:
-        texts.append(f"{len(sets_by_group) - _MOST_SETS} more")
-    return "; ".join(texts)
+    return "; ".join(write_first(sets_by_group, _MOST_SETS, _sets_text, ending="{} more"))
 
 
 def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
     # Each rank may have its own value, on thousands of ranks.
-    texts = [ranges_text(ranks) for ranks in sets[:_MOST_SETS]]
-    if len(sets) > _MOST_SETS:
-        texts.append(f"{len(sets) - _MOST_SETS} more")
-    return " | ".join(texts)
+    return " | ".join(write_first(sets, _MOST_SETS, ranges_text, ending="{} more"))
 
 
 def difference_cells(diff: TensorDiff, write: Writer = write_plain) -> tuple[str, str, str, str]:
@@ -88,58 +87,74 @@ def difference_cells(diff: TensorDiff, write: Writer = write_plain) -> tuple[str
         return differing, "", "", ""
     if diff.mismatched is None:
         return differing, "-", "-", "-"
-    relative = "-" if diff.max_rel is None else f"{diff.max_rel:.2%}"
-    ulp = "-" if diff.max_ulp is None else str(diff.max_ulp)
-    return differing, difference_text(diff.max_abs), relative, ulp
+    return differing, difference_text(diff.max_abs), number_cell(diff.max_rel, ".2%"), number_cell(diff.max_ulp)
 
 
 def _describe_difference(diff: TensorDiff) -> Message:
     if diff.status == "not_compared":
         return Cell.REASON(reason=str(diff.reason), detail=diff.detail)
-    if diff.mismatched is None and diff.reason:
+    if diff.mismatched is not None:
+        return _describe_mismatches(diff, diff.mismatched)
+    if diff.reason:
         return Cell.BY_REASON(reason=diff.reason, detail=diff.detail)
-    if diff.mismatched is None:
-        # Tensors of different dtypes that are close after a conversion have no reason.
-        return Cell.CLOSE(tolerance=diff.tolerance)
-    cell = Cell.DIFFERING(count=diff.mismatched, total=diff.numel)
-    ranks_not_finite = [rank for rank, count in diff.nonfinite.items() if count]
+
+    # Tensors of different dtypes that are close after a conversion have no reason.
+    return Cell.CLOSE(tolerance=diff.tolerance)
+
+
+def _describe_mismatches(diff: TensorDiff, count: int) -> Message:
+    """Return how many elements differ. count: their number."""
+    cell = Cell.DIFFERING(count=count, total=diff.numel)
+    ranks_not_finite = [rank for rank, nonfinite in diff.nonfinite.items() if nonfinite]
     if 0 < len(ranks_not_finite) < len(diff.nonfinite):
-        is_pair = isinstance(ranks_not_finite[0], Side)
-        cell = Cell.NOT_FINITE(cell=cell, owners="in one model" if is_pair else "on some ranks")
+        owners = "in one model" if isinstance(ranks_not_finite[0], Side) else "on some ranks"
+        cell = Cell.NOT_FINITE(cell=cell, owners=owners)
     if diff.status == "close":
         return Cell.DIFFERING_CLOSE(cell=cell, tolerance=diff.tolerance)
+
     return cell
 
 
 def difference_text(difference: float | None) -> str:
     """Return a difference with three digits, or a dash if it is unknown."""
-    return "-" if difference is None else f"{difference:.3g}"
+    return number_cell(difference, ".3g")
+
+
+def number_cell(number: float | None, format_spec: str = "") -> str:
+    """Return a number in a format of `str.format`, or a dash if it is unknown."""
+    return "-" if number is None else format(number, format_spec)
 
 
 def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write_plain) -> list[str]:
     """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
     if not group.is_pair:
         return []
+
     # The paths of two models in one file each, without a map, are known.
     is_worth_a_line = any(replica.files > 1 for replica in group.replicas)
     lines = []
     for diff in diffs:
-        places = [_describe_place(place, side) for side, place in diff.places.items()]
-        if places:
-            lines.append(Location.LARGEST(tensor=diff.name, places=places).render(write))
-        is_worth_a_line = is_worth_a_line or any(place.tensor for place in diff.places.values())
+        descriptions = []
+        for side, place in diff.places.items():
+            replica = group.replicas[side]
+            descriptions.append(_describe_place(place, side, in_memory=replica.format == "memory"))
+            is_worth_a_line |= bool(place.tensor)
+        if descriptions:
+            lines.append(Location.LARGEST(tensor=diff.name, places=descriptions).render(write))
+
     return lines if is_worth_a_line else []
 
 
-def _describe_place(place: Place, side: int) -> Message:
-    # The path of a rank in memory ends with the rank.
-    is_rank_in_path = place.path.endswith(f" on rank {place.rank}")
-    if place.rank is None or is_rank_in_path:
+def _describe_place(place: Place, side: int, *, in_memory: bool) -> Message:
+    """Return a side with its file. in_memory: whether it is a model of a running job."""
+    # The path of a model in memory states the rank.
+    if place.rank is None or in_memory:
         file = Location.FILE(side=(side,), path=place.path)
     else:
         file = Location.FILE_OF_RANK(side=(side,), path=place.path, rank=place.rank)
     if not place.tensor:
         return file
+
     index = list(place.index) if place.index else ""
     return Location.STORED(file=file, element=f"{place.tensor}{index}")
 
@@ -170,12 +185,18 @@ def drift_rows(report: Report) -> list[tuple[str, str, str, str]]:
     """Return run, step, largest drift and its tensor; steps with equal values share one row."""
     rows = []
     for (run, drift, tensor), points in groupby(report.drift, _drift_of_point):
-        steps = [str(point.step) for point in points if point.step is not None]
-        step = steps[0] if steps else "-"
-        if len(steps) > 1:
-            step = f"{steps[0]}-{steps[-1]}"
-        rows.append((run, step, f"{drift:.4g}", tensor or "-"))
+        steps = [point.step for point in points if point.step is not None]
+        rows.append((run, _steps_text(steps), f"{drift:.4g}", tensor or "-"))
     return rows
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    """Return the first and the last step: '100-300'."""
+    if not steps:
+        return "-"
+    if len(steps) == 1:
+        return str(steps[0])
+    return f"{steps[0]}-{steps[-1]}"
 
 
 def _drift_of_point(point: DriftPoint) -> tuple[str, float, str | None]:
@@ -192,26 +213,30 @@ def list_kinds(groups: Iterable[Group]) -> list[str]:
 
 def kind_cell(counts: Counts) -> str:
     """Return the result of one kind of tensor: '20 agree', '9/20 differ'."""
-    parts = []
-    if counts.different:
-        parts.append(f"{counts.different}/{counts.tensors} differ")
-    if counts.not_compared:
-        parts.append(f"{counts.not_compared} not compared")
-    if counts.close:
-        parts.append(f"{counts.close} close")
-    if parts:
-        return ", ".join(parts)
-    return f"{counts.tensors} agree" if counts.tensors else "-"
+    if not counts.tensors:
+        return "-"
+
+    number_of_text = {
+        f"{counts.different}/{counts.tensors} differ": counts.different,
+        f"{counts.not_compared} not compared": counts.not_compared,
+        f"{counts.close} close": counts.close,
+    }
+    parts = [text for text, number in number_of_text.items() if number]
+    return ", ".join(parts) or f"{counts.tensors} agree"
 
 
 def values_text(values: Iterable[ValueDiff]) -> str:
     """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
-    # A note names the attributes that differ.
-    complete = [value for value in values if None not in value.by_rank.values() and value.kind != "attribute"]
+    complete = []
+    for value in values:
+        # A note names the attributes that differ.
+        if None not in value.by_rank.values() and value.kind != "attribute":
+            complete.append(value)
+    return "; ".join(write_first(complete, _MOST_VALUES, _value_text))
+
+
+def _value_text(value: ValueDiff) -> str:
     texts = []
-    for value in complete[:_MOST_VALUES]:
-        parts = [f"{brief(content, 40)} {owner_text((rank,))}" for rank, content in value.by_rank.items()]
-        texts.append(f"{value.name}: {', '.join(parts[:4])}")
-    if len(complete) > _MOST_VALUES:
-        texts.append(f"and {len(complete) - _MOST_VALUES} more")
-    return "; ".join(texts)
+    for rank, content in list(value.by_rank.items())[:_MOST_RANKS]:
+        texts.append(f"{brief(content, 40)} {owner_text((rank,))}")
+    return f"{value.name}: {', '.join(texts)}"

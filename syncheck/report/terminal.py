@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich import box
 from rich.cells import cell_len
@@ -59,37 +60,79 @@ def render(parts: Iterable[Part], width: int | None, color: bool, *, ascii_only:
             _print_table(console, part, ascii_only)
         else:
             console.print(make_renderable(part, ruled=width is not None, ascii_only=ascii_only))
-    return logged("\n".join(line if color else line.rstrip() for line in out.getvalue().split("\n")))
+
+    lines = out.getvalue().split("\n")
+    if not color:
+        lines = [line.rstrip() for line in lines]
+
+    return logged("\n".join(lines))
 
 
 def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
     """Print a table, with names above their rows if the first column is too narrow for them."""
-    room, margin = console.width - grid.indent, Segment(" " * grid.indent)
-    width, names = _find_width(console, grid, room, _min_width(grid)), None
-    if not width:
+    # Rich would cut a table that is wider than the terminal.
+    layout = _choose_layout(console, grid)
+    if layout.grid is not grid:
         _print_name(console, Span(grid.columns[0], "bold"), grid.indent)
-        original_rows = grid.rows
-        names = iter(original_rows)
-        rows = [(Span(_PLACEHOLDER), *row[1:]) for row in grid.rows]
-        grid = Grid((" " * len(_PLACEHOLDER), *grid.columns[1:]), grid.right, grid.indent, rows)
-        width = _find_width(console, grid, room)
-        if not width and grid.columns[1] == "kind":
-            names = iter([(Span(f"{row[0].text}  {row[1].text}"), *row[1:]) for row in original_rows])
-            rows = [(row[0], *row[2:]) for row in rows]
-            grid = Grid((grid.columns[0], *grid.columns[2:]), grid.right, grid.indent, rows)
-            width = _find_width(console, grid, room)
-        width = width or room
-    table = _table(grid, True, ascii_only, min_name_width=_min_width(grid))
+
+    table = _table(layout.grid, True, ascii_only, min_name_width=_min_width(layout.grid))
+    options = console.options.update(width=layout.width)
+    names = iter(layout.names)
     previous = None
-    for segments in Segment.split_lines(console.render(table, console.options.update(width=width))):
-        if names and any(_PLACEHOLDER in segment.text for segment in segments):
-            name = next(names)[0]
-            # Print the name of a run once, above its first row.
-            if name != previous:
-                _print_name(console, name, grid.indent)
-            previous = name
-        line = [Segment(segment.text.replace(_PLACEHOLDER, " "), segment.style) for segment in segments]
-        console.print(Segments([margin, *line, Segment.line()]), crop=False)
+    for segments in Segment.split_lines(console.render(table, options)):
+        line = [Segment(" " * grid.indent)]
+        for segment in segments:
+            if _PLACEHOLDER in segment.text:
+                name = next(names)
+                # Print the name of a run once, above its first row.
+                if name != previous:
+                    _print_name(console, name, grid.indent)
+                previous = name
+                segment = Segment(segment.text.replace(_PLACEHOLDER, " "), segment.style)
+            line.append(segment)
+        console.print(Segments([*line, Segment.line()]), crop=False)
+
+
+class _Layout(NamedTuple):
+    """How to print a table on a terminal."""
+
+    grid: Grid
+    width: int
+    """Columns to request from rich."""
+    names: list[Span]
+    """The names to print above the rows; empty if the table has room for them."""
+
+
+def _choose_layout(console: Console, grid: Grid) -> _Layout:
+    """Return the layout of a table: itself if it fits, else with names above the rows, else also with kinds there."""
+    room = console.width - grid.indent
+    width = _find_width(console, grid, room, _min_width(grid))
+    if width:
+        return _Layout(grid, width, [])
+
+    names = [row[0] for row in grid.rows]
+    narrow_grid = _without_first_columns(grid, 1)
+    width = _find_width(console, narrow_grid, room)
+    # Kinds are words of a few letters, so a name and its kind fit on a line.
+    if not width and grid.columns[1] == "kind":
+        names = [Span(f"{row[0].text}  {row[1].text}") for row in grid.rows]
+        narrow_grid = _without_first_columns(grid, 2)
+        width = _find_width(console, narrow_grid, room)
+
+    return _Layout(narrow_grid, width or room, names)
+
+
+def _without_first_columns(grid: Grid, count: int) -> Grid:
+    """Return a table with a placeholder for its first columns. count: number of these columns."""
+    # As wide as the placeholder.
+    columns = (" ", *grid.columns[count:])
+    rows = [(Span(_PLACEHOLDER), *row[count:]) for row in grid.rows]
+    return Grid(
+        columns,
+        right=grid.right,
+        indent=grid.indent,
+        rows=rows,
+    )
 
 
 def _print_name(console: Console, name: Span, indent: int) -> None:
@@ -101,9 +144,10 @@ def _min_width(grid: Grid, column: int = 0) -> int:
 
     Names of tensors may be broken anywhere, names of runs at spaces only.
     """
+    texts = grid.list_texts(column)
     if grid.columns[column] == "run":
-        return max((_longest_word(row[column].text) for row in grid.rows), default=0)
-    return max((-(-cell_len(row[column].text) // _MOST_LINES) for row in grid.rows), default=0)
+        return _longest_word(" ".join(texts))
+    return math.ceil(_longest(texts) / _MOST_LINES)
 
 
 def _find_width(console: Console, grid: Grid, room: int, min_name_width: int = 0) -> int:
@@ -112,36 +156,68 @@ def _find_width(console: Console, grid: Grid, room: int, min_name_width: int = 0
     Rich distributes the requested width first and applies minimum column widths afterwards, so a table may become
     wider than requested, and its right part would be cut.
     """
-    # The rows with the longest cell or word of a column determine its width, so drawing these rows is enough.
-    rows: dict[int, tuple[Span, ...]] = {}
-    for column in range(len(grid.columns)):
-        for size in (cell_len, _longest_word):
-            rows |= dict([max(enumerate(grid.rows), key=lambda row: size(row[1][column].text))] if grid.rows else [])
-    table = _table(Grid(grid.columns, grid.right, rows=list(rows.values())), True, True, min_name_width)
+    # Drawing the rows that determine the width is enough.
+    longest = Grid(grid.columns, grid.right, rows=_longest_rows(grid))
+    table = _table(longest, True, True, min_name_width)
     for width in range(room, room // 2, -1):
-        text = "".join(segment.text for segment in console.render(table, console.options.update(width=width)))
-        if max(map(cell_len, text.split("\n"))) <= room:
+        segments = console.render(table, console.options.update(width=width))
+        text = "".join(segment.text for segment in segments)
+        if _longest(text.split("\n")) <= room:
             return width
+
     return 0
 
 
+def _longest_rows(grid: Grid) -> list[tuple[Span, ...]]:
+    """Return the rows with the longest cell or the longest word of a column."""
+    if not grid.rows:
+        return []
+
+    rows: dict[int, tuple[Span, ...]] = {}
+    for column in range(len(grid.columns)):
+        texts = grid.list_texts(column)
+        for measure in (cell_len, _longest_word):
+            number = texts.index(max(texts, key=measure))
+            rows[number] = grid.rows[number]
+
+    return list(rows.values())
+
+
+def _longest(texts: Iterable[str]) -> int:
+    """Return the number of columns of the longest text. Wide characters take two columns."""
+    return cell_len(max(texts, key=cell_len, default=""))
+
+
 def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)
+    return _longest(text.split())
 
 
 def make_renderable(part: Part, ruled: bool = True, *, ascii_only: bool = False) -> RenderableType:
     """Convert a part into a rich renderable. ruled: draw a line under a table's header."""
+    renderable: RenderableType
     if isinstance(part, Line):
-        renderable: RenderableType = Text.assemble(*((span.text, span.style) for span in part.spans))
+        renderable = Text.assemble(*[(span.text, span.style) for span in part.spans])
     elif isinstance(part, Labels):
-        renderable = labels = Table.grid(padding=(0, 2))
-        labels.add_column(style="dim", no_wrap=True)
-        labels.add_column(overflow="fold")
-        for label, text in part.rows:
-            labels.add_row(label, Text(text) if isinstance(text, str) else _Curve(text, ascii_only))
+        renderable = _labels(part, ascii_only)
     else:
         renderable = _table(part, ruled, ascii_only)
-    return Padding(renderable, (0, 0, 0, part.indent), expand=False) if part.indent else renderable
+    if not part.indent:
+        return renderable
+
+    return Padding(renderable, (0, 0, 0, part.indent), expand=False)
+
+
+def _labels(labels: Labels, ascii_only: bool) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in labels.rows:
+        if isinstance(text, str):
+            table.add_row(label, Text(text))
+        else:
+            table.add_row(label, _Curve(text, ascii_only))
+
+    return table
 
 
 class _Curve:
@@ -155,14 +231,18 @@ class _Curve:
 
 
 def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -> Table:
-    table = Table(pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        pad_edge=False,
+        show_edge=False,
+        header_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     if ruled:
         table.box = _ASCII_RULE if ascii_only else box.SIMPLE_HEAD
         # Narrow padding saves space on a terminal of 80 columns.
         table.padding = (0, 1, 0, 0)
-    else:
-        table.box = None
-        table.padding = (0, 2, 0, 0)
+
     for number, title in enumerate(grid.columns):
         min_width = _min_column_width(grid, number)
         if number == 0:
@@ -174,11 +254,13 @@ def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -
             no_wrap=not ruled,
             min_width=min_width,
         )
+
     for row in grid.rows:
         cells: list[RenderableType] = []
         for title, cell in zip(grid.columns, row, strict=True):
             cells.append(_TensorName(cell) if title == "tensor" else _text(cell))
         table.add_row(*cells)
+
     return table
 
 
@@ -191,13 +273,12 @@ def _min_column_width(grid: Grid, number: int) -> int:
         return min(_longest_cell(grid, number), _MIN_WRAP_WIDTH)
     if number and title == "tensor":
         return min(_MOST_LINES * _min_width(grid, number), _TENSOR_WIDTH)
+
     return _longest_word(title)
 
 
 def _longest_cell(grid: Grid, number: int) -> int:
-    # Wide characters take two columns.
-    widths = [cell_len(row[number].text) for row in grid.rows]
-    return max([*widths, len(grid.columns[number])])
+    return _longest([grid.columns[number], *grid.list_texts(number)])
 
 
 def _text(cell: Span) -> Text:
@@ -219,6 +300,7 @@ class _TensorName:
         while cell_len(name) > width and (end := name.rfind(".", 0, width) + 1):
             parts.append(name[:end])
             name = name[end:]
+
         # If breaking after dots takes too many lines, rich breaks the name anywhere.
         fits = len(parts) < _MOST_LINES and cell_len(name) <= width
         broken = "\n".join([*parts, name]) if fits else self.cell.text

@@ -5,15 +5,18 @@ Functions with a parameter `write` render messages: it writes the names and code
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Hint, Note, Undecided
 from syncheck.records import Reason
+from syncheck.report.selections import count_excluded, find_failing, find_groups, list_first_paths, write_first
 from syncheck.sentences import Part, Sentence, write_plain
 from syncheck.text import one_line, ranks_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
     from syncheck.sentences import Message, Writer
@@ -28,6 +31,7 @@ VERDICTS = {
 # The documentation site. tools/set_address.py replaces this placeholder everywhere when the project is released; its
 # host is reserved and resolves nowhere (RFC 2606).
 SITE = "https://syncheck.invalid/docs/latest"
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_RUNS = 6
 _MOST_NAME = 80
 _MOST_NAME_IN_TEXT = 120
@@ -47,6 +51,14 @@ class Headline(Sentence):
     UNDECIDED = "{line}: {reason}"
     UNREADABLE = "{line}, and {count:count file} could not be read"
     RUN_NOT_FINITE = "{run:name}: {fact}"
+
+
+# Whether findings are allowed, and whether the baseline has some.
+_IGNORED_FINDINGS = {
+    (True, False): Headline.ALLOWED,
+    (False, True): Headline.ACCEPTED,
+    (True, True): Headline.ALLOWED_AND_ACCEPTED,
+}
 
 
 class Omission(Sentence):
@@ -69,6 +81,10 @@ def _shorten_name(name: str) -> str:
     return shorten(name, _MOST_NAME_IN_TEXT)
 
 
+def _shorten_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(_shorten_name(name) for name in names)
+
+
 def write_short(text: str, part: Part) -> str:
     """Write names in plain text, on one line and without the middle of a long name."""
     return _shorten_name(text) if part is Part.NAME else text
@@ -77,7 +93,7 @@ def write_short(text: str, part: Part) -> str:
 def counts_line(report: Report) -> str:
     """Return the last line of every report: the number of tensors by result, including those not compared."""
     line = counts_text(report.counts)
-    excluded = sum(group.left_out for group in report.groups)
+    excluded = count_excluded(report)
     if excluded:
         line += f" ({excluded} excluded by options)"
     return line
@@ -85,11 +101,18 @@ def counts_line(report: Report) -> str:
 
 def counts_text(counts: Counts) -> str:
     """Return the number of tensors by result."""
-    equal = f", {counts.equal} equal" if counts.equal else ""
-    return (
-        f"{counts.tensors} tensors: {counts.identical} identical{equal}, {counts.close} close, "
-        f"{counts.different} different, {counts.not_compared} not compared"
-    )
+    texts = [
+        f"{counts.identical} identical",
+        f"{counts.equal} equal",
+        f"{counts.close} close",
+        f"{counts.different} different",
+        f"{counts.not_compared} not compared",
+    ]
+    # Tensors are rarely equal without being identical.
+    if not counts.equal:
+        del texts[1]
+
+    return f"{counts.tensors} tensors: {', '.join(texts)}"
 
 
 def first_lines(report: Report, write: Writer = write_plain) -> list[str]:
@@ -99,8 +122,7 @@ def first_lines(report: Report, write: Writer = write_plain) -> list[str]:
 
 def unaffected_lines(report: Report, write: Writer = write_plain) -> list[str]:
     """Return a line if the replicas differ, but neither the training nor the file of rank 0 is affected."""
-    failing = [finding for finding in report.findings if finding.fails]
-    kinds = {(finding.code, finding.severity) for finding in failing}
+    kinds = {(finding.code, finding.severity) for finding in find_failing(report.findings)}
     return [Note.RANK_0_UNAFFECTED().render(write)] if kinds == _HARMLESS else []
 
 
@@ -111,14 +133,15 @@ def not_finite_lines(report: Report, write: Writer = write_plain) -> list[str]:
         fact = describe_not_finite(group)
         if fact is not None:
             fact_of_run[group.run] = fact
-    if len(fact_of_run) == 1:
-        return [fact.render(write) for fact in fact_of_run.values()]
+
     lines = []
-    for run, fact in list(fact_of_run.items())[:_MOST_RUNS]:
-        lines.append(Headline.RUN_NOT_FINITE(run=_shorten_name(run), fact=fact).render(write))
-    if len(fact_of_run) > _MOST_RUNS:
-        lines.append(f"{len(fact_of_run) - _MOST_RUNS} more runs")
-    return lines
+    for run, fact in fact_of_run.items():
+        # The name of the only run is no news.
+        if len(fact_of_run) > 1:
+            fact = Headline.RUN_NOT_FINITE(run=_shorten_name(run), fact=fact)
+        lines.append(fact.render(write))
+
+    return write_first(lines, _MOST_RUNS, ending="{} more runs")
 
 
 def describe_not_finite(group: Group) -> Message | None:
@@ -126,135 +149,159 @@ def describe_not_finite(group: Group) -> Message | None:
     record = group.not_finite
     if record is None:
         return None
-    fact = Note.NOT_FINITE(count=record.count, names=tuple(map(_shorten_name, record.names)))
-    first = tuple(map(_shorten_name, record.first))
+
+    fact = Note.NOT_FINITE(count=record.count, names=_shorten_names(record.names))
+    first = _shorten_names(record.first)
     if record.since is None:
         return fact
     if record.finite is None:
         return Note.NOT_FINITE_FROM_START(fact=fact, since=record.since, first=first)
-    return Note.NOT_FINITE_SINCE(fact=fact, since=record.since, finite=record.finite, first=first)
+
+    return Note.NOT_FINITE_SINCE(
+        fact=fact,
+        since=record.since,
+        finite=record.finite,
+        first=first,
+    )
 
 
 def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = "") -> str:
     """Return the verdict; if it is undecided, with the reason. verdict: its name, default: of VERDICTS."""
     verdict = verdict or VERDICTS[report.verdict]
+    line = Headline.VERDICT(verdict=verdict)
     # Unreadable files and checksums are reasons of an undecided verdict already.
     if report.verdict == "undecided":
-        reason = undecided_reason(report)
-        return Headline.UNDECIDED(line=Headline.VERDICT(verdict=verdict), reason=reason).render(write)
-    sentence = Headline.BY_CHECKSUM if report.quick else Headline.VERDICT
-    line = sentence(verdict=verdict)
+        return Headline.UNDECIDED(line=line, reason=undecided_reason(report)).render(write)
+    if report.quick:
+        line = Headline.BY_CHECKSUM(verdict=verdict)
     if report.verdict == "in_sync":
         line = _add_ignored_findings(line, report)
-        if any(group.not_finite is not None for group in report.groups):
+        if _first_value(report, attrgetter("not_finite")):
             line = Headline.NOT_FINITE(line=line)
     if report.unreadable:
         line = Headline.UNREADABLE(line=line, count=len(report.unreadable))
+
     return line.render(write)
 
 
 def _add_ignored_findings(line: Message, report: Report) -> Message:
-    allowed = sorted({finding.code for finding in report.findings if finding.allowed})
-    accepted = sorted({finding.code for finding in report.findings if finding.accepted})
-    if allowed and accepted:
-        return Headline.ALLOWED_AND_ACCEPTED(line=line, allowed=allowed, accepted=accepted)
-    if allowed:
-        return Headline.ALLOWED(line=line, allowed=allowed)
-    return Headline.ACCEPTED(line=line, accepted=accepted) if accepted else line
+    """Add the codes that the user allows, and those of the baseline."""
+    allowed = {finding.code for finding in report.findings if finding.allowed}
+    accepted = {finding.code for finding in report.findings if finding.accepted}
+    sentence = _IGNORED_FINDINGS.get((bool(allowed), bool(accepted)))
+    if sentence is None:
+        return line
+    return sentence(line=line, allowed=sorted(allowed), accepted=sorted(accepted))
 
 
 def undecided_reason(report: Report) -> Message:
     """Return why a report has no verdict."""
-    for find_reason in _REASONS:
-        reason = find_reason(report)
-        if reason is not None:
+    # The first reason counts.
+    for find_reasons in _REASONS:
+        for reason in find_reasons(report):
             return reason
     return Undecided.NOTHING()
 
 
-def _find_unreadable(report: Report) -> Message | None:
-    if not report.unreadable:
-        return None
-    return Undecided.UNREADABLE(count=len(report.unreadable))
-
-
-def _find_alone(report: Report) -> Message | None:
-    alone = [group for group in report.groups if group.verdict == "alone"]
-    if not alone:
-        return None
-    # Advice for a single file is shorter, and links to it explain a missing replica.
-    if len(report.groups) == 1:
-        return Undecided.ALL_LINKS() if report.aliases else Undecided.ONE_FILE()
-    if len(alone) == len(report.groups):
-        return Undecided.NO_REPLICAS()
-    paths = tuple(_shorten_name(group.replicas[0].path) for group in alone)
-    return Undecided.SOME_ALONE(count=len(alone), paths=paths)
-
-
-def _find_claimed_twice(report: Report) -> Message | None:
+def _first_value(report: Report, get_value: Callable[[Group], Any]) -> Any:
+    """Return the first value of a group that is not empty; None if all are empty."""
     for group in report.groups:
-        if group.evidence.claimed_twice:
-            return Undecided.RANKS_TWICE(ranks=group.evidence.claimed_twice)
+        value = get_value(group)
+        if value:
+            return value
     return None
 
 
-def _find_uncompared_of_models(report: Report) -> Message | None:
-    uncompared = []
+def _find_unreadable(report: Report) -> Iterator[Message]:
+    if report.unreadable:
+        yield Undecided.UNREADABLE(count=len(report.unreadable))
+
+
+def _find_alone(report: Report) -> Iterator[Message]:
+    alone = find_groups(report.groups, "alone")
+    if not alone:
+        return
+    # Advice for a single file is shorter, and links to it explain a missing replica.
+    if len(report.groups) > len(alone):
+        yield Undecided.SOME_ALONE(count=len(alone), paths=_shorten_names(list_first_paths(alone)))
+    elif len(alone) > 1:
+        yield Undecided.NO_REPLICAS()
+    elif report.aliases:
+        yield Undecided.ALL_LINKS()
+    else:
+        yield Undecided.ONE_FILE()
+
+
+def _find_claimed_twice(report: Report) -> Iterator[Message]:
+    ranks = _first_value(report, attrgetter("evidence.claimed_twice"))
+    if ranks:
+        yield Undecided.RANKS_TWICE(ranks=ranks)
+
+
+def _find_uncompared_of_models(report: Report) -> Iterator[Message]:
+    uncompared: list[TensorDiff] = []
     for group in report.groups:
         if group.is_pair:
             uncompared += [diff for diff in group.tensors if diff.uncompared]
-    return _not_compared(uncompared)
+    yield from _not_compared(uncompared)
 
 
-def _not_compared(diffs: Sequence[TensorDiff]) -> Message | None:
-    if not diffs:
-        return None
-    return Undecided.NOT_COMPARED(count=len(diffs), name=diffs[0].name[:_MOST_NAME], detail=diffs[0].detail)
+def _not_compared(diffs: Sequence[TensorDiff]) -> Iterator[Message]:
+    if diffs:
+        yield Undecided.NOT_COMPARED(count=len(diffs), name=diffs[0].name[:_MOST_NAME], detail=diffs[0].detail)
 
 
-def _find_guesses(report: Report) -> Message | None:
-    if any(group.evidence.inferred for group in report.groups):
-        return Undecided.INFERRED_MAP()
-    for group in report.groups:
-        if group.evidence.guessed:
-            return Undecided.GUESSED_HEADS(names=group.evidence.guessed)
-    return None
+def _find_guesses(report: Report) -> Iterator[Message]:
+    if _first_value(report, attrgetter("evidence.inferred")):
+        yield Undecided.INFERRED_MAP()
+    guessed = _first_value(report, attrgetter("evidence.guessed"))
+    if guessed:
+        yield Undecided.GUESSED_HEADS(names=guessed)
 
 
-def _find_unknown_tensors(report: Report) -> Message | None:
-    unknown = [diff for diff in report.tensors if diff.unknown]
-    ambiguous = [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]
+def _find_unknown_tensors(report: Report) -> Iterator[Message]:
+    unknown = 0
+    diffs_of_reason: dict[Reason | None, list[TensorDiff]] = defaultdict(list)
+    for diff in report.tensors:
+        if diff.unknown:
+            unknown += 1
+            diffs_of_reason[diff.reason].append(diff)
+
+    ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
     if ambiguous:
         name, detail = ambiguous[0].name[:_MOST_NAME], ambiguous[0].detail
+        # The caller uses only the first reason.
         if len(ambiguous) == 1:
-            return Undecided.AMBIGUOUS(name=name, detail=detail)
-        return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
-    refused = _not_compared([diff for diff in unknown if diff.reason is Reason.REFUSED])
-    if refused is None and unknown:
-        return Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
-    return refused
+            yield Undecided.AMBIGUOUS(name=name, detail=detail)
+        yield Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
+
+    yield from _not_compared(diffs_of_reason[Reason.REFUSED])
+    if unknown:
+        yield Undecided.NO_CHECKSUMS(unknown=unknown, tensors=report.counts.tensors)
 
 
-def _find_unknown_values(report: Report) -> Message | None:
+def _find_unknown_values(report: Report) -> Iterator[Message]:
     values: list[ValueDiff] = []
     for group in report.groups:
         values += [value for value in group.values if value.unknown]
-    return Undecided.VALUES(count=len(values), name=values[0].name[:_MOST_NAME]) if values else None
+    if values:
+        yield Undecided.VALUES(count=len(values), name=values[0].name[:_MOST_NAME])
 
 
-def _find_shards(report: Report) -> Message | None:
-    for group in report.groups:
-        if group.uncompared:
-            return Undecided.RANKS_NOT_COMPARED(ranks=group.uncompared)
-    return Undecided.ONLY_SHARDS() if any(group.shards for group in report.groups) else None
+def _find_shards(report: Report) -> Iterator[Message]:
+    uncompared = _first_value(report, attrgetter("uncompared"))
+    if uncompared:
+        yield Undecided.RANKS_NOT_COMPARED(ranks=uncompared)
+    if _first_value(report, attrgetter("shards")):
+        yield Undecided.ONLY_SHARDS()
 
 
-def _find_excluded(report: Report) -> Message | None:
-    excluded = sum(group.left_out for group in report.groups)
-    return Undecided.ALL_EXCLUDED(count=excluded) if excluded else None
+def _find_excluded(report: Report) -> Iterator[Message]:
+    excluded = count_excluded(report)
+    if excluded:
+        yield Undecided.ALL_EXCLUDED(count=excluded)
 
 
-# The first reason counts.
 _REASONS = (
     _find_unreadable,
     _find_alone,
@@ -270,17 +317,18 @@ _REASONS = (
 
 def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
     """Return one line per reason why some of the given paths were not compared."""
-    omissions = []
-    alone = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
+    lines = []
+    alone = list_first_paths(find_groups(report.groups, "alone"))
     if alone and len(report.groups) > 1:
-        omissions.append(Omission.ALONE(count=len(alone), paths=alone))
+        lines.append(Omission.ALONE(count=len(alone), paths=alone).render(write))
     # Links are listed with their targets, because both were given.
     if report.aliases:
         links = [Omission.LINK(path=alias.path, target=alias.of) for alias in report.aliases]
-        omissions.append(Omission.LINKS(count=len(links), links=links))
+        lines.append(Omission.LINKS(count=len(links), links=links).render(write))
     if report.skipped:
-        omissions.append(Omission.SKIPPED(count=report.skipped))
-    return [omission.render(write) for omission in omissions]
+        lines.append(Omission.SKIPPED(count=report.skipped).render(write))
+
+    return lines
 
 
 def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[str]:
@@ -288,17 +336,23 @@ def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[st
     lines = []
     for group in groups:
         for fixed in group.fixed:
-            run, hint = group.label or group.run, Hint.UPDATE_BASELINE()
-            message = Omission.FIXED(run=run, code=fixed.code, names=fixed.names, hint=hint)
+            message = Omission.FIXED(
+                run=group.label or group.run,
+                code=fixed.code,
+                names=fixed.names,
+                hint=Hint.UPDATE_BASELINE(),
+            )
             lines.append(message.render(write))
+
     return lines
 
 
 def group_notes(group: Group) -> list[Message]:
     """Return how the files were grouped, and the notes of the group."""
-    if not group.grouping:
-        return [*group.notes]
-    return [Note.GROUPING(reasons=group.grouping), *group.notes]
+    notes = list(group.notes)
+    if group.grouping:
+        notes.insert(0, Note.GROUPING(reasons=group.grouping))
+    return notes
 
 
 def note_lines(group: Group, write: Writer = write_plain) -> list[str]:
@@ -313,10 +367,12 @@ def group_title(group: Group) -> str:
 
 def replica_count(group: Group) -> str:
     """Return the end of the title of a group: ', 2 replicas', or nothing for two models."""
-    if group.is_pair:
-        return ""
-    count = len(group.replicas)
-    return f", {count} replica{'s' * (count != 1)}"
+    return "" if group.is_pair else f", {count_text(len(group.replicas), 'replica')}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a count with its noun: '1 replica', '2 replicas'."""
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def replica_title(replica: Replica) -> str:
@@ -331,8 +387,7 @@ def replica_text(replica: Replica) -> str:
         # Each rank in memory holds a part of a model, like each file of a folder.
         unit = "ranks" if replica.format == "memory" else "files"
         details.append(f"{replica.files} {unit}")
-    details.append(f"{replica.tensors} tensor{'s' * (replica.tensors != 1)}")
-    details.append(bytes_text(replica.bytes))
+    details += [count_text(replica.tensors, "tensor"), bytes_text(replica.bytes)]
     return f"{replica_title(replica)}: {replica.path} ({', '.join(details)})"
 
 
@@ -343,11 +398,7 @@ def step_text(group: Group) -> str:
 
 def bytes_text(size: int) -> str:
     """Return a size in bytes with a decimal unit: 46833547 gives '46.8 MB'."""
-    if size < 1000:
+    thousands = min((len(str(size)) - 1) // 3, len(_UNITS) - 1)
+    if not thousands:
         return f"{size} B"
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.1f} {unit}"
+    return f"{size / 1000**thousands:.1f} {_UNITS[thousands]}"

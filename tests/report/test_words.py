@@ -16,9 +16,10 @@ from support.hostile_report import HOSTILE, hostile
 import syncheck
 from syncheck.api import Options
 from syncheck.messages import Grouping, Note, Undecided
-from syncheck.records import Fixed, TensorDiff
+from syncheck.records import Counts, Fixed, Group, Place, Replica, TensorDiff
 from syncheck.report import formats, plain, tables, text, words
 from syncheck.report.tables import sort_worst_first
+from syncheck.text import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +48,21 @@ def test_clusters_of_ranks(groups: Sets, clusters: Sets, shown: str) -> None:
     """Bars separate sets of ranks with equal bytes; semicolons separate replica groups."""
     diff = TensorDiff("w", "parameter", "float32", (2,), "different", replica_groups=groups, clusters=clusters)
     assert tables.clusters_text(diff) == shown
+
+
+@pytest.mark.parametrize(
+    "file_format, expected",
+    [("torch-zip", "A m on rank 1 (rank 1), B b.pth"), ("memory", "A m on rank 1, B b.pth")],
+)
+def test_rank_of_the_largest_difference(file_format: str, expected: str) -> None:
+    """The rank of a file is printed whatever its name is; the path of a model in memory states the rank."""
+    replicas = tuple(
+        Replica("m", side, file_format, 1, 8, label=side.name, files=2 if side is Side.A else 1) for side in Side
+    )
+    places = {Side.A: Place("m on rank 1", 1), Side.B: Place("b.pth")}
+    diff = TensorDiff("w", "parameter", "float32", (2,), "different", places=places)
+    group = Group("m", "m", None, replicas, Counts(1, different=1), (diff,))
+    assert tables.place_lines([diff], group) == [f"largest difference of w: {expected}"]
 
 
 def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:

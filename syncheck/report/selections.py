@@ -1,0 +1,86 @@
+"""Selections that several formats show: failing findings, tensors out of sync, the first entries of a long list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from syncheck.diagnose.series import shown_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from syncheck.records import Finding, Group, Report, TensorDiff
+
+Item = TypeVar("Item")
+# The most severe first.
+SEVERITIES = ("error", "warning", "info")
+
+
+def find_failing(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that make a run out of sync."""
+    return [finding for finding in findings if finding.fails]
+
+
+def list_codes(findings: Iterable[Finding]) -> list[str]:
+    """Return the codes of findings."""
+    return [finding.code for finding in findings]
+
+
+def find_out_of_sync(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors that are out of sync."""
+    return [diff for diff in diffs if diff.out_of_sync]
+
+
+def select_tensors(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[TensorDiff]:
+    """Return the tensors with these names."""
+    return [diff for diff in diffs if diff.name in names]
+
+
+def list_names(diffs: Iterable[TensorDiff]) -> list[str]:
+    """Return the names of tensors."""
+    return [diff.name for diff in diffs]
+
+
+def find_groups(groups: Iterable[Group], verdict: str) -> list[Group]:
+    """Return the groups with a verdict."""
+    return [group for group in groups if group.verdict == verdict]
+
+
+def list_first_paths(groups: Iterable[Group]) -> list[str]:
+    """Return the path of the first replica of each group."""
+    return [group.replicas[0].path for group in groups]
+
+
+def join_runs(runs: Mapping[str, Sequence[Group]]) -> list[Group]:
+    """Return the groups of all runs."""
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += steps
+    return groups
+
+
+def join_shown_steps(runs: Mapping[str, Sequence[Group]]) -> list[Group]:
+    """Return the last step of each run, and its earlier steps with news (see `series.shown_steps`)."""
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += shown_steps(steps)
+    return groups
+
+
+def count_excluded(report: Report) -> int:
+    """Return the number of tensors that options exclude."""
+    return sum(group.left_out for group in report.groups)
+
+
+def write_first(
+    items: Sequence[Item], most: int, write: Callable[[Item], str] = str, ending: str = "and {} more"
+) -> list[str]:
+    """Return the texts of the first items, and a text with the number of further items.
+
+    most: number of texts before the ending.
+    write: returns the text of an item. Further items are not written, because there may be thousands.
+    """
+    texts = [write(item) for item in items[:most]]
+    if len(items) > most:
+        texts.append(ending.format(len(items) - most))
+    return texts
