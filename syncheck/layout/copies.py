@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
-from syncheck.layout.replica_groups import PIPELINE, coordinates_in
+from syncheck.layout.replica_groups import PIPELINE, coordinates_in, get_parameter
 from syncheck.records import Counts, Reason, Tie
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
@@ -141,7 +141,10 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     untrusted: a name counts as a copy only if no pipeline stage has both names.
     """
     stages = {rank: coordinates_in(snapshot, PIPELINE) for rank, snapshot in snapshots.items()}
-    ties = list_ties(snapshots.values()) if all(stages.values()) else {}
+    if not all(stages.values()):
+        return {}
+
+    ties = list_ties(snapshots.values())
     if not ties:
         return {}
 
@@ -153,11 +156,13 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     sources: set[str] = set()
     for name in names:
         source = name_of_copied(name, ties)
-        if source == name or name in sources or not stages_of_name.get(source):
+        source_stages = stages_of_name.get(source)
+        if name in sources or not source_stages:
             continue
 
-        if stages_of_name[source].isdisjoint(stages_of_name[name]):
-            stages_of_name[source] |= stages_of_name.pop(name)
+        # A tensor is in its own stages, so it is no copy of itself.
+        if source_stages.isdisjoint(stages_of_name[name]):
+            source_stages |= stages_of_name.pop(name)
             copies[name] = source
             sources.add(source)
 
@@ -169,20 +174,14 @@ def list_ties(snapshots: Iterable[Snapshot]) -> dict[str, str]:
 
     A copy of a copy is a copy of the first tensor. A name with two meanings, or in a circle, is not a copy.
     """
-    sources: dict[str, str] = {}
-    contradicted: set[str] = set()
+    candidates_by_name: dict[str, set[str]] = defaultdict(set)
     for snapshot in snapshots:
-        if snapshot.metadata is None:
-            continue
-
-        for name, source in snapshot.metadata.tied.items():
-            if sources.setdefault(name, source) != source:
-                contradicted.add(name)
+        if snapshot.metadata is not None:
+            for name, source in snapshot.metadata.tied.items():
+                candidates_by_name[name].add(source)
 
     # Metadata is untrusted, and ranks of different runs may list different ties.
-    for name in contradicted:
-        del sources[name]
-
+    sources = {name: min(candidates) for name, candidates in candidates_by_name.items() if len(candidates) == 1}
     ties: dict[str, str] = {}
     for name in sources:
         first_source = _follow_copies(name, sources)
@@ -211,15 +210,15 @@ def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
     if not tied:
         return name
 
-    if not name.startswith(("optimizer.", "ema.")):
+    container, dot, parameter = name.partition(".")
+    state = ""
+    if container == "optimizer":
+        parameter, dot_of_state, state = parameter.rpartition(".")
+        state = dot_of_state + state
+    elif container != "ema":
         return tied.get(name, name)
 
-    container, _, parameter = name.partition(".")
-    if container == "ema":
-        return f"{container}.{tied.get(parameter, parameter)}"
-
-    parameter, dot, state = parameter.rpartition(".")
-    return f"{container}.{tied.get(parameter, parameter)}{dot}{state}"
+    return f"{container}{dot}{tied.get(parameter, parameter)}{state}"
 
 
 def find_second_copies(
@@ -229,7 +228,10 @@ def find_second_copies(
 
     names: of all tensors, without the first copies. copies: the first copies in other stages, from `find_copies`.
     """
-    ties = list_ties(snapshots.values()) if copies else {}
+    if not copies:
+        return {}
+
+    ties = list_ties(snapshots.values())
     sources = {*copies.values()}
     second: dict[str, str] = {}
     for name in names:
@@ -242,12 +244,8 @@ def find_second_copies(
 
 def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
-    parameter = name
-    if name.startswith("optimizer."):
-        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
-
     # The names first: most tensors are no embeddings.
-    if not _EMBEDDING.fullmatch(parameter):
+    if not _EMBEDDING.fullmatch(get_parameter(name)):
         return False
 
     shapes = {tensor.full_shape for tensor in tensors.values()}
@@ -261,19 +259,21 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
     If every file lacks tensors of another file, no file is a whole model. Then only copies are compared with each
     other: whether a tensor is missing shows in the comparison with the other model.
     """
-    missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING and not diff.facts]
+    kinds = dict(comparison.kinds)
     lacking_ranks: set[int] = set()
-    for diff in missing:
+    remaining_tensors: list[TensorDiff] = []
+    for diff in comparison.tensors:
+        if diff.reason is not Reason.MISSING or diff.facts:
+            remaining_tensors.append(diff)
+            continue
+
         lacking_ranks |= _find_lacking_ranks(diff)
+        counts = kinds[diff.kind]
+        kinds[diff.kind] = replace(counts, tensors=counts.tensors - 1, not_compared=counts.not_compared - 1)
 
     # If one file holds all tensors, the other files lack tensors.
     if lacking_ranks != {replica.rank for replica in comparison.replicas}:
         return comparison
-
-    kinds = dict(comparison.kinds)
-    for diff in missing:
-        counts = kinds[diff.kind]
-        kinds[diff.kind] = replace(counts, tensors=counts.tensors - 1, not_compared=counts.not_compared - 1)
 
     values = []
     for value in comparison.values:
@@ -281,10 +281,9 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
         counts_here = value.counts and not value.lost and not is_membership(value.name)
         values.append(replace(value, counts=counts_here, lost=()))
 
-    missing_names = {diff.name for diff in missing}
     return replace(
         comparison,
-        tensors=tuple(diff for diff in comparison.tensors if diff.name not in missing_names),
+        tensors=tuple(remaining_tensors),
         values=tuple(values),
         kinds=kinds,
         counts=sum(kinds.values(), Counts()),
