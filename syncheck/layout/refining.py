@@ -6,8 +6,10 @@ Then each number has a role in `path_numbers.USES`, and the key of each file fol
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import are_unique, partition_by
 from syncheck.layout.path_numbers import split_path
@@ -16,7 +18,7 @@ from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from syncheck.layout.path_numbers import PathNumbers, Role
     from syncheck.messages import Message
@@ -26,54 +28,60 @@ if TYPE_CHECKING:
 _OF_ONE_RANK = ("rank", "local", "mesh", "part")
 
 
-def refine_paths(snapshots: Sequence[Snapshot]) -> dict[str, PathNumbers]:
-    """Return the numbers of each path, with their roles.
+class File(NamedTuple):
+    """A file and the numbers in its path."""
+
+    snapshot: Snapshot
+    numbers: PathNumbers
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Files whose paths differ only in numbers, so that the numbers of all files have the same roles."""
+
+    files: Sequence[File]
+    rank: int | None
+    """The position of the rank among the numbers; None if no number is the rank."""
+
+    @property
+    def numbers(self) -> list[PathNumbers]:
+        """The numbers in the path of each file."""
+        return [file.numbers for file in self.files]
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether numbers distinguish replicas."""
+        return self.rank is not None or "mesh" in self.files[0].numbers.roles
+
+
+def refine_paths(snapshots: Sequence[Snapshot]) -> list[File]:
+    """Return the files with the numbers in their paths.
 
     - A rank in the common start of all paths, as in `exp_r3/`, belongs to the name of the run: it does not distinguish
       the files. If the files have no tensor in common, they may be parts of this rank.
     - An unnamed number that equals the step in each file is the step, as in `s100_rank0.pt`.
     """
-    paths: dict[str, PathNumbers] = {}
-    for snapshot in snapshots:
-        paths[snapshot.path] = split_path(snapshot.path)
-
-    shared = _count_shared_numbers([*paths.values()])
+    files = [File(snapshot, split_path(snapshot.path)) for snapshot in snapshots]
+    shared = _count_shared_numbers(files)
     if shared > 0 and _have_common_tensor(snapshots):
-        for path, numbers in paths.items():
-            paths[path] = _forget_ranks(numbers, shared)
+        files = [File(file.snapshot, _forget_ranks(file.numbers, shared)) for file in files]
 
-    # All files of a template have the same roles.
-    templates = partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts)
-    for members in templates.values():
-        positions = _find_saved_steps(members, paths)
-        for snapshot in members:
-            paths[snapshot.path] = _name_steps(paths[snapshot.path], positions)
-
-    return paths
+    files_by_words = split_by_words(files)
+    steps = {words: _find_saved_steps(members) for words, members in files_by_words.items()}
+    return [File(snapshot, numbers.with_role("step", steps[numbers.texts])) for snapshot, numbers in files]
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """Files whose paths differ only in numbers."""
-
-    members: list[Snapshot]
-    numbers: list[PathNumbers]
-    """The numbers in the path of each member. All members have the same roles."""
-    rank: int | None
-    """The position of the rank among the numbers; None if no number is the rank."""
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether numbers distinguish replicas."""
-        return self.rank is not None or "mesh" in self.numbers[0].roles
+def split_by_words(files: Iterable[File]) -> dict[tuple[str, ...], list[File]]:
+    """Return the files by the texts between their numbers, in the order of the first files."""
+    return partition_by(files, attrgetter("numbers.texts"))
 
 
-def find_templates(snapshots: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[Template]:
-    """Return the templates of all files. paths: the numbers of each path, by `refine_paths`."""
+def find_templates(files: Iterable[File]) -> list[Template]:
+    """Return the templates of all files, with roles by `refine_paths`."""
     templates = []
-    for members in partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts).values():
-        numbers = [paths[snapshot.path] for snapshot in members]
-        templates.append(Template(members, numbers, _find_rank(numbers)))
+    for members in split_by_words(files).values():
+        numbers = [file.numbers for file in members]
+        templates.append(Template(members, _find_rank(numbers)))
 
     return templates
 
@@ -113,54 +121,41 @@ def find_varying(paths: Sequence[PathNumbers], role: Role) -> list[int]:
 def _counts_files_of_nodes(paths: Sequence[PathNumbers], position: int) -> bool:
     """Whether a number counts the files of each machine from 0."""
     node_positions = paths[0].all_of("node")
-    by_node = partition_by(paths, lambda numbers: _select_numbers(numbers, node_positions))
-    for paths_of_node in by_node.values():
-        counts = {numbers.numbers[position] for numbers in paths_of_node}
-        if counts != set(range(len(paths_of_node))):
-            return False
+    counts_by_node: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for numbers in paths:
+        counts_by_node[numbers.select(node_positions)].append(numbers.numbers[position])
 
-    return True
+    return all(set(counts) == set(range(len(counts))) for counts in counts_by_node.values())
 
 
-def _select_numbers(numbers: PathNumbers, positions: Sequence[int]) -> tuple[int, ...]:
-    return tuple(numbers.numbers[position] for position in positions)
-
-
-def resolve_roles(template: Template) -> tuple[list[PathNumbers], tuple[Message, ...]]:
-    """Give each number of a template with replicas its final role. Return the numbers of each member, and the reasons.
+def resolve_roles(template: Template) -> tuple[list[File], tuple[Message, ...]]:
+    """Give each number of a template with replicas its final role. Return the files, and the reasons.
 
     Numbers of machine and mesh do not separate groups. Further varying numbers do not either, if ranks are unique
     without them; then they are the machines. Otherwise, a single further number is the step of a run.
     """
-    first = template.numbers[0]
-    roles = list(first.roles)
-    ranks = _find_ranks(template)
-    for position in first.all_of("rank"):
-        if position not in ranks:
-            roles[position] = "plain"
-
-    for position in ranks:
-        roles[position] = "rank"
-
+    first = template.files[0].numbers
     grouping: tuple[Message, ...] = (Grouping.RANKS_IN_NAMES(),)
-    if template.rank is not None and first.roles[template.rank] == "plain":
+    if template.rank in first.all_of("plain"):
         grouping = (Grouping.ONLY_NUMBER(),)
 
-    further = [position for position in find_varying(template.numbers, "plain") if position not in ranks]
-    resolved = [replace(numbers, roles=tuple(roles)) for numbers in template.numbers]
-    machines = _find_machines(resolved, further)
+    ranks = _find_ranks(template)
+    further = sorted(set(find_varying(template.numbers, "plain")) - ranks)
+    # Other ranks in the path name the run.
+    first = first.with_role("plain", first.all_of("rank")).with_role("rank", ranks)
+
+    machines = _find_machines(template.numbers, first.list_positions("replica"), further)
+    first = first.with_role("node", machines)
     if machines:
         grouping += (Grouping.OTHER_NUMBER_IS_NODE(),)
 
-    for position in machines:
-        roles[position] = "node"
-
     steps = [position for position in further if position not in machines]
     # A path segment, as in 500/rank0, but not seed3/rank0.
-    if "step" not in roles and len(steps) == 1 and not first.is_glued(steps[0]):
-        roles[steps[0]] = "step"
+    if "step" not in first.roles and len(steps) == 1 and not first.is_glued(steps[0]):
+        first = first.with_role("step", steps)
 
-    return [replace(numbers, roles=tuple(roles)) for numbers in template.numbers], grouping
+    files = [File(file.snapshot, replace(file.numbers, roles=first.roles)) for file in template.files]
+    return files, grouping
 
 
 def _find_ranks(template: Template) -> set[int]:
@@ -176,31 +171,28 @@ def _find_ranks(template: Template) -> set[int]:
     return ranks
 
 
-def _find_machines(paths: Sequence[PathNumbers], further: Sequence[int]) -> list[int]:
+def _find_machines(paths: Sequence[PathNumbers], replica_positions: Sequence[int], further: Sequence[int]) -> list[int]:
     """Return the further numbers without which the replicas of each group still have different numbers."""
-    replica_positions = paths[0].list_replica_numbers()
     machines: list[int] = []
     for position in further:
         starred = (*replica_positions, *machines, position)
-        groups = partition_by(paths, lambda numbers: numbers.without(*starred))  # noqa: B023 - called at once
-        replicas = [[_select_numbers(numbers, replica_positions) for numbers in group] for group in groups.values()]
-        if all(map(are_unique, replicas)):
+        keys = [(numbers.without(*starred), numbers.select(replica_positions)) for numbers in paths]
+        if are_unique(keys):
             machines.append(position)
 
     return machines
 
 
-def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
+def _count_shared_numbers(files: Sequence[File]) -> int:
     """Return how many numbers at the start are equal in all paths; 0 if the paths differ in numbers only."""
     # Files of one rank whose names differ in numbers are its steps.
-    templates = {numbers.texts for numbers in paths}
-    if len(templates) < 2:
+    if len(split_by_words(files)) < 2:
         return 0
 
     # For each path, its numbers with the text before each of them.
     starts: list[list[tuple[str, int]]] = []
-    for numbers in paths:
-        pairs = zip(numbers.texts, numbers.numbers, strict=False)
+    for file in files:
+        pairs = zip(file.numbers.texts, file.numbers.numbers, strict=False)
         starts.append(list(pairs))
 
     return len(os.path.commonprefix(starts))  # noqa: RUF071 - of lists, not of strings
@@ -208,12 +200,8 @@ def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
 
 def _have_common_tensor(snapshots: Sequence[Snapshot]) -> bool:
     """Whether one tensor is in all files. Parts of one rank, like model and optimizer, have no common tensor."""
-    first, *later = snapshots
-    common = set(normalize(first.tensors).values())
-    for snapshot in later:
-        common &= set(normalize(snapshot.tensors).values())
-
-    return len(common) > 0
+    names = [set(normalize(snapshot.tensors).values()) for snapshot in snapshots]
+    return len(set.intersection(*names)) > 0
 
 
 def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
@@ -223,36 +211,23 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
 
     shared: how many numbers belong to the name of the run.
     """
+    forgotten: list[int] = []
     for position in range(shared):
         is_rank = numbers.roles[position] in _OF_ONE_RANK
         is_named = "rank" in numbers.texts[position].lower()
         may_be_of_run = numbers.folders[position] or not is_named
         if is_rank and may_be_of_run:
-            numbers = numbers.with_role(position, "plain")
+            forgotten.append(position)
 
-    return numbers
-
-
-def _name_steps(numbers: PathNumbers, positions: Sequence[int]) -> PathNumbers:
-    """Return the numbers of a path, of which those at some positions are steps."""
-    for position in positions:
-        numbers = numbers.with_role(position, "step")
-
-    return numbers
+    return numbers.with_role("plain", forgotten)
 
 
-def _find_saved_steps(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[int]:
-    """Return the positions of unnamed numbers that differ between files and equal the step of each file.
-
-    members: files whose paths differ in numbers only.
-    paths: the numbers of each path.
-    """
+def _find_saved_steps(files: Sequence[File]) -> list[int]:
+    """Return the positions of unnamed numbers that differ between files and equal the step of each file."""
     steps: list[int] = []
-    for position in paths[members[0].path].all_of("plain"):
-        by_file = [paths[snapshot.path].numbers[position] for snapshot in members]
-        is_varying = len(set(by_file)) > 1
-        # The values of many files are searched only if the number may be a step.
-        if is_varying and all(map(_stores_step, members, by_file)):
+    # The values of many files are searched only if the number may be a step.
+    for position in find_varying([file.numbers for file in files], "plain"):
+        if all(_stores_step(file.snapshot, file.numbers.numbers[position]) for file in files):
             steps.append(position)
 
     return steps
@@ -269,5 +244,4 @@ def _stores_step(snapshot: Snapshot, number: int) -> bool:
             candidates.append(name)
 
     kind_of = make_value_classifier(candidates)
-    kinds = [kind_of(name) for name in candidates]
-    return "progress" in kinds
+    return any(kind_of(name) == "progress" for name in candidates)
