@@ -382,11 +382,11 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
     first = files[0].numbers
     members = [replace(file.snapshot, mesh=file.numbers.mesh() or file.snapshot.mesh) for file in files]
     # Without the position of a rank, only coordinates in a mesh distinguish the files.
-    ranks = [-1] * len(files)
+    ranks: list[int | None] = [None] * len(files)
     if rank is not None:
         ranks = [file.numbers.numbers[rank] for file in files]
 
-    if not are_unique(ranks):
+    if None in ranks or not are_unique(ranks):
         grouping = _explain_counting(files, grouping)
 
     name = title_of(first.without(*first.all_of("step"), *first.list_positions("replica")))
