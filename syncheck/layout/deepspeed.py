@@ -78,13 +78,16 @@ def join(snapshot: Snapshot) -> Snapshot:
 
     contents = _sort_tensors(snapshot, ranks)
     first_label = min(ranks, key=ranks.__getitem__)
+    top = ""
+    paddings: dict[str, list[int]] | None = None
     # In ZeRO 3, each rank has a file of model states.
     is_zero3 = any(name.startswith(f"{first_label}.") for name in snapshot.tensors)
-    top = f"{first_label}." if is_zero3 else ""
-    groups = _read_groups(snapshot, top, with_frozen=is_zero3)
-    paddings: dict[str, list[int]] | None = None
-    if not is_zero3:
+    if is_zero3:
+        top = f"{first_label}."
+    else:
         paddings = _read_sizes(snapshot, f"optimizer.{first_label}.param_alignment_paddings.")
+
+    groups = _read_groups(snapshot, top, with_frozen=is_zero3)
 
     # The fp32 weights of the optimizer are more exact than their copies in the model states.
     whole_tensors = _join_groups(snapshot.path, contents, groups, paddings, len(ranks))
@@ -119,17 +122,20 @@ def _find_ranks(snapshot: Snapshot) -> dict[str, int]:
 
         ranks[label] = int(match[1])
 
-    counts = [value for name, value in snapshot.values.items() if _COUNT.fullmatch(name)]
+    counts = {value for name, value in snapshot.values.items() if _COUNT.fullmatch(name)}
     # Groups of experts have other numbers of partitions.
-    if not ranks or any(count != counts[0] for count in counts):
+    if not ranks or len(counts) > 1:
         return {}
 
-    is_complete = sorted(ranks.values()) == [*range(len(ranks))]
-    if not is_complete or (counts and counts[0] != len(ranks)):
-        needed = f"{brief(counts[0])} ranks" if counts else "all ranks"
-        raise _malformed(snapshot.path, "ZeRO partitions", f"ranks {brief(sorted(ranks.values()))}", needed)
+    numbers = sorted(ranks.values())
+    if numbers == [*range(len(ranks))] and counts <= {len(ranks)}:
+        return ranks
 
-    return ranks
+    needed = "all ranks"
+    for count in counts:
+        needed = f"{brief(count)} ranks"
+
+    raise _malformed(snapshot.path, "ZeRO partitions", f"ranks {brief(numbers)}", needed)
 
 
 def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -188,9 +194,11 @@ def _sort_optimizer_tensor(contents: _Contents, name: str, rank: int | None, ten
     _, _, inner_name = name.removeprefix("optimizer.").partition(".")
     flat = _FLAT.fullmatch(inner_name)
     state = _STATE.fullmatch(inner_name)
-    if rank is not None and flat is not None:
+    if rank is None:
+        contents.unjoined[name] = tensor
+    elif flat is not None:
         contents.flats[flat[1]][rank] = tensor
-    elif rank is not None and state is not None:
+    elif state is not None:
         contents.states[_State(state[1], rank)][state[2]] = tensor
     else:
         contents.unjoined[name] = tensor
@@ -304,7 +312,11 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
         shapes |= members
         count += len(members)
 
-    groups_with_data = {group for group, flats in contents.flats.items() if any(map(_has_elements, flats.values()))}
+    groups_with_data: set[str] = set()
+    for group, flats in contents.flats.items():
+        if any(flat.numel for flat in flats.values()):
+            groups_with_data.add(group)
+
     # Groups without elements may be missing in param_shapes.
     if groups_with_data <= groups.keys() and len(shapes) == count:
         return shapes
@@ -317,16 +329,13 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
     )
 
 
-def _has_elements(tensor: Tensor) -> bool:
-    return tensor.numel > 0
-
-
 def _is_flat(tensor: Tensor) -> bool:
     """Whether a tensor has one dimension, and its bytes are contiguous in a file."""
-    if tensor.strides != (1,) or tensor.refused or tensor.lazy:
+    if tensor.refused or tensor.lazy or tensor.shards:
         return False
 
-    return tensor.data is None and tensor.digest is None and not tensor.shards
+    is_in_file = tensor.data is None and tensor.digest is None
+    return is_in_file and tensor.strides == (1,)
 
 
 class _Chunk(NamedTuple):
@@ -413,9 +422,7 @@ def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str,
             continue
 
         # A value that differs between ranks keeps the label of its rank.
-        if joined.setdefault(plain_name, value) == value:
-            joined[plain_name] = value
-        else:
+        if joined.setdefault(plain_name, value) != value:
             joined[name] = value
 
     return joined
@@ -432,4 +439,7 @@ def _strip_label(name: str, labels: Container[str]) -> str:
         return container + inner_name
 
     state = _STATE.fullmatch(inner_name)
-    return "" if state is None else f"optimizer.{state[1]}.{state[2]}"
+    if state is None:
+        return ""
+
+    return f"optimizer.{state[1]}.{state[2]}"

@@ -27,7 +27,7 @@ from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -54,6 +54,8 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYOUT = re.compile(
     r"(?:args|rng_state|content_metadata|rerun_state_machine)(?:\.|$)|(?:.*\.)?_extra_state(?:[./].*)?$"
 )
+# The dimension that a placement divides.
+_DIMENSIONS = {"S(0)": 0, "_S(0, 2)": 0, "S(1)": 1}
 # Limits of layers, of experts in a layer, and of both together.
 _MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
 
@@ -111,31 +113,39 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     first_layers = _number_layers(snapshot, files, grid)
     experts = _count_experts(files)
     ranks: dict[int, Snapshot] = {}
-    for label, position in sorted(grid.positions.items(), key=lambda item: item[1]):
+    for rank, label in enumerate(sorted(grid.positions, key=grid.positions.__getitem__)):
         file = files[label]
-        placing = _Placing(grid, position, first_layers, experts, file)
-        tensors = placing.place_all()
-        path = f"{snapshot.path}/{label}"
-        sizes: dict[str, int] = {}
-        for tensor in tensors.values():
-            if tensor.opened is not None:
-                sizes[tensor.path] = tensor.opened.st_size
-
-        if tensors:
-            path = next(iter(tensors.values())).path
-
-        ranks[len(ranks)] = replace(
+        position = grid.positions[label]
+        tensors = _Placing(grid, position, first_layers, experts, file).place_all()
+        # The file that a rank's tensors are in; a rank without tensors has only a folder.
+        path = next((tensor.path for tensor in tensors.values()), f"{snapshot.path}/{label}")
+        ranks[rank] = replace(
             snapshot,
             path=path,
-            bytes=sum(sizes.values()),
+            bytes=_count_bytes(tensors.values()),
             tensors=tensors,
-            values={name: value for name, value in file.values.items() if not _LAYOUT.match(name)},
+            values=_select_model_values(file.values),
             mesh={"pp": position.stage, "ep": position.expert, "tp": position.tensor},
             shard_labels=frozenset(),
             ties=(),
         )
 
     return ranks
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the files with some tensors."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.opened is not None:
+            sizes[tensor.path] = tensor.opened.st_size
+
+    return sum(sizes.values())
+
+
+def _select_model_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without those that describe the run and its layout."""
+    return {name: value for name, value in values.items() if not _LAYOUT.match(name)}
 
 
 def _split_files(snapshot: Snapshot) -> dict[str, _RankFile]:
@@ -176,21 +186,23 @@ def _find_grid(snapshot: Snapshot, files: Mapping[str, _RankFile]) -> _Grid | No
 
     degrees: set[_Position] = set()
     for file in files.values():
-        pipeline, expert, tensor = (_read_degree(file.values, kind) for kind in ("pipeline", "expert", "tensor"))
+        expert = _read_degree(file.values, "expert_model_parallel_size")
+        tensor = _read_degree(file.values, "tensor_model_parallel_size")
         # Experts with their own degree of tensor parallelism have other boxes.
-        if expert > 1 and _read_degree(file.values, "expert_tensor", tensor) != tensor:
+        if expert > 1 and _read_degree(file.values, "expert_tensor_parallel_size", tensor) != tensor:
             return None
 
-        degrees.add(_Position(pipeline, expert, tensor))
+        degrees.add(_Position(_read_degree(file.values, "pipeline_model_parallel_size"), expert, tensor))
 
     if len(degrees) > 1:
-        found = f"degrees {brief(sorted(tuple(degree) for degree in degrees))}"
-        raise _malformed(snapshot, "args", found, "the files of one run")
+        found_degrees = brief(sorted(map(tuple, degrees)))
+        raise _malformed(snapshot, "args", f"degrees {found_degrees}", "the files of one run")
 
     (sizes,) = degrees
     positions = {label: _read_position(label, sizes) for label in files}
     count = math.prod(sizes)
-    if set(positions.values()) != _list_positions(sizes, len(files)) or len(positions) != count:
+    # The count first: untrusted sizes may claim any number of positions.
+    if len(files) != count or set(positions.values()) != _list_positions(sizes):
         raise _malformed(snapshot, "model-parallel ranks", brief(sorted(positions)), f"{count} ranks")
 
     return _Grid(sizes, positions)
@@ -199,25 +211,22 @@ def _find_grid(snapshot: Snapshot, files: Mapping[str, _RankFile]) -> _Grid | No
 def _read_position(label: str, sizes: _Position) -> _Position:
     """Return the coordinates in the label of a file: mp_rank_<tensor>_<stage>_<expert>, without unused kinds."""
     tensor, *numbers = (int(number) for number in label.removeprefix("mp_rank_").split("_"))
-    stage = numbers.pop(0) if sizes.stage > 1 and numbers else 0
-    expert = numbers[0] if numbers else 0
+    # Expert parallelism alone has the first of two numbers.
+    if sizes.stage == 1:
+        numbers.insert(0, 0)
+
+    stage, expert, *_ = (*numbers, 0, 0)
     return _Position(stage, expert, tensor)
 
 
-def _list_positions(sizes: _Position, files: int) -> set[_Position]:
-    """Return all positions in a grid; empty if there are more of them than files, as untrusted sizes may claim."""
-    if math.prod(sizes) > files:
-        return set()
-
+def _list_positions(sizes: _Position) -> set[_Position]:
+    """Return all positions in a grid."""
     return {_Position(*numbers) for numbers in itertools.product(*map(range, sizes))}
 
 
-def _read_degree(values: Mapping[str, Any], kind: str, default: int = 1) -> int:
-    name = f"args.{kind}_model_parallel_size"
-    if kind.startswith("expert_"):
-        name = f"args.{kind}_parallel_size"
-
-    degree = values.get(name)
+def _read_degree(values: Mapping[str, Any], argument: str, default: int = 1) -> int:
+    """Return an argument of Megatron-LM that is a number of ranks; the default if it is absent, 0 or invalid."""
+    degree = values.get(f"args.{argument}")
     return degree if degree and are_naturals([degree]) else default
 
 
@@ -242,8 +251,8 @@ class _Stage(NamedTuple):
     stage: int
 
 
-def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Grid) -> dict[tuple[str, int, int], int]:
-    """Return the number of the first layer in the whole model, by the name before it, virtual stage and stage."""
+def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Grid) -> dict[str, dict[_Stage, int]]:
+    """Return the number of the first layer of each stage in the whole model, by the name before the number."""
     numbers: dict[str, dict[_Stage, set[int]]] = defaultdict(lambda: defaultdict(set))
     chunks_by_label: dict[str, set[int]] = defaultdict(set)
     for label, position in grid.positions.items():
@@ -260,12 +269,7 @@ def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Gr
         if chunks != set(range(count)):
             raise _malformed(snapshot, f"virtual stages of {label}", brief(sorted(chunks)), f"{count} from 0 on")
 
-    first_layers: dict[tuple[str, int, int], int] = {}
-    for start, layers_by_stage in numbers.items():
-        for stage, first_layer in _count_layers(snapshot, start, layers_by_stage).items():
-            first_layers[start, stage.chunk, stage.stage] = first_layer
-
-    return first_layers
+    return {start: _count_layers(snapshot, start, layers_by_stage) for start, layers_by_stage in numbers.items()}
 
 
 def _count_layers(snapshot: Snapshot, start: str, layers_by_stage: Mapping[_Stage, set[int]]) -> dict[_Stage, int]:
@@ -333,7 +337,7 @@ class _Placing:
         self,
         grid: _Grid,
         position: _Position,
-        first_layers: Mapping[tuple[str, int, int], int],
+        first_layers: Mapping[str, Mapping[_Stage, int]],
         experts: int,
         file: _RankFile,
     ) -> None:
@@ -353,12 +357,13 @@ class _Placing:
         for stored_name, tensor in self._tensors.items():
             name, sharding = self._place(stored_name, tensor)
             refused = tensor.refused
-            if name in tensors:  # multi-token prediction stores the embedding of the last stage twice
-                name = make_unique_name(name, tensors)
-                refused = Refusal.UNPLACED_PARTS(layout="tensor parallelism")
-            elif not refused and sharding is None:
+            # Multi-token prediction stores the embedding of the last stage twice.
+            is_repeated = name in tensors
+            is_unplaced = sharding is None and not refused
+            if is_repeated or is_unplaced:
                 refused = Refusal.UNPLACED_PARTS(layout="tensor parallelism")
 
+            name = make_unique_name(name, tensors)
             tensors[name] = replace(tensor, name=name, sharding=sharding, refused=refused)
 
         return tensors
@@ -368,32 +373,35 @@ class _Placing:
         if stored_name.startswith("optimizer."):
             return stored_name, None
 
-        name, copied, ranks = self._place_copies(self._number_layer(stored_name))
+        name, mesh = self._place_copies(self._number_layer(stored_name))
         is_replicated = _split_chunk(stored_name)[1] in self._replicated
         placement = _find_placement(name, gated=self._is_gated, replicated=is_replicated)
         name = _unfuse(name)
         tensor_ranks = self._grid.sizes.tensor
-        if placement is None and tensor_ranks > 1:
-            return name, None
+        if placement is None:
+            if tensor_ranks > 1:
+                return name, None
+
+            # A single tensor-parallel rank has whole tensors.
+            placement = "R"
 
         shape = list(tensor.shape)
-        if placement not in (None, "R"):
-            dim = 1 if placement == "S(1)" else 0
+        dim = _DIMENSIONS.get(placement)
+        if dim is not None:
             if dim >= len(shape) or shape[dim] * tensor_ranks > MOST_ELEMENTS:
                 return name, None
 
             shape[dim] *= tensor_ranks
 
         # Data-parallel ranks save no files, so the other dimensions of the mesh hold copies.
-        copied_sizes = [size for size, _ in copied.values()]
-        copied_coordinates = [coordinate for _, coordinate in copied.values()]
+        copied = ["R"] * len(mesh.names)
         return name, Sharding(
-            (*copied_sizes, tensor_ranks),
-            ranks,
-            (*["R"] * len(copied), placement or "R"),
-            tuple(shape),
-            (*copied, "tp"),
-            (*copied_coordinates, self._position.tensor),
+            mesh=(*mesh.sizes, tensor_ranks),
+            ranks=mesh.ranks,
+            placements=(*copied, placement),
+            shape=tuple(shape),
+            names=(*mesh.names, "tp"),
+            coordinate=(*mesh.coordinate, self._position.tensor),
         )
 
     def _number_layer(self, stored_name: str) -> str:
@@ -403,28 +411,41 @@ class _Placing:
         if match is None:
             return name
 
-        first_layer = self._first_layers[match[1], chunk, self._position.stage]
+        first_layer = self._first_layers[match[1]][_Stage(chunk, self._position.stage)]
         return f"{match[1]}{first_layer + int(match[2])}{match[3]}"
 
-    def _place_copies(self, name: str) -> tuple[str, dict[str, tuple[int, int]], tuple[int, ...]]:
-        """Return the name in the whole model, the dimensions with copies and the ranks of the mesh.
-
-        Dimensions have the number of copies and the coordinate of this rank.
-        """
+    def _place_copies(self, name: str) -> tuple[str, _CopyMesh]:
+        """Return the name in the whole model, and the mesh of the ranks with parts or copies of the tensor."""
         stage, expert_position, _ = self._position
         expert = _Expert.find(name)
         if expert is not None:
             number = expert_position * self._experts + expert.number
             expert_name = f"{expert.start}local_experts.{number}.{expert.end}"
-            return expert_name, {}, self._grid.list_ranks(stage, expert_position)
+            return expert_name, _CopyMesh(self._grid.list_ranks(stage, expert_position))
 
-        copied = {"ep": (self._grid.sizes.expert, expert_position)}
+        expert_ranks = self._grid.sizes.expert
         if self._has_tied_output and name in (_EMBEDDING, _OUTPUT):
             # The last stage has a copy of the embedding.
             ranks = self._grid.list_ranks(0) + self._grid.list_ranks(self._grid.sizes.stage - 1)
-            return _EMBEDDING, {"pp": (2, int(stage > 0)), **copied}, ranks
+            is_copy = int(stage > 0)
+            return _EMBEDDING, _CopyMesh(ranks, ("pp", "ep"), (2, expert_ranks), (is_copy, expert_position))
 
-        return name, copied, self._grid.list_ranks(stage)
+        return name, _CopyMesh(self._grid.list_ranks(stage), ("ep",), (expert_ranks,), (expert_position,))
+
+
+class _CopyMesh(NamedTuple):
+    """The ranks with a tensor, and the dimensions of their mesh along which they hold copies.
+
+    ranks: in all dimensions, also in that of tensor parallelism.
+    names: of the dimensions with copies.
+    sizes: the number of copies along each dimension.
+    coordinate: of the rank of the file, in each dimension.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    coordinate: tuple[int, ...] = ()
 
 
 def _find_placement(name: str, *, gated: bool, replicated: bool) -> str | None:
@@ -437,7 +458,10 @@ def _find_placement(name: str, *, gated: bool, replicated: bool) -> str | None:
     if _ROW.fullmatch(name):
         return "S(1)"
 
-    return "R" if replicated or _COPIED.fullmatch(name) else None
+    if replicated or _COPIED.fullmatch(name):
+        return "R"
+
+    return None
 
 
 def _unfuse(name: str) -> str:
@@ -466,8 +490,7 @@ def unstack(snapshot: Snapshot) -> Snapshot:
             name = make_unique_name(_unfuse(plain_name), tensors)
             tensors[name] = replace(tensor, name=name)
 
-    values = {name: value for name, value in snapshot.values.items() if not _LAYOUT.match(name)}
-    return replace(snapshot, tensors=tensors, values=values)
+    return replace(snapshot, tensors=tensors, values=_select_model_values(snapshot.values))
 
 
 def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -490,7 +513,10 @@ def _name_unstacked(name: str) -> str | None:
     for pattern, insert in ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts.")):
         match = pattern.fullmatch(name)
         if match is not None:
-            start, end = (text.replace("{", "{{").replace("}", "}}") for text in match.groups())
-            return f"{start}{insert}{{}}.{end}"
+            return f"{_escape_braces(match[1])}{insert}{{}}.{_escape_braces(match[2])}"
 
     return None
+
+
+def _escape_braces(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

@@ -11,6 +11,7 @@ Evidence of partitioning:
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -145,27 +146,25 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect a partition from optimizers that number their parameters, or from ranks that name them differently."""
     lists = {snapshot.numbered for snapshot in snapshots.values()}
     longest = max(lists, key=len)
+    if len(snapshots) < 2 or not longest:
+        return None
+
     # Replicas number their parameters alike, and shapes determine their names.
-    is_named = bool(longest) and not longest[0].isdecimal()
-    if len(snapshots) < 2 or not longest or (is_named and len(lists) == 1):
+    is_named = not longest[0].isdecimal()
+    if is_named and len(lists) == 1:
         return None
 
     # Names derived from the shapes on one rank prove nothing if the ranks number different parameters.
-    numbered: dict[int, Snapshot] = {}
-    counts: dict[int, int] = {}
-    for rank, snapshot in snapshots.items():
-        numbers = {name: str(number) for number, name in enumerate(snapshot.numbered)}
-        numbered[rank] = _rename_parameters(snapshot, numbers)
-        counts[rank] = len(snapshot.numbered)
-
-    detected = _detect_by_shapes(numbered, counts)
+    optimizers = {rank: _number_parameters(snapshot) for rank, snapshot in snapshots.items()}
+    detected = _detect_by_shapes(optimizers)
     if detected.optimizer != OptimizerShards():
         return detected
 
-    if len(lists) == 1 or len(set(counts.values())) > 1:
+    counts = {optimizer.count for optimizer in optimizers.values()}
+    if len(lists) == 1 or len(counts) > 1:
         return None
 
-    shared = _share_names(numbered, [snapshot.numbered for snapshot in snapshots.values()])
+    shared = _share_names(optimizers, [snapshot.numbered for snapshot in snapshots.values()])
     optimizer = _detect_by_owner(shared)
     # Without owners, the names of each rank remain, as in the comparison of a running job.
     if optimizer is None:
@@ -174,19 +173,49 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(shared, optimizer)
 
 
-def _share_names(numbered: Mapping[int, Snapshot], lists: Iterable[tuple[str, ...]]) -> dict[int, Snapshot]:
+@dataclass(frozen=True, slots=True)
+class _NumberedOptimizer:
+    """The optimizer of a rank, which numbers its parameters from 0."""
+
+    snapshot: Snapshot
+    count: int
+    """The number of parameters."""
+    shapes: Mapping[int, _Shape]
+    """The shape of the state of each parameter that has one."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the rank has the state of any parameter, by number or by name."""
+        return any(name.startswith("optimizer.") for name in self.snapshot.tensors)
+
+    def rename(self, names: Sequence[str]) -> Snapshot:
+        """Return the checkpoint with names for the numbers of parameters."""
+        return _rename_parameters(self.snapshot, _list_numbers(len(names)), names)
+
+
+def _number_parameters(snapshot: Snapshot) -> _NumberedOptimizer:
+    """Return the optimizer of a rank with numbers for all names that its shapes determined."""
+    count = len(snapshot.numbered)
+    numbered = _rename_parameters(snapshot, snapshot.numbered, _list_numbers(count))
+    return _NumberedOptimizer(numbered, count, _find_shapes(numbered))
+
+
+def _list_numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def _count_names(parameters: Iterable[str]) -> int:
+    return sum(not parameter.isdecimal() for parameter in parameters)
+
+
+def _share_names(optimizers: Mapping[int, _NumberedOptimizer], lists: Iterable[tuple[str, ...]]) -> dict[int, Snapshot]:
     """Name the parameters of all ranks as on the rank with the most names.
 
     The shapes of few states may determine no names, or others. Replicas number their parameters in the same order.
     lists: the parameters of the ranks, by name or number.
     """
-
-    def count_names(parameters: tuple[str, ...]) -> int:
-        return sum(not parameter.isdecimal() for parameter in parameters)
-
-    best_names = max(lists, key=count_names)
-    names = {str(number): name for number, name in enumerate(best_names)}
-    return {rank: _rename_parameters(snapshot, names) for rank, snapshot in numbered.items()}
+    best_names = max(lists, key=_count_names)
+    return {rank: optimizer.rename(best_names) for rank, optimizer in optimizers.items()}
 
 
 def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | None:
@@ -202,14 +231,15 @@ def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | Non
     )
 
 
-def _rename_parameters(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
-    """Rename the parameters of the optimizer. names: from old to new names."""
-    new_names = {f"optimizer.{old_name}": f"optimizer.{new_name}" for old_name, new_name in names.items()}
+def _rename_parameters(snapshot: Snapshot, old_names: Iterable[str], new_names: Iterable[str]) -> Snapshot:
+    """Rename the parameters of the optimizer, each old name to the new name at its position."""
+    new_by_old = dict(zip(old_names, new_names, strict=True))
     tensors: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
-        parameter, _, state = name.rpartition(".")
-        if parameter in new_names:
-            name = f"{new_names[parameter]}.{state}"
+        parameter, _, state = name.removeprefix("optimizer.").rpartition(".")
+        is_state = name.startswith("optimizer.")
+        if is_state and parameter in new_by_old:
+            name = f"optimizer.{new_by_old[parameter]}.{state}"
             tensor = replace(tensor, name=name)
 
         tensors[name] = tensor
@@ -222,79 +252,71 @@ def _normalize_names(parameters: Iterable[str]) -> frozenset[str]:
     return frozenset(normalize(f"optimizer.{parameter}" for parameter in parameters).values())
 
 
-def _detect_by_shapes(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> Detected:
-    """Decide by shapes whether the ranks number different parameters of one model.
-
-    counts: number of parameters by rank.
-    """
+def _detect_by_shapes(optimizers: Mapping[int, _NumberedOptimizer]) -> Detected:
+    """Decide by shapes whether the ranks number different parameters of one model. optimizers: by rank."""
+    snapshots = {rank: optimizer.snapshot for rank, optimizer in optimizers.items()}
     parameters = _list_parameters(next(iter(snapshots.values())))
-    shapes_by_rank = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
+    with_parameters = [optimizer for optimizer in optimizers.values() if optimizer.count]
+    without_parameters = [optimizer for optimizer in optimizers.values() if not optimizer.count]
+    counts = [optimizer.count for optimizer in with_parameters]
     # Partitions together have at most the parameters of the model.
-    total = sum(counts.values())
-    if total > len(parameters) or not _are_of_model(shapes_by_rank.values(), parameters.values()):
+    if sum(counts) > len(parameters) or not _are_of_model(with_parameters, parameters.values()):
         return Detected(snapshots, OptimizerShards())
 
-    # One number with two shapes cannot be one parameter.
-    holders = [counts[rank] for rank in shapes_by_rank]
-    is_partition = _contradict_each_other(list(shapes_by_rank.values()))
+    has_all_parameters = sum(counts) == len(parameters)
+    is_partition = _contradict_each_other(with_parameters)
     # Replicas have the same number of parameters.
-    if total == len(parameters) and len(set(holders)) > 1:
+    if has_all_parameters and len(set(counts)) > 1:
         is_partition = True
 
     # A rank without numbered parameters has no state, or the state of all parameters by name.
-    has_whole_state = any(_has_state(snapshots[rank]) for rank in snapshots if rank not in shapes_by_rank)
-    if has_whole_state or not is_partition:
-        all_ranks_have_state = len(holders) == len(counts) and all(shapes_by_rank.values())
-        is_unclear = has_whole_state or (total == len(parameters) and all_ranks_have_state)
-        unclear = Detail.UNCLEAR_PARTITIONING() if is_unclear else None
-        return Detected(snapshots, OptimizerShards(unclear=unclear))
+    has_whole_state = any(optimizer.has_state for optimizer in without_parameters)
+    if is_partition and not has_whole_state:
+        return _name_partition(optimizers, parameters)
 
-    return _name_partition(snapshots, counts, parameters)
+    all_ranks_have_state = all(optimizer.shapes for optimizer in optimizers.values())
+    unclear: Message | None = None
+    if has_whole_state or (has_all_parameters and all_ranks_have_state):
+        unclear = Detail.UNCLEAR_PARTITIONING()
+
+    return Detected(snapshots, OptimizerShards(unclear=unclear))
 
 
-def _are_of_model(shapes_by_rank: Iterable[Mapping[int, _Shape]], parameters: Iterable[_Shape]) -> bool:
+def _are_of_model(optimizers: Iterable[_NumberedOptimizer], parameters: Iterable[_Shape]) -> bool:
     """Whether the model has a parameter for each state of all ranks. parameters: their shapes."""
     state_shapes: Counter[_Shape] = Counter()
-    for shapes in shapes_by_rank:
-        state_shapes.update(shapes.values())
+    for optimizer in optimizers:
+        state_shapes.update(optimizer.shapes.values())
 
     return state_shapes <= Counter(parameters)
 
 
-def _contradict_each_other(shapes_by_rank: Sequence[Mapping[int, _Shape]]) -> bool:
-    """Whether two ranks have states of different shapes under one number."""
+def _contradict_each_other(optimizers: Iterable[_NumberedOptimizer]) -> bool:
+    """Whether two ranks have states of different shapes under one number, which cannot be one parameter."""
     shape_of_number: dict[int, _Shape] = {}
-    for shapes in shapes_by_rank:
-        for number, shape in shapes.items():
+    for optimizer in optimizers:
+        for number, shape in optimizer.shapes.items():
             if shape_of_number.setdefault(number, shape) != shape:
                 return True
 
     return False
 
 
-def _has_state(snapshot: Snapshot) -> bool:
-    return any(name.startswith("optimizer.") for name in snapshot.tensors)
-
-
-def _name_partition(
-    snapshots: Mapping[int, Snapshot], counts: Mapping[int, int], parameters: Mapping[str, _Shape]
-) -> Detected:
+def _name_partition(optimizers: Mapping[int, _NumberedOptimizer], parameters: Mapping[str, _Shape]) -> Detected:
     """Name the parameters that each rank numbers from 0, by the known partition or else by their rank.
 
-    counts: number of parameters by rank.
+    optimizers: by rank.
     parameters: shapes of the parameters of the model.
     """
-    groups = {rank: _list_groups(snapshot, counts[rank]) for rank, snapshot in snapshots.items()}
-    names_by_rank = _repeat_partition(parameters, groups)
+    names_by_rank = _repeat_partition(parameters, optimizers)
     renamed: dict[int, Snapshot] = {}
     own_parameters: dict[int, frozenset[str]] = {}
-    for rank, count in counts.items():
-        names = [f"(rank {rank}).{number}" for number in range(count)]
+    for rank, optimizer in optimizers.items():
+        names = [f"(rank {rank}).{number}" for number in range(optimizer.count)]
         if names_by_rank:
-            names = names_by_rank[rank][:count]
+            names = names_by_rank[rank][: optimizer.count]
 
-        new_names = {str(number): name for number, name in enumerate(names)}
-        renamed[rank] = _rename_parameters(snapshots[rank], new_names)
+        renamed[rank] = optimizer.rename(names)
         own_parameters[rank] = _normalize_names(names)
 
     return Detected(renamed, OptimizerShards(own_parameters))
@@ -317,17 +339,11 @@ def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     return parameters
 
 
-def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
+def _list_groups(optimizer: _NumberedOptimizer) -> list[list[_Shape | None]]:
     """List the shapes of numbered parameters by parameter group; None without a state."""
-    shapes = _find_shapes(snapshot)
-    remaining_shapes = [shapes.get(number) for number in range(count)]
+    remaining_shapes = [optimizer.shapes.get(number) for number in range(optimizer.count)]
     groups: list[list[_Shape | None]] = []
-    while True:
-        members = snapshot.values.get(f"optimizer.param_groups.{len(groups)}.(positions)")
-        if not isinstance(members, str):
-            break
-
-        size = len(members.split(",")) if members else 0
+    for size in _list_group_sizes(optimizer.snapshot):
         groups.append(remaining_shapes[:size])
         remaining_shapes = remaining_shapes[size:]
 
@@ -337,8 +353,19 @@ def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
     return groups
 
 
+def _list_group_sizes(snapshot: Snapshot) -> Iterator[int]:
+    """Yield the number of parameters of each parameter group."""
+    for number in itertools.count():
+        positions = snapshot.values.get(f"optimizer.param_groups.{number}.(positions)")
+        if not isinstance(positions, str):
+            return
+
+        # The text of an empty group has no position.
+        yield len(positions.split(",")) if positions else 0
+
+
 def _repeat_partition(
-    parameters: Mapping[str, _Shape], groups: Mapping[int, Sequence[Sequence[_Shape | None]]]
+    parameters: Mapping[str, _Shape], optimizers: Mapping[int, _NumberedOptimizer]
 ) -> dict[int, list[str]]:
     """Name the parameters of each rank by ZeroRedundancyOptimizer's partition; {} if the shapes differ from it.
 
@@ -346,16 +373,19 @@ def _repeat_partition(
     torch/distributed/optim/zero_redundancy_optimizer.py). The sort is stable, so the order of the parameters alone
     determines which rank gets which of several parameters with equal shapes. The result counts only if it has the
     number of parameters and the shapes of every rank and group. A group has all parameters with the shapes of its
-    states. groups: for each rank, the shapes of its parameters by group.
+    states.
     """
-    if len({len(groups_of_rank) for groups_of_rank in groups.values()}) != 1:
+    ranks = sorted(optimizers)
+    groups = [_list_groups(optimizers[rank]) for rank in ranks]
+    group_counts = {len(groups_of_rank) for groups_of_rank in groups}
+    if len(group_counts) > 1:
         return {}
 
-    sizes = dict.fromkeys(sorted(groups), 0)
-    names: dict[int, list[str]] = {rank: [] for rank in groups}
-    for shapes_by_rank in zip(*(groups[rank] for rank in sizes), strict=True):
+    sizes = dict.fromkeys(ranks, 0)
+    names: dict[int, list[str]] = {rank: [] for rank in ranks}
+    for shapes_by_rank in zip(*groups, strict=True):
         new_names = _partition_group(parameters, shapes_by_rank, sizes)
-        for rank, shapes in zip(sizes, shapes_by_rank, strict=True):
+        for rank, shapes in zip(ranks, shapes_by_rank, strict=True):
             if not _fit(shapes, new_names[rank], parameters):
                 return {}
 
@@ -414,19 +444,19 @@ def find_lost_state(optimizer: OptimizerShards, aligned: Mapping[str, Mapping[in
     No file contains the missing tensors. A single parameter without state is not reported, because it may never have
     had a gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
     """
-    states: dict[int, dict[str, str]] = {rank: {} for rank in optimizer.own_parameters}  # dtypes by rank and state
+    dtypes_by_rank: dict[int, dict[str, str]] = {rank: {} for rank in optimizer.own_parameters}
     for name, tensors in aligned.items():
         parameter, _, state = name.rpartition(".")
         for rank, tensor in tensors.items():
             if parameter in optimizer.own_parameters.get(rank, ()):
-                states[rank][state] = tensor.dtype
+                dtypes_by_rank[rank][state] = tensor.dtype
 
     dtypes: dict[str, str] = {}
-    for dtypes_of_rank in states.values():
+    for dtypes_of_rank in dtypes_by_rank.values():
         dtypes |= dtypes_of_rank
 
     for rank, parameters in optimizer.own_parameters.items():
-        if dtypes and not states[rank]:
+        if not dtypes_by_rank[rank]:
             for parameter in sorted(parameters):
                 yield from _describe_lost(rank, parameter, dtypes, aligned)
 
@@ -441,10 +471,11 @@ def _describe_lost(
     """Yield a diff for each missing tensor of a state. dtypes: of the tensors of a state."""
     for state, dtype in dtypes.items():
         name = f"{parameter}.{state}"
+        kind = "optimizer_step" if state == "step" else "optimizer"
         if name not in aligned:
             yield TensorDiff(
                 name,
-                "optimizer_step" if state == "step" else "optimizer",
+                kind,
                 dtype,
                 (),
                 "not_compared",
