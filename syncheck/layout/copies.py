@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
@@ -20,7 +21,7 @@ from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Snapshot, Tensor
@@ -32,6 +33,8 @@ _EMBEDDING = re.compile(
     r"\.weight"
 )
 
+# The number of a layer in the name of a tensor.
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
@@ -55,7 +58,7 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
         if separate:
             broken.append(Tie(tuple(sorted(tie)), tuple(together)))
 
-    return tuple(sorted(broken, key=lambda tie: tie.names))
+    return tuple(sorted(broken, key=attrgetter("names")))
 
 
 def common_ties(
@@ -94,44 +97,31 @@ class _Location(NamedTuple):
     offset: int
 
 
-def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
+def find_shared_tensors(tensors: Iterable[Tensor]) -> list[list[str]]:
     """Return lists of names with the same storage offset, dtype, shape and strides."""
-    by_location: dict[_Location, list[Tensor]] = defaultdict(list)
+    names: dict[Hashable, list[str]] = defaultdict(list)
     for tensor in tensors:
         location = _find_location(tensor)
         if location is not None:
-            by_location[location].append(tensor)
-
-    ties = []
-    for candidates in by_location.values():
-        # Most offsets are unique.
-        if len(candidates) > 1:
-            ties += _group_equal_layouts(candidates)
-
-    return ties
-
-
-def _group_equal_layouts(tensors: Iterable[Tensor]) -> list[list[str]]:
-    """Return lists of names of tensors at one location with the same dtype, shape, strides and boxes."""
-    names: dict[Hashable, list[str]] = defaultdict(list)
-    for tensor in tensors:
-        # Two tensors in several boxes may begin with the same box.
-        boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
-        names[tensor.dtype, tensor.shape, tensor.strides, tuple(boxes)].append(tensor.name)
+            # Two tensors in several boxes may begin with the same box.
+            boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
+            layout = (tensor.dtype, tensor.shape, tensor.strides, *boxes)
+            names[location, layout].append(tensor.name)
 
     return [tie for tie in names.values() if len(tie) > 1]
 
 
 def _find_location(tensor: Tensor) -> _Location | None:
     """Return the location of the first element, or None for a tensor without bytes in a file."""
-    first = tensor.shards[0].tensor if tensor.shards else tensor
     if tensor.refused or not tensor.numel:
         return None
 
-    if first.data is not None or first.digest is not None:
-        return None
+    first = tensor
+    if tensor.shards:
+        first = tensor.shards[0].tensor
 
-    return _Location(first.path, first.offset)
+    is_in_file = first.data is None and first.digest is None
+    return _Location(first.path, first.offset) if is_in_file else None
 
 
 def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snapshot]) -> dict[str, str]:
@@ -316,7 +306,7 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
 
     for name in differing:
         # Tied weights, which stages have in common, have no number.
-        if not any(part.isdigit() for part in name.split(".")):
+        if not _NUMBER.search(name):
             return
 
     raise UsageError(

@@ -35,7 +35,7 @@ from syncheck.layout.groups import (
 )
 from syncheck.layout.joining import join_hosts
 from syncheck.layout.path_numbers import FileKey, split_path
-from syncheck.layout.refining import find_templates, find_varying, refine_paths, resolve_roles, split_by_words
+from syncheck.layout.refining import find_templates, find_varying, refine_paths, resolve_roles
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ def group_replicas(
     alike: a uniform spelling of each path, if relative and absolute paths are mixed.
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
-    if group_by is None and alike is not None and any(path != alike[path] for path in alike):
-        return _group_by_uniform_paths(snapshots, roots or {}, alike)
+    roots = roots or {}
+    alike = alike or {}
+    are_uniform = [*alike] == [*alike.values()]
+    if group_by is None and not are_uniform:
+        return _group_by_uniform_paths(snapshots, roots, alike)
 
     ordered = []
     for snapshot in sorted(snapshots, key=_make_natural_key):
@@ -71,11 +74,11 @@ def group_replicas(
     if group_by is not None:
         groups = _group_by_expression(ordered, re.compile(group_by))
     else:
-        described = [snapshot for snapshot in ordered if has_rank_in_metadata(snapshot)]
-        plain = [snapshot for snapshot in ordered if not has_rank_in_metadata(snapshot)]
+        by_source = partition_by(ordered, has_rank_in_metadata)
+        plain = by_source[False]
         # Files with and without metadata may be of one run, so both are grouped before they are joined.
-        groups = _group_by_metadata(described)
-        copies = _group_copies(plain, roots or {})
+        groups = _group_by_metadata(by_source[True])
+        copies = _group_copies(plain, roots)
         if not copies:
             groups += _group_by_names(plain)
 
@@ -90,9 +93,16 @@ def _group_by_uniform_paths(
     snapshots: Sequence[Snapshot], roots: Mapping[str, str], alike: Mapping[str, str]
 ) -> tuple[ReplicaGroup, ...]:
     """Group by uniform paths, but return the user's paths. Parameters as in `group_replicas`."""
-    user_paths = {alike[snapshot.path]: snapshot.path for snapshot in snapshots}
-    uniform_roots = {alike[path]: alike[folder] for path, folder in roots.items() if path in alike}
-    uniform = [replace(snapshot, path=alike[snapshot.path]) for snapshot in snapshots]
+    uniform: list[Snapshot] = []
+    uniform_roots: dict[str, str] = {}
+    user_paths: dict[str, str] = {}
+    for snapshot in snapshots:
+        path = alike[snapshot.path]
+        uniform.append(replace(snapshot, path=path))
+        user_paths[path] = snapshot.path
+        if snapshot.path in roots:
+            uniform_roots[path] = alike[roots[snapshot.path]]
+
     groups = []
     for group in group_replicas(uniform, None, uniform_roots):
         ranks = [(rank, replace(snapshot, path=user_paths[snapshot.path])) for rank, snapshot in group.ranks]
@@ -168,8 +178,8 @@ def _get_step(snapshot: Snapshot) -> int | None:
 
 def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
     """Split the files of one pattern by step if a rank appears twice."""
-    ranks = [_get_metadata(snapshot).rank for snapshot in members]
-    if are_unique(ranks):
+    ranks = {_get_metadata(snapshot).rank for snapshot in members}
+    if len(ranks) == len(members):
         return [members]
 
     return list(partition_by(members, _get_step).values())
@@ -190,7 +200,7 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
         return []
 
     groups = []
-    for key, members in partition_by(snapshots, lambda snapshot: _make_relative_key(snapshot, roots)).items():
+    for key, members in partition_by(snapshots, partial(_make_relative_key, roots=roots)).items():
         ranks = _number_folders(members, roots)
         groups.append(ReplicaGroup(title_of(key.run), None, ranks, (Grouping.FOLDER_COPIES(),)))
 
@@ -319,18 +329,23 @@ def _have_equal_folders(files: Iterable[File]) -> bool:
 
 def _differ_in_words(files: Sequence[File]) -> bool:
     """Whether there are several files, and no names differ in numbers only."""
-    return len(split_by_words(files)) == len(files) > 1
+    return len(find_templates(files)) == len(files) > 1
 
 
 def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
-    moments = {file.numbers.fixed() for file in files}
+    members: list[Snapshot] = []
+    moments: set[tuple[tuple[Role, int], ...]] = set()
+    for snapshot, numbers in files:
+        members.append(snapshot)
+        moments.add(numbers.fixed())
+
+    first_moment = files[0].numbers.fixed()
     step: int | None = None
     grouping = Grouping.NO_RANKS()
-    if len(moments) == 1 and moments != {()}:
+    if first_moment and moments == {first_moment}:
         step = files[0].numbers.number_of("step")
         grouping = Grouping.NO_RANKS_ONE_STEP()
 
-    members = [file.snapshot for file in files]
     return ReplicaGroup("files", step, tuple(enumerate(members)), (grouping,))
 
 
@@ -386,7 +401,7 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
     if rank is not None:
         ranks = [file.numbers.numbers[rank] for file in files]
 
-    if None in ranks or not are_unique(ranks):
+    if not are_unique(ranks):
         grouping = _explain_counting(files, grouping)
 
     name = title_of(first.without(*first.all_of("step"), *first.list_positions("replica")))

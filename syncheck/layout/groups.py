@@ -65,9 +65,9 @@ class ReplicaGroup:
         return any(has_rank_in_metadata(snapshot) for _, snapshot in self.ranks)
 
 
-def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+def partition_by(items: Iterable[V], key: Callable[[V], K]) -> defaultdict[K, list[V]]:
     """Partition items by key, in the order of each key's first item."""
-    items_by_key: dict[K, list[V]] = defaultdict(list)
+    items_by_key: defaultdict[K, list[V]] = defaultdict(list)
     for item in items:
         items_by_key[key(item)].append(item)
 

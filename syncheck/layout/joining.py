@@ -140,8 +140,9 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
 
     level: of the host's folder, as in `_join_by_path`; None if the groups are not of several hosts.
     """
-    described_groups = [group for group in groups if group.has_metadata]
-    named_groups = [group for group in groups if not group.has_metadata]
+    by_source = partition_by(groups, attrgetter("has_metadata"))
+    described_groups = by_source[True]
+    named_groups = by_source[False]
     # Metadata names the run better than a path.
     first, *_ = described_groups + named_groups
     by_rank: dict[int, Snapshot] = {}
@@ -189,7 +190,7 @@ def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | Non
     """Join one group with the other groups of its run; None if no groups belong together."""
     for group in groups:
         # For a pair, the group without rank 0 is tried.
-        if any(rank == 0 for rank, _ in group.ranks):
+        if 0 in dict(group.ranks):
             continue
 
         partners = [candidate for candidate in groups if _belong_together(group, candidate)]

@@ -156,17 +156,17 @@ def _split_files(snapshot: Snapshot) -> dict[str, _RankFile]:
         files[label].tensors[inner_name] = tensor
 
     # Values without a label belong to the folder, and not to a rank.
-    labels = {label for label, file in files.items() if file.tensors}
     for name, value in snapshot.values.items():
         label, inner_name = _split_label(name)
-        files[label].values[inner_name] = value
+        if label in files:
+            files[label].values[inner_name] = value
 
     # A folder with one rank has names without label.
-    if labels == {""}:
+    if files.keys() == {""}:
         path = next(iter(files[""].tensors.values())).path
         return {os.path.basename(os.path.dirname(path)): files[""]}
 
-    return {label: file for label, file in files.items() if label in labels}
+    return files
 
 
 def _split_label(name: str) -> tuple[str, str]:
@@ -202,7 +202,7 @@ def _find_grid(snapshot: Snapshot, files: Mapping[str, _RankFile]) -> _Grid | No
     positions = {label: _read_position(label, sizes) for label in files}
     count = math.prod(sizes)
     # The count first: untrusted sizes may claim any number of positions.
-    if len(files) != count or set(positions.values()) != _list_positions(sizes):
+    if len(files) != count or set(positions.values()) != set(itertools.product(*map(range, sizes))):
         raise _malformed(snapshot, "model-parallel ranks", brief(sorted(positions)), f"{count} ranks")
 
     return _Grid(sizes, positions)
@@ -217,11 +217,6 @@ def _read_position(label: str, sizes: _Position) -> _Position:
 
     stage, expert, *_ = (*numbers, 0, 0)
     return _Position(stage, expert, tensor)
-
-
-def _list_positions(sizes: _Position) -> set[_Position]:
-    """Return all positions in a grid."""
-    return {_Position(*numbers) for numbers in itertools.product(*map(range, sizes))}
 
 
 def _read_degree(values: Mapping[str, Any], argument: str, default: int = 1) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -184,9 +184,9 @@ class _NumberedOptimizer:
     """The shape of the state of each parameter that has one."""
 
     @property
-    def has_state(self) -> bool:
-        """Whether the rank has the state of any parameter, by number or by name."""
-        return any(name.startswith("optimizer.") for name in self.snapshot.tensors)
+    def has_named_state(self) -> bool:
+        """Whether the rank numbers no parameter, and has the state of parameters by name."""
+        return self.count == 0 and any(name.startswith("optimizer.") for name in self.snapshot.tensors)
 
     def rename(self, names: Sequence[str]) -> Snapshot:
         """Return the checkpoint with names for the numbers of parameters."""
@@ -197,7 +197,8 @@ def _number_parameters(snapshot: Snapshot) -> _NumberedOptimizer:
     """Return the optimizer of a rank with numbers for all names that its shapes determined."""
     count = len(snapshot.numbered)
     numbered = _rename_parameters(snapshot, snapshot.numbered, _list_numbers(count))
-    return _NumberedOptimizer(numbered, count, _find_shapes(numbered))
+    shapes = _find_shapes(numbered) if count else {}
+    return _NumberedOptimizer(numbered, count, shapes)
 
 
 def _list_numbers(count: int) -> list[str]:
@@ -256,21 +257,19 @@ def _detect_by_shapes(optimizers: Mapping[int, _NumberedOptimizer]) -> Detected:
     """Decide by shapes whether the ranks number different parameters of one model. optimizers: by rank."""
     snapshots = {rank: optimizer.snapshot for rank, optimizer in optimizers.items()}
     parameters = _list_parameters(next(iter(snapshots.values())))
-    with_parameters = [optimizer for optimizer in optimizers.values() if optimizer.count]
-    without_parameters = [optimizer for optimizer in optimizers.values() if not optimizer.count]
-    counts = [optimizer.count for optimizer in with_parameters]
+    counts = [optimizer.count for optimizer in optimizers.values() if optimizer.count]
     # Partitions together have at most the parameters of the model.
-    if sum(counts) > len(parameters) or not _are_of_model(with_parameters, parameters.values()):
+    if sum(counts) > len(parameters) or not _are_of_model(optimizers.values(), parameters.values()):
         return Detected(snapshots, OptimizerShards())
 
     has_all_parameters = sum(counts) == len(parameters)
-    is_partition = _contradict_each_other(with_parameters)
+    is_partition = _contradict_each_other(optimizers.values())
     # Replicas have the same number of parameters.
     if has_all_parameters and len(set(counts)) > 1:
         is_partition = True
 
     # A rank without numbered parameters has no state, or the state of all parameters by name.
-    has_whole_state = any(optimizer.has_state for optimizer in without_parameters)
+    has_whole_state = any(optimizer.has_named_state for optimizer in optimizers.values())
     if is_partition and not has_whole_state:
         return _name_partition(optimizers, parameters)
 
@@ -377,12 +376,11 @@ def _repeat_partition(
     """
     ranks = sorted(optimizers)
     groups = [_list_groups(optimizers[rank]) for rank in ranks]
-    group_counts = {len(groups_of_rank) for groups_of_rank in groups}
-    if len(group_counts) > 1:
+    if len(set(map(len, groups))) > 1:
         return {}
 
     sizes = dict.fromkeys(ranks, 0)
-    names: dict[int, list[str]] = {rank: [] for rank in ranks}
+    names: dict[int, list[str]] = defaultdict(list)
     for shapes_by_rank in zip(*groups, strict=True):
         new_names = _partition_group(parameters, shapes_by_rank, sizes)
         for rank, shapes in zip(ranks, shapes_by_rank, strict=True):
@@ -402,14 +400,17 @@ def _partition_group(
     for shapes in shapes_by_rank:
         group_shapes.update(shapes)
 
-    members = [name for name, shape in parameters.items() if None in group_shapes or shape in group_shapes]
+    # A parameter without a state may have any shape.
+    if None in group_shapes:
+        group_shapes.update(parameters.values())
+
+    element_counts = {name: math.prod(shape) for name, shape in parameters.items() if shape in group_shapes}
+    names: dict[int, list[str]] = defaultdict(list)
     # The sort is stable, as in torch.
-    members.sort(key=lambda name: math.prod(parameters[name]), reverse=True)
-    names: dict[int, list[str]] = {rank: [] for rank in sizes}
-    for name in members:
+    for name in sorted(element_counts, key=element_counts.__getitem__, reverse=True):
         smallest_rank = min(sizes, key=sizes.__getitem__)
         names[smallest_rank].append(name)
-        sizes[smallest_rank] += math.prod(parameters[name])
+        sizes[smallest_rank] += element_counts[name]
 
     return names
 

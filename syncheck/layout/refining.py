@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,23 +36,26 @@ class File(NamedTuple):
     numbers: PathNumbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Template:
     """Files whose paths differ only in numbers, so that the numbers of all files have the same roles."""
 
     files: Sequence[File]
-    rank: int | None
-    """The position of the rank among the numbers; None if no number is the rank."""
 
-    @property
+    @cached_property
     def numbers(self) -> list[PathNumbers]:
         """The numbers in the path of each file."""
         return [file.numbers for file in self.files]
 
+    @cached_property
+    def rank(self) -> int | None:
+        """The position of the rank among the numbers; None if no number is the rank."""
+        return _find_rank(self.numbers)
+
     @property
     def has_replicas(self) -> bool:
         """Whether numbers distinguish replicas."""
-        return self.rank is not None or "mesh" in self.files[0].numbers.roles
+        return self.rank is not None or "mesh" in self.numbers[0].roles
 
 
 def refine_paths(snapshots: Sequence[Snapshot]) -> list[File]:
@@ -66,24 +70,16 @@ def refine_paths(snapshots: Sequence[Snapshot]) -> list[File]:
     if shared > 0 and _have_common_tensor(snapshots):
         files = [File(file.snapshot, _forget_ranks(file.numbers, shared)) for file in files]
 
-    files_by_words = split_by_words(files)
-    steps = {words: _find_saved_steps(members) for words, members in files_by_words.items()}
+    steps: dict[tuple[str, ...], list[int]] = {}
+    for template in find_templates(files):
+        steps[template.numbers[0].texts] = _find_saved_steps(template)
+
     return [File(snapshot, numbers.with_role("step", steps[numbers.texts])) for snapshot, numbers in files]
 
 
-def split_by_words(files: Iterable[File]) -> dict[tuple[str, ...], list[File]]:
-    """Return the files by the texts between their numbers, in the order of the first files."""
-    return partition_by(files, attrgetter("numbers.texts"))
-
-
 def find_templates(files: Iterable[File]) -> list[Template]:
-    """Return the templates of all files, with roles by `refine_paths`."""
-    templates = []
-    for members in split_by_words(files).values():
-        numbers = [file.numbers for file in members]
-        templates.append(Template(members, _find_rank(numbers)))
-
-    return templates
+    """Return the templates of all files, in the order of their first files."""
+    return [Template(members) for members in partition_by(files, attrgetter("numbers.texts")).values()]
 
 
 def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
@@ -112,10 +108,16 @@ def find_varying(paths: Sequence[PathNumbers], role: Role) -> list[int]:
     """Return the positions of this role at which the numbers differ between paths with equal texts."""
     positions = []
     for position in paths[0].all_of(role):
-        if len({numbers.numbers[position] for numbers in paths}) > 1:
+        values = set(_list_values(paths, position))
+        if len(values) > 1:
             positions.append(position)
 
     return positions
+
+
+def _list_values(paths: Iterable[PathNumbers], position: int) -> list[int]:
+    """Return the number of each path at a position."""
+    return [numbers.numbers[position] for numbers in paths]
 
 
 def _counts_files_of_nodes(paths: Sequence[PathNumbers], position: int) -> bool:
@@ -134,7 +136,7 @@ def resolve_roles(template: Template) -> tuple[list[File], tuple[Message, ...]]:
     Numbers of machine and mesh do not separate groups. Further varying numbers do not either, if ranks are unique
     without them; then they are the machines. Otherwise, a single further number is the step of a run.
     """
-    first = template.files[0].numbers
+    first = template.numbers[0]
     grouping: tuple[Message, ...] = (Grouping.RANKS_IN_NAMES(),)
     if template.rank in first.all_of("plain"):
         grouping = (Grouping.ONLY_NUMBER(),)
@@ -149,7 +151,7 @@ def resolve_roles(template: Template) -> tuple[list[File], tuple[Message, ...]]:
     if machines:
         grouping += (Grouping.OTHER_NUMBER_IS_NODE(),)
 
-    steps = [position for position in further if position not in machines]
+    steps = sorted(set(further).difference(machines))
     # A path segment, as in 500/rank0, but not seed3/rank0.
     if "step" not in first.roles and len(steps) == 1 and not first.is_glued(steps[0]):
         first = first.with_role("step", steps)
@@ -164,8 +166,9 @@ def _find_ranks(template: Template) -> set[int]:
         return set()
 
     ranks = {template.rank}
+    numbers_of_rank = _list_values(template.numbers, template.rank)
     for position in find_varying(template.numbers, "rank"):
-        if all(numbers.numbers[position] == numbers.numbers[template.rank] for numbers in template.numbers):
+        if _list_values(template.numbers, position) == numbers_of_rank:
             ranks.add(position)
 
     return ranks
@@ -186,7 +189,7 @@ def _find_machines(paths: Sequence[PathNumbers], replica_positions: Sequence[int
 def _count_shared_numbers(files: Sequence[File]) -> int:
     """Return how many numbers at the start are equal in all paths; 0 if the paths differ in numbers only."""
     # Files of one rank whose names differ in numbers are its steps.
-    if len(split_by_words(files)) < 2:
+    if len(find_templates(files)) < 2:
         return 0
 
     # For each path, its numbers with the text before each of them.
@@ -222,12 +225,12 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
     return numbers.with_role("plain", forgotten)
 
 
-def _find_saved_steps(files: Sequence[File]) -> list[int]:
+def _find_saved_steps(template: Template) -> list[int]:
     """Return the positions of unnamed numbers that differ between files and equal the step of each file."""
     steps: list[int] = []
     # The values of many files are searched only if the number may be a step.
-    for position in find_varying([file.numbers for file in files], "plain"):
-        if all(_stores_step(file.snapshot, file.numbers.numbers[position]) for file in files):
+    for position in find_varying(template.numbers, "plain"):
+        if all(_stores_step(file.snapshot, file.numbers.numbers[position]) for file in template.files):
             steps.append(position)
 
     return steps

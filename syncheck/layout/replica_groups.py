@@ -21,6 +21,7 @@ MLP) are excluded because some models shard them, and biases of column-parallel 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from syncheck.layout.dtensors import (
     layout_text,
     split_coordinate,
 )
-from syncheck.text import group_ranks, ranks_text
+from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -139,8 +140,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
             if sharding.coordinate:
                 mesh_rank[rank] = find_mesh_rank(sharding)
 
-            names = {name.lower() for name in sharding.names}
-            if names & TENSOR_PARALLEL:
+            if _name_dimensions(sharding) & TENSOR_PARALLEL:
                 has_tensor_parallel_mesh = True
 
     if not any(plain.values()):
@@ -171,6 +171,14 @@ def _list_distinct(shardings: Iterable[Sharding | None]) -> list[Sharding]:
     """Return the distinct layouts. Ranks and tensors share objects, so a thousand ranks have only a few of them."""
     by_object = {id(sharding): sharding for sharding in shardings if sharding is not None}
     return [*by_object.values()]
+
+
+def _name_dimensions(sharding: Sharding | None) -> frozenset[str]:
+    """Return the names of the dimensions of a mesh in lower case."""
+    if sharding is None:
+        return frozenset()
+
+    return frozenset(name.lower() for name in sharding.names)
 
 
 def _reduce(coordinates: Coordinates, dimensions: frozenset[str]) -> dict[int, _Coordinates]:
@@ -280,7 +288,7 @@ def _find_sets_of_plain_tensor(
         copied_dimensions |= PIPELINE
 
     coordinates = _reduce(positions.plain, copied_dimensions)
-    sets = _divide({rank: coordinates[rank] for rank in tensors})
+    sets = _divide(tensors, coordinates)
     dimensions: dict[str, int] = {}
     for coordinates_of_rank in coordinates.values():
         dimensions |= coordinates_of_rank
@@ -291,17 +299,20 @@ def _find_sets_of_plain_tensor(
     return ReplicaSets(sets, expected, "model parallel", f"parts along {', '.join(dimensions)}")
 
 
-def _divide(keys: Mapping[int, Hashable]) -> Sets:
+def _divide(ranks: Iterable[int], keys: Mapping[int, Hashable]) -> Sets:
     """Return the sets of ranks with equal keys. keys: by rank."""
-    return tuple(tuple(ranks) for ranks in group_ranks(keys).values())
+    ranks_by_key: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in ranks:
+        ranks_by_key[keys[rank]].append(rank)
+
+    return tuple(map(tuple, ranks_by_key.values()))
 
 
 def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
     """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
     dimensions: list[frozenset[str]] = []
     for tensor in tensors.values():
-        names = () if tensor.sharding is None else tensor.sharding.names
-        dimensions.append(frozenset(name.lower() for name in names))
+        dimensions.append(_name_dimensions(tensor.sharding))
 
     copied = frozenset.intersection(*dimensions)
     # All names of the dimension mean the same.
@@ -337,7 +348,7 @@ def _find_sets_of_dtensor(
         keys[rank] = (box, _without(outer, copied_dimensions))
 
     expected = _find_expected_shards(shardings, present, ranks, positions)
-    return ReplicaSets(_divide(keys), expected, "DTensor", _describe_layout(shardings, present))
+    return ReplicaSets(_divide(present, keys), expected, "DTensor", _describe_layout(shardings, present))
 
 
 def _identify_box(rank: int, sharding: Sharding) -> Hashable | None:

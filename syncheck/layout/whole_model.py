@@ -137,7 +137,7 @@ def add_tied_names(
     listed_ties: pairs of tied names in the metadata of the files.
     """
     tensors_of_models = [normalize_keys(model.tensors) for model in models]
-    ties = [list(pair) for pair in listed_ties]
+    ties: list[Sequence[str]] = [*listed_ties]
     for tensors in tensors_of_models:
         renamed = [replace(tensor, name=name) for name, tensor in tensors.items()]
         ties += find_shared_tensors(renamed)
