@@ -72,7 +72,11 @@ class Alignment:
         tensors: by rank; they may be assembled from shards.
         """
         return find_replica_sets(
-            tensors, self.ranks, self.positions, replicated=name in self.replicated, tied=name in self.tied
+            tensors,
+            self.ranks,
+            self.positions,
+            replicated=name in self.replicated,
+            tied=name in self.tied,
         )
 
     def find_source(self, name: str) -> str:

@@ -106,7 +106,8 @@ def _cut_box(local: Tensor, box: Sequence[_LocatedRun]) -> Shard:
         start.append(run.start)
         shape.append(run.size)
 
-    return Shard(view(local, skipped, tuple(shape), local.strides), tuple(start))
+    part = view(local, skipped, tuple(shape), local.strides)
+    return Shard(part, tuple(start))
 
 
 def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
@@ -117,7 +118,8 @@ def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: 
     shards = []
     for spans in split_into_boxes(shape, start, count):
         first, size = locate_box(spans)
-        shards.append(Shard(view(flat, position, size, contiguous_strides(size)), first))
+        part = view(flat, position, size, contiguous_strides(size))
+        shards.append(Shard(part, first))
         position += math.prod(size)
 
     return shards
@@ -138,7 +140,14 @@ def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[in
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor.
     return replace(
-        tensor, shape=shape, strides=strides, offset=offset, sharding=None, crc32=None, digest=None, same=b""
+        tensor,
+        shape=shape,
+        strides=strides,
+        offset=offset,
+        sharding=None,
+        crc32=None,
+        digest=None,
+        same=b"",
     )
 
 
@@ -163,20 +172,42 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
         )
 
     covering = [by_box[box] for box in sorted(by_box)]
-    return assemble(name, dtype, shape, covering, path)
+    return assemble(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        shards=covering,
+        path=path,
+    )
 
 
 def assemble(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[Shard], path: str) -> Tensor:
     """Return the tensor of boxes that cover its shape. path: of a tensor without boxes."""
     # A tensor without elements has no boxes, and its data is empty.
     if not shards:
-        return Tensor(name, dtype, shape, contiguous_strides(shape), path, 0, data=b"")
+        return Tensor(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            strides=contiguous_strides(shape),
+            path=path,
+            offset=0,
+            data=b"",
+        )
 
     first = shards[0].tensor
     if len(shards) == 1:
         return replace(first, name=name, sharding=None)
 
-    return Tensor(name, dtype, shape, contiguous_strides(shape), first.path, 0, shards=tuple(shards))
+    return Tensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=contiguous_strides(shape),
+        path=first.path,
+        offset=0,
+        shards=tuple(shards),
+    )
 
 
 def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:

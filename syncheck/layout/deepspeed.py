@@ -7,24 +7,23 @@ it. In ZeRO 3, each parameter has one chunk per rank, and each rank stores a fla
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import MalformedFile
 from syncheck.layout.boxes import combine, cut_flat_tensor
+from syncheck.layout.zero_chunks import malformed_folder, split_group, split_parameters
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
+    from syncheck.layout.zero_chunks import Chunk
     from syncheck.snapshots import Shard, Snapshot, Tensor
 
     Groups = Mapping[str, Mapping[str, tuple[int, ...]]]  # shapes by group and parameter
@@ -90,7 +89,13 @@ def join(snapshot: Snapshot) -> Snapshot:
     groups = _read_groups(snapshot, top, with_frozen=is_zero3)
 
     # The fp32 weights of the optimizer are more exact than their copies in the model states.
-    whole_tensors = _join_groups(snapshot.path, contents, groups, paddings, len(ranks))
+    whole_tensors = _join_groups(
+        snapshot.path,
+        contents,
+        groups,
+        paddings=paddings,
+        ranks=len(ranks),
+    )
     for name, value in snapshot.values.items():
         tied_name = name.removeprefix(f"{top}shared_params.")
         # A tied parameter has no weights of its own in the optimizer.
@@ -135,7 +140,12 @@ def _find_ranks(snapshot: Snapshot) -> dict[str, int]:
     for count in counts:
         needed = f"{brief(count)} ranks"
 
-    raise _malformed(snapshot.path, "ZeRO partitions", f"ranks {brief(numbers)}", needed)
+    raise malformed_folder(
+        snapshot.path,
+        place="ZeRO partitions",
+        found=f"ranks {brief(numbers)}",
+        needed=needed,
+    )
 
 
 def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -155,16 +165,6 @@ def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str
             groups[_FROZEN + name] = {name: _check_shape(path, name, sizes)}
 
     return groups
-
-
-def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(
-        path,
-        place=place,
-        found=found,
-        needed=needed,
-        next_step="copy the files of all ranks into one folder, or save again",
-    )
 
 
 def _sort_tensors(snapshot: Snapshot, ranks: Mapping[str, int]) -> _Contents:
@@ -218,14 +218,24 @@ def _read_sizes(snapshot: Snapshot, start: str) -> dict[str, list[int]]:
         elif are_naturals([value]):
             lists.setdefault(name.rpartition(".")[0], []).append(value)
         else:
-            raise _malformed(snapshot.path, full_name, brief(value), "a size")
+            raise malformed_folder(
+                snapshot.path,
+                place=full_name,
+                found=brief(value),
+                needed="a size",
+            )
 
     return lists
 
 
 def _check_shape(path: str, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
     if len(sizes) > MOST_DIMENSIONS or math.prod(sizes) > MOST_ELEMENTS:
-        raise _malformed(path, f"shape of {brief(name)}", brief(sizes), "the shape of a tensor")
+        raise malformed_folder(
+            path,
+            place=f"shape of {brief(name)}",
+            found=brief(sizes),
+            needed="the shape of a tensor",
+        )
 
     return tuple(sizes)
 
@@ -240,7 +250,7 @@ class _Joined:
         self._whole_tensors: dict[str, Tensor] = {}
         self._count = 0
 
-    def add(self, chunk: _Chunk, flat: Tensor, states: Mapping[str, Tensor]) -> None:
+    def add(self, chunk: Chunk, flat: Tensor, states: Mapping[str, Tensor]) -> None:
         """Add a chunk of a parameter and of its states. Raises MalformedFile for too many of them.
 
         flat: the rank's flat tensor with the chunk.
@@ -258,11 +268,22 @@ class _Joined:
         self._count += 1 + len(states)
         if self._count > _MOST_SHARDS:
             found = f"more than {_MOST_SHARDS} parts of tensors"
-            raise _malformed(self._path, "partitions", found, "a readable layout")
+            raise malformed_folder(
+                self._path,
+                place="partitions",
+                found=found,
+                needed="a readable layout",
+            )
 
-    def _add_shards(self, chunk: _Chunk, state: str, flat: Tensor) -> None:
+    def _add_shards(self, chunk: Chunk, state: str, flat: Tensor) -> None:
         shape = self._shapes[chunk.parameter]
-        shards = cut_flat_tensor(flat, chunk.position, shape, chunk.start, chunk.length)
+        shards = cut_flat_tensor(
+            flat,
+            position=chunk.position,
+            shape=shape,
+            start=chunk.start,
+            count=chunk.length,
+        )
         self._shards[chunk.parameter, state] += shards
 
     def combine(self) -> dict[str, Tensor]:
@@ -272,9 +293,20 @@ class _Joined:
             dtypes = sorted({shard.tensor.dtype for shard in shards}) or ["float32"]
             if len(dtypes) > 1:
                 found = f"parts of dtype {' and '.join(dtypes)}"
-                raise _malformed(self._path, f"tensor {brief(name)}", found, "one dtype")
+                raise malformed_folder(
+                    self._path,
+                    place=f"tensor {brief(name)}",
+                    found=found,
+                    needed="one dtype",
+                )
 
-            self._whole_tensors[name] = combine(name, dtypes[0], self._shapes[parameter], shards, self._path)
+            self._whole_tensors[name] = combine(
+                name=name,
+                dtype=dtypes[0],
+                shape=self._shapes[parameter],
+                shards=shards,
+                path=self._path,
+            )
 
         return self._whole_tensors
 
@@ -288,15 +320,20 @@ def _join_groups(
     for group, members in groups.items():
         flats = [flat for _, flat in sorted(contents.flats[group].items()) if _is_flat(flat)]
         if len(flats) < ranks:
-            raise _malformed(path, f"group {brief(group)}", f"flat tensors of {len(flats)} ranks", f"{ranks} ranks")
+            raise malformed_folder(
+                path,
+                place=f"group {brief(group)}",
+                found=f"flat tensors of {len(flats)} ranks",
+                needed=f"{ranks} ranks",
+            )
 
         sizes = {name: math.prod(shape) for name, shape in members.items()}
         lengths = [flat.numel for flat in flats]
         if paddings is None:
-            chunks = _split_parameters(path, group, sizes, lengths)
+            chunks = split_parameters(path, group, sizes, lengths)
         else:
             gaps = paddings.get(group) or [0] * len(sizes)
-            chunks = _split_group(path, group, sizes, lengths, gaps)
+            chunks = split_group(path, group, sizes, lengths, gaps)
 
         for chunk in chunks:
             joined.add(chunk, flats[chunk.rank], contents.states[_State(group, chunk.rank)])
@@ -321,11 +358,11 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
     if groups_with_data <= groups.keys() and len(shapes) == count:
         return shapes
 
-    raise _malformed(
+    raise malformed_folder(
         path,
-        "param_shapes",
-        f"{len(shapes)} parameters in groups {brief(sorted(groups))}",
-        f"each parameter once, in groups {brief(sorted(groups_with_data))}",
+        place="param_shapes",
+        found=f"{len(shapes)} parameters in groups {brief(sorted(groups))}",
+        needed=f"each parameter once, in groups {brief(sorted(groups_with_data))}",
     )
 
 
@@ -336,78 +373,6 @@ def _is_flat(tensor: Tensor) -> bool:
 
     is_in_file = tensor.data is None and tensor.digest is None
     return is_in_file and tensor.strides == (1,)
-
-
-class _Chunk(NamedTuple):
-    """A chunk of a parameter in the flat tensor of a rank.
-
-    position: of its first element in the flat tensor.
-    start: its first element in the parameter.
-    length: its number of elements.
-    """
-
-    parameter: str
-    rank: int
-    position: int
-    start: int
-    length: int
-
-
-def _split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int]) -> Iterator[_Chunk]:
-    """Yield the chunks of ZeRO 3, which cuts each parameter into one chunk for each rank.
-
-    sizes: elements of the parameters.
-    lengths: of the flat tensors. Raises MalformedFile for other lengths.
-    """
-    ranks = len(lengths)
-    chunk_sizes = {name: -(-size // ranks) for name, size in sizes.items()}
-    needed = ranks * sum(chunk_sizes.values())
-    if len(set(lengths)) > 1 or sum(lengths) != needed:
-        raise _refuse_lengths(path, group, lengths, needed)
-
-    # The last chunk of a parameter may be shorter, and has padding in the flat tensor.
-    position = 0
-    for name, size in sizes.items():
-        for rank in range(ranks):
-            start = min(rank * chunk_sizes[name], size)
-            yield _Chunk(name, rank, position, start, min(chunk_sizes[name], size - start))
-
-        position += chunk_sizes[name]
-
-
-def _split_group(
-    path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int], gaps: Sequence[int]
-) -> Iterator[_Chunk]:
-    """Yield the chunks of ZeRO 1 and 2, which cut the concatenated parameters of a group into ranges.
-
-    sizes: elements of the parameters.
-    lengths: of the flat tensors. Raises MalformedFile for other lengths.
-    gaps: padding after each parameter.
-    """
-    needed = sum(sizes.values()) + sum(gaps)
-    # The last rank may have padding to a multiple of twice the number of ranks.
-    most_padding = 2 * len(lengths)
-    if len(gaps) != len(sizes) or not needed <= sum(lengths) < needed + most_padding:
-        raise _refuse_lengths(path, group, lengths, needed)
-
-    begins = [*itertools.accumulate(lengths, initial=0)]
-    parameter_begin = 0
-    for (name, size), gap in zip(sizes.items(), gaps, strict=True):
-        rank = bisect_right(begins, parameter_begin) - 1
-        start = 0
-        while start < size:
-            position = parameter_begin + start - begins[rank]
-            count = min(size - start, lengths[rank] - position)
-            yield _Chunk(name, rank, position, start, count)
-            rank += 1
-            start += count
-
-        parameter_begin += size + gap
-
-
-def _refuse_lengths(path: str, group: str, lengths: Sequence[int], needed: int) -> MalformedFile:
-    found = f"{brief(lengths)} elements in flat tensors"
-    return _malformed(path, f"group {brief(group)}", found, f"{needed} for the shapes of its parameters")
 
 
 def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str, Any]:

@@ -191,7 +191,13 @@ def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     first = next(iter(tensors.values()))
     whole_tensors: dict[Hashable, Tensor] = {}
     for copy, shards in shards_of_copy.items():
-        whole_tensors[copy] = combine(first.name, first.dtype, first.full_shape, shards, first.path)
+        whole_tensors[copy] = combine(
+            name=first.name,
+            dtype=first.dtype,
+            shape=first.full_shape,
+            shards=shards,
+            path=first.path,
+        )
 
     return {rank: whole_tensors[copy] for rank, copy in copy_of_rank.items()}
 

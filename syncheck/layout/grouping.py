@@ -132,7 +132,13 @@ def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
     groups = []
     for key, members in partition_by(snapshots, make_key).items():
-        groups.append(ReplicaGroup("-".join(key), None, number_replicas(members), grouping))
+        group = ReplicaGroup(
+            run="-".join(key),
+            step=None,
+            ranks=number_replicas(members),
+            grouping=grouping,
+        )
+        groups.append(group)
 
     return groups
 
@@ -157,7 +163,14 @@ def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
             for replicas in _split_repeated(candidates):
                 step = find_last_step(map(_get_step, replicas))
                 ranks = number_replicas(replicas)
-                groups.append(ReplicaGroup(name, step, ranks, (Grouping.METADATA(),), launch.run_id))
+                group = ReplicaGroup(
+                    run=name,
+                    step=step,
+                    ranks=ranks,
+                    grouping=(Grouping.METADATA(),),
+                    run_id=launch.run_id,
+                )
+                groups.append(group)
 
     return groups
 
@@ -194,7 +207,14 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
     if _have_equal_names(snapshots, roots):
         path = snapshots[0].path
         step = split_path(path).number_of("step")
-        return [ReplicaGroup(title_of(path), step, number_replicas(snapshots), (Grouping.SAME_NAME(),))]
+        return [
+            ReplicaGroup(
+                run=title_of(path),
+                step=step,
+                ranks=number_replicas(snapshots),
+                grouping=(Grouping.SAME_NAME(),),
+            )
+        ]
 
     if not _are_folder_copies(snapshots, roots):
         return []
@@ -202,7 +222,13 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
     groups = []
     for key, members in partition_by(snapshots, partial(_make_relative_key, roots=roots)).items():
         ranks = _number_folders(members, roots)
-        groups.append(ReplicaGroup(title_of(key.run), None, ranks, (Grouping.FOLDER_COPIES(),)))
+        group = ReplicaGroup(
+            run=title_of(key.run),
+            step=None,
+            ranks=ranks,
+            grouping=(Grouping.FOLDER_COPIES(),),
+        )
+        groups.append(group)
 
     return groups
 
@@ -346,7 +372,12 @@ def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
         step = files[0].numbers.number_of("step")
         grouping = Grouping.NO_RANKS_ONE_STEP()
 
-    return ReplicaGroup("files", step, tuple(enumerate(members)), (grouping,))
+    return ReplicaGroup(
+        run="files",
+        step=step,
+        ranks=tuple(enumerate(members)),
+        grouping=(grouping,),
+    )
 
 
 def _separate_files(template: Template) -> list[ReplicaGroup]:
@@ -355,7 +386,13 @@ def _separate_files(template: Template) -> list[ReplicaGroup]:
     groups = []
     for snapshot, numbers in template.files:
         name = title_of(numbers.without(*numbers.all_of("step")))
-        groups.append(ReplicaGroup(name, numbers.number_of("step"), ((0, snapshot),), grouping))
+        group = ReplicaGroup(
+            run=name,
+            step=numbers.number_of("step"),
+            ranks=((0, snapshot),),
+            grouping=grouping,
+        )
+        groups.append(group)
 
     return groups
 
@@ -405,7 +442,12 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
         grouping = _explain_counting(files, grouping)
 
     name = title_of(first.without(*first.all_of("step"), *first.list_positions("replica")))
-    return ReplicaGroup(name, first.number_of("step"), number_by_rank(members, ranks), grouping)
+    return ReplicaGroup(
+        run=name,
+        step=first.number_of("step"),
+        ranks=number_by_rank(members, ranks),
+        grouping=grouping,
+    )
 
 
 def _explain_counting(files: Sequence[File], grouping: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -166,7 +166,13 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
         grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(named_ranks))),)
 
     step = find_last_step(group.step for group in groups)
-    return replace(first, run=run, step=step, ranks=members, grouping=grouping)
+    return replace(
+        first,
+        run=run,
+        step=step,
+        ranks=members,
+        grouping=grouping,
+    )
 
 
 def _name_joined_run(snapshot: Snapshot, level: int, step: int | None) -> str:

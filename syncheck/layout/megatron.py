@@ -1,9 +1,9 @@
-"""Megatron-Core checkpoints with whole tensors: folders per model-parallel rank, and distributed checkpoints.
+"""Megatron-Core checkpoints in folders per model-parallel rank: the files of all ranks, with the layouts of tensors.
 
 A file of a rank does not show how its tensors are divided. Their names do (megatron/core/tensor_parallel/layers.py):
 column-parallel layers and vocabularies divide dimension 0, row-parallel layers dimension 1. A gated first layer of an
 MLP stores the rank's parts of gate and up, one after the other. Each pipeline stage numbers its layers, and each
-expert-parallel rank its experts, from 0. Distributed checkpoints stack equal tensors of all layers and experts.
+expert-parallel rank its experts, from 0.
 
 With virtual pipeline stages, a file has the state dicts `model0`, `model1`, ... Layers continue from stage to stage
 within `model0`, and then within `model1` (get_transformer_layer_offset in megatron/core/transformer).
@@ -20,44 +20,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
-from syncheck.layout import views
+from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_model_values, split_chunk, unfuse
 from syncheck.layout.replica_groups import find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from syncheck.snapshots import Snapshot, Tensor
 
 _LABEL = re.compile(r"mp_rank_(\d+(?:_\d+){0,2})")
-_COLUMN = re.compile(
-    r"(?:.*\.)?(?:word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_q_up_proj|linear_kv_up_proj"
-    r"|linear_fc1)\.(?:weight|bias)"
-)
-_GATED = re.compile(r".*\.linear_fc1\.(?:weight|bias)")
-_ROW = re.compile(r".*\.(?:linear_proj|linear_fc2)\.weight")
-_COPIED = re.compile(r"(?:.*\.)?(?:position_embeddings\.weight|(?:q|k)_layernorm\.(?:weight|bias)|linear_fc2\.bias)")
-_CHUNK = re.compile(r"model(\d+)\.(.+)")
-_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
-_STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(?!\d)(.*)")
-_EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)|(.*\.mlp\.experts\.)(linear_fc[12]\.\w+?)(\d+)")
-_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
-# Names in files that contain the norm in the linear layer after it, and in files that do not.
-_FUSED = (
-    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
-    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
-)
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# Values that describe the run and its layout, and not the model.
-_LAYOUT = re.compile(
-    r"(?:args|rng_state|content_metadata|rerun_state_machine)(?:\.|$)|(?:.*\.)?_extra_state(?:[./].*)?$"
-)
 # The dimension that a placement divides.
 _DIMENSIONS = {"S(0)": 0, "_S(0, 2)": 0, "S(1)": 1}
-# Limits of layers, of experts in a layer, and of both together.
-_MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
 
 
 class _Position(NamedTuple):
@@ -116,7 +93,13 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     for rank, label in enumerate(sorted(grid.positions, key=grid.positions.__getitem__)):
         file = files[label]
         position = grid.positions[label]
-        tensors = _Placing(grid, position, first_layers, experts, file).place_all()
+        tensors = _Placing(
+            grid=grid,
+            position=position,
+            first_layers=first_layers,
+            experts=experts,
+            file=file,
+        ).place_all()
         # The file that a rank's tensors are in; a rank without tensors has only a folder.
         path = next((tensor.path for tensor in tensors.values()), f"{snapshot.path}/{label}")
         ranks[rank] = replace(
@@ -124,7 +107,7 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
             path=path,
             bytes=_count_bytes(tensors.values()),
             tensors=tensors,
-            values=_select_model_values(file.values),
+            values=select_model_values(file.values),
             mesh={"pp": position.stage, "ep": position.expert, "tp": position.tensor},
             shard_labels=frozenset(),
             ties=(),
@@ -141,11 +124,6 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
             sizes[tensor.path] = tensor.opened.st_size
 
     return sum(sizes.values())
-
-
-def _select_model_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without those that describe the run and its layout."""
-    return {name: value for name, value in values.items() if not _LAYOUT.match(name)}
 
 
 def _split_files(snapshot: Snapshot) -> dict[str, _RankFile]:
@@ -196,14 +174,24 @@ def _find_grid(snapshot: Snapshot, files: Mapping[str, _RankFile]) -> _Grid | No
 
     if len(degrees) > 1:
         found_degrees = brief(sorted(map(tuple, degrees)))
-        raise _malformed(snapshot, "args", f"degrees {found_degrees}", "the files of one run")
+        raise _malformed(
+            snapshot,
+            place="args",
+            found=f"degrees {found_degrees}",
+            needed="the files of one run",
+        )
 
     (sizes,) = degrees
     positions = {label: _read_position(label, sizes) for label in files}
     count = math.prod(sizes)
     # The count first: untrusted sizes may claim any number of positions.
     if len(files) != count or set(positions.values()) != set(itertools.product(*map(range, sizes))):
-        raise _malformed(snapshot, "model-parallel ranks", brief(sorted(positions)), f"{count} ranks")
+        raise _malformed(
+            snapshot,
+            place="model-parallel ranks",
+            found=brief(sorted(positions)),
+            needed=f"{count} ranks",
+        )
 
     return _Grid(sizes, positions)
 
@@ -227,16 +215,13 @@ def _read_degree(values: Mapping[str, Any], argument: str, default: int = 1) -> 
 
 def _malformed(snapshot: Snapshot, place: str, found: str, needed: str) -> MalformedFile:
     next_step = "copy the folders of all ranks, or save again"
-    return MalformedFile(snapshot.path, place=place, found=found, needed=needed, next_step=next_step)
-
-
-def _split_chunk(name: str) -> tuple[int, str]:
-    """Return the number of the virtual pipeline stage within the rank, and the name without it."""
-    match = _CHUNK.fullmatch(name)
-    if match is None:
-        return 0, name
-
-    return int(match[1]), match[2]
+    return MalformedFile(
+        snapshot.path,
+        place=place,
+        found=found,
+        needed=needed,
+        next_step=next_step,
+    )
 
 
 class _Stage(NamedTuple):
@@ -252,9 +237,9 @@ def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Gr
     chunks_by_label: dict[str, set[int]] = defaultdict(set)
     for label, position in grid.positions.items():
         for name in files[label].tensors:
-            chunk, plain_name = _split_chunk(name)
+            chunk, plain_name = split_chunk(name)
             chunks_by_label[label].add(chunk)
-            match = _LAYER.fullmatch(plain_name)
+            match = LAYER.fullmatch(plain_name)
             if match is not None:
                 numbers[match[1]][_Stage(chunk, position.stage)].add(int(match[2]))
 
@@ -262,7 +247,12 @@ def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Gr
     count = len(set().union(*chunks_by_label.values()))
     for label, chunks in chunks_by_label.items():
         if chunks != set(range(count)):
-            raise _malformed(snapshot, f"virtual stages of {label}", brief(sorted(chunks)), f"{count} from 0 on")
+            raise _malformed(
+                snapshot,
+                place=f"virtual stages of {label}",
+                found=brief(sorted(chunks)),
+                needed=f"{count} from 0 on",
+            )
 
     return {start: _count_layers(snapshot, start, layers_by_stage) for start, layers_by_stage in numbers.items()}
 
@@ -282,7 +272,12 @@ def _count_layers(snapshot: Snapshot, start: str, layers_by_stage: Mapping[_Stag
     for stage, layers in sorted(layers_by_stage.items()):
         if layers != set(range(len(layers))):
             place = f"{start}* of stage {stage.stage}"
-            raise _malformed(snapshot, place, brief(sorted(layers)), "layers from 0 on")
+            raise _malformed(
+                snapshot,
+                place=place,
+                found=brief(sorted(layers)),
+                needed="layers from 0 on",
+            )
 
         first_layers[stage] = total
         total += len(layers)
@@ -295,28 +290,11 @@ def _count_experts(files: Mapping[str, _RankFile]) -> int:
     last_expert = 0
     for file in files.values():
         for name in file.tensors:
-            expert = _Expert.find(name)
+            expert = Expert.find(name)
             if expert is not None:
                 last_expert = max(last_expert, expert.number)
 
     return last_expert + 1
-
-
-class _Expert(NamedTuple):
-    """The name of a tensor of an expert: the text before and after its number."""
-
-    start: str
-    number: int
-    end: str
-
-    @classmethod
-    def find(cls, name: str) -> _Expert | None:
-        """Return the parts of a name; None if it is of no expert."""
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return None
-
-        return cls(match[1] or match[4], int(match[2] or match[6]), match[3] or match[5])
 
 
 class _Placing:
@@ -341,7 +319,7 @@ class _Placing:
         self._first_layers = first_layers
         self._experts = experts
         self._tensors = file.tensors
-        self._replicated = find_replicated(_split_chunk(name)[1] for name in file.tensors)
+        self._replicated = find_replicated(split_chunk(name)[1] for name in file.tensors)
         self._is_gated = file.values.get("args.swiglu") is True
         is_tied = file.values.get("args.untie_embeddings_and_output_weights") is False
         self._has_tied_output = is_tied and grid.sizes.stage > 1
@@ -359,7 +337,12 @@ class _Placing:
                 refused = Refusal.UNPLACED_PARTS(layout="tensor parallelism")
 
             name = make_unique_name(name, tensors)
-            tensors[name] = replace(tensor, name=name, sharding=sharding, refused=refused)
+            tensors[name] = replace(
+                tensor,
+                name=name,
+                sharding=sharding,
+                refused=refused,
+            )
 
         return tensors
 
@@ -369,9 +352,9 @@ class _Placing:
             return stored_name, None
 
         name, mesh = self._place_copies(self._number_layer(stored_name))
-        is_replicated = _split_chunk(stored_name)[1] in self._replicated
-        placement = _find_placement(name, gated=self._is_gated, replicated=is_replicated)
-        name = _unfuse(name)
+        is_replicated = split_chunk(stored_name)[1] in self._replicated
+        placement = find_placement(name, gated=self._is_gated, replicated=is_replicated)
+        name = unfuse(name)
         tensor_ranks = self._grid.sizes.tensor
         if placement is None:
             if tensor_ranks > 1:
@@ -401,8 +384,8 @@ class _Placing:
 
     def _number_layer(self, stored_name: str) -> str:
         """Return a name with the number of its layer in the whole model."""
-        chunk, name = _split_chunk(stored_name)
-        match = _LAYER.fullmatch(name)
+        chunk, name = split_chunk(stored_name)
+        match = LAYER.fullmatch(name)
         if match is None:
             return name
 
@@ -412,7 +395,7 @@ class _Placing:
     def _place_copies(self, name: str) -> tuple[str, _CopyMesh]:
         """Return the name in the whole model, and the mesh of the ranks with parts or copies of the tensor."""
         stage, expert_position, _ = self._position
-        expert = _Expert.find(name)
+        expert = Expert.find(name)
         if expert is not None:
             number = expert_position * self._experts + expert.number
             expert_name = f"{expert.start}local_experts.{number}.{expert.end}"
@@ -423,9 +406,19 @@ class _Placing:
             # The last stage has a copy of the embedding.
             ranks = self._grid.list_ranks(0) + self._grid.list_ranks(self._grid.sizes.stage - 1)
             is_copy = int(stage > 0)
-            return _EMBEDDING, _CopyMesh(ranks, ("pp", "ep"), (2, expert_ranks), (is_copy, expert_position))
+            return _EMBEDDING, _CopyMesh(
+                ranks=ranks,
+                names=("pp", "ep"),
+                sizes=(2, expert_ranks),
+                coordinate=(is_copy, expert_position),
+            )
 
-        return name, _CopyMesh(self._grid.list_ranks(stage), ("ep",), (expert_ranks,), (expert_position,))
+        return name, _CopyMesh(
+            ranks=self._grid.list_ranks(stage),
+            names=("ep",),
+            sizes=(expert_ranks,),
+            coordinate=(expert_position,),
+        )
 
 
 class _CopyMesh(NamedTuple):
@@ -441,77 +434,3 @@ class _CopyMesh(NamedTuple):
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     coordinate: tuple[int, ...] = ()
-
-
-def _find_placement(name: str, *, gated: bool, replicated: bool) -> str | None:
-    """Return the placement along tensor parallelism, in torch's notation; None if the name does not show it."""
-    if _COLUMN.fullmatch(name):
-        # Gate and up, one after the other.
-        is_striped = gated and _GATED.fullmatch(name) is not None
-        return "_S(0, 2)" if is_striped else "S(0)"
-
-    if _ROW.fullmatch(name):
-        return "S(1)"
-
-    if replicated or _COPIED.fullmatch(name):
-        return "R"
-
-    return None
-
-
-def _unfuse(name: str) -> str:
-    for fused, plain in _FUSED:
-        name = name.replace(fused, plain)
-
-    return name
-
-
-def unstack(snapshot: Snapshot) -> Snapshot:
-    """Return a distributed checkpoint with one tensor for each layer and expert; other checkpoints are unchanged."""
-    if not any(_STACKED.fullmatch(name) or _STACKED_EXPERTS.fullmatch(name) for name in snapshot.tensors):
-        return snapshot
-
-    tensors: dict[str, Tensor] = {}
-    for stored_name, stacked_tensor in snapshot.tensors.items():
-        for plain_name, tensor in _unstack_tensor(stored_name, stacked_tensor):
-            if len(tensors) >= _MOST_SHARDS:
-                raise MalformedFile(
-                    snapshot.path,
-                    place=f"tensor {brief(stored_name)}",
-                    found=f"more than {_MOST_SHARDS} layers and experts",
-                    needed="a readable layout",
-                )
-
-            name = make_unique_name(_unfuse(plain_name), tensors)
-            tensors[name] = replace(tensor, name=name)
-
-    return replace(snapshot, tensors=tensors, values=_select_model_values(snapshot.values))
-
-
-def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of all layers and experts in a tensor."""
-    unstacked_name = _name_unstacked(name)
-    is_stack = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
-    if unstacked_name is None or not is_stack:
-        yield name, tensor
-        return
-
-    for number, layer in enumerate(views.unstack(tensor)):
-        yield from _unstack_tensor(unstacked_name.format(number), layer)
-
-
-def _name_unstacked(name: str) -> str | None:
-    """Return a format of the names of the tensors in a stack; None for other tensors."""
-    if name.startswith("optimizer."):
-        return None
-
-    for pattern, insert in ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts.")):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            return f"{_escape_braces(match[1])}{insert}{{}}.{_escape_braces(match[2])}"
-
-    return None
-
-
-def _escape_braces(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")

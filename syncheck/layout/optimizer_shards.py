@@ -475,13 +475,13 @@ def _describe_lost(
         kind = "optimizer_step" if state == "step" else "optimizer"
         if name not in aligned:
             yield TensorDiff(
-                name,
-                kind,
-                dtype,
-                (),
-                "not_compared",
-                Reason.MISSING,
-                Detail.OWN_PART_MISSING(rank=rank),
+                name=name,
+                kind=kind,
+                dtype=dtype,
+                shape=(),
+                status="not_compared",
+                reason=Reason.MISSING,
+                detail=Detail.OWN_PART_MISSING(rank=rank),
                 replica_groups=((rank,),),
                 minority=(rank,),
             )

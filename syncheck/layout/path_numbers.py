@@ -233,7 +233,13 @@ def split_path(path: str) -> PathNumbers:
         text_start = match.end()
 
     texts.append(stem[text_start:])
-    return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
+    return PathNumbers(
+        texts=tuple(texts),
+        numbers=tuple(numbers),
+        roles=_resolve_roles(roles, texts),
+        folders=tuple(folders),
+        host=host,
+    )
 
 
 def _get_text_before(stem: str, match: re.Match[str]) -> str:

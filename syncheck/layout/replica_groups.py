@@ -152,7 +152,12 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
         if not any(sharded.values()):
             sharded = {}
 
-    return Positions(plain, sharded, mesh_rank, _number_stages(snapshots))
+    return Positions(
+        plain=plain,
+        sharded=sharded,
+        mesh_rank=mesh_rank,
+        stages=_number_stages(snapshots),
+    )
 
 
 def _find_dividing_coordinates(snapshot: Snapshot) -> _Coordinates:
@@ -268,7 +273,13 @@ def find_replica_sets(
     if not positions.plain:
         return ReplicaSets((tuple(tensors),), ranks)
 
-    return _find_sets_of_plain_tensor(tensors, ranks, positions, replicated=replicated, tied=tied)
+    return _find_sets_of_plain_tensor(
+        tensors,
+        ranks,
+        positions,
+        replicated=replicated,
+        tied=tied,
+    )
 
 
 def _find_sets_of_plain_tensor(
@@ -296,7 +307,12 @@ def _find_sets_of_plain_tensor(
     if not dimensions:
         return ReplicaSets(sets, expected)
 
-    return ReplicaSets(sets, expected, "model parallel", f"parts along {', '.join(dimensions)}")
+    return ReplicaSets(
+        sets=sets,
+        expected=expected,
+        kind="model parallel",
+        layout=f"parts along {', '.join(dimensions)}",
+    )
 
 
 def _divide(ranks: Iterable[int], keys: Mapping[int, Hashable]) -> Sets:
@@ -348,7 +364,12 @@ def _find_sets_of_dtensor(
         keys[rank] = (box, _without(outer, copied_dimensions))
 
     expected = _find_expected_shards(shardings, present, ranks, positions)
-    return ReplicaSets(_divide(present, keys), expected, "DTensor", _describe_layout(shardings, present))
+    return ReplicaSets(
+        sets=_divide(present, keys),
+        expected=expected,
+        kind="DTensor",
+        layout=_describe_layout(shardings, present),
+    )
 
 
 def _identify_box(rank: int, sharding: Sharding) -> Hashable | None:

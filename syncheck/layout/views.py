@@ -36,10 +36,12 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         for spans in split_into_boxes(sizes, first, local.shape[dim]):
             start, size = locate_box(spans)
             skipped = stride * (ravel_index(start, sizes) - first)
-            part = _restride(local, skipped, _replace_dims(local.shape, dim, 1, size), strides)
+            shape = _replace_dims(local.shape, dim, 1, size)
+            part = _restride(local, skipped, shape, strides)
             shards.append(Shard(part, _replace_dims(shard.start, dim, 1, start)))
 
-    return _from_shards(tensor, _replace_dims(tensor.shape, dim, 1, sizes), shards)
+    full_shape = _replace_dims(tensor.shape, dim, 1, sizes)
+    return _from_shards(tensor, full_shape, shards)
 
 
 def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
@@ -70,10 +72,12 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
             continue
 
         skipped = (low - first) * local.strides[dim]
-        part = _restride(local, skipped, _replace_dims(local.shape, dim, 1, [high - low]), local.strides)
+        shape = _replace_dims(local.shape, dim, 1, [high - low])
+        part = _restride(local, skipped, shape, local.strides)
         shards.append(Shard(part, _replace_dims(shard.start, dim, 1, [low - start])))
 
-    return _from_shards(tensor, _replace_dims(tensor.shape, dim, 1, [length]), shards)
+    full_shape = _replace_dims(tensor.shape, dim, 1, [length])
+    return _from_shards(tensor, full_shape, shards)
 
 
 def flatten(tensor: Tensor, dim: int) -> Tensor:
@@ -102,7 +106,8 @@ def flatten(tensor: Tensor, dim: int) -> Tensor:
             part = _restride(local, row * outer_stride, shape, strides)
             shards.append(Shard(part, _replace_dims(shard.start, dim, 2, [start])))
 
-    return _from_shards(tensor, _replace_dims(tensor.shape, dim, 2, [outer_length * inner_length]), shards)
+    full_shape = _replace_dims(tensor.shape, dim, 2, [outer_length * inner_length])
+    return _from_shards(tensor, full_shape, shards)
 
 
 def unstack(tensor: Tensor) -> Iterator[Tensor]:
@@ -111,7 +116,8 @@ def unstack(tensor: Tensor) -> Iterator[Tensor]:
         shards = []
         for shard in list_shards(narrow(tensor, 0, index, 1)):
             row = shard.tensor
-            shards.append(Shard(_restride(row, 0, row.shape[1:], row.strides[1:]), shard.start[1:]))
+            part = _restride(row, 0, row.shape[1:], row.strides[1:])
+            shards.append(Shard(part, shard.start[1:]))
 
         yield _from_shards(tensor, tensor.shape[1:], shards)
 
@@ -179,7 +185,14 @@ def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tup
 
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor, in its own order.
-    return replace(tensor, shape=shape, strides=strides, offset=offset, crc32=None, same=b"")
+    return replace(
+        tensor,
+        shape=shape,
+        strides=strides,
+        offset=offset,
+        crc32=None,
+        same=b"",
+    )
 
 
 def _replace_dims(values: Sequence[int], dim: int, count: int, new_values: Sequence[int]) -> tuple[int, ...]:
@@ -189,4 +202,10 @@ def _replace_dims(values: Sequence[int], dim: int, count: int, new_values: Seque
 
 def _from_shards(tensor: Tensor, shape: tuple[int, ...], shards: Sequence[Shard]) -> Tensor:
     """Return a tensor with the name and dtype of another one. shards: cover the shape."""
-    return assemble(tensor.name, tensor.dtype, shape, shards, tensor.path)
+    return assemble(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=shape,
+        shards=shards,
+        path=tensor.path,
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.layout import deepspeed, megatron
+from syncheck.layout import deepspeed, megatron, megatron_stacks
 from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
 from syncheck.layout.copies import find_shared_tensors
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
 _BOXES_PER_SHARD, _MOST_BOXES = 8, 1 << 16
 # Formats whose folders store partitions or stacks of tensors, and how their tensors are joined.
-_JOINED_FORMATS = {"dcp": megatron.unstack, "deepspeed": deepspeed.join}
+_JOINED_FORMATS = {"dcp": megatron_stacks.unstack, "deepspeed": deepspeed.join}
 
 
 def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
@@ -44,12 +44,26 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     first = next(iter(snapshots.values()))
     metadata = first.metadata
     if metadata is not None:
-        metadata = replace(metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={})
+        metadata = replace(
+            metadata,
+            mesh={},
+            rank=None,
+            optimizer_sharded=False,
+            world_size=None,
+            tied={},
+        )
 
     is_single_whole = len(snapshots) == 1 and not any(map(is_sharded, first.tensors.values()))
     if is_single_whole:
         tensors = {name: _without_layout(tensor) for name, tensor in first.tensors.items()}
-        return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=tensors)
+        return replace(
+            first,
+            path=path,
+            mesh={},
+            metadata=metadata,
+            numbered=(),
+            tensors=tensors,
+        )
 
     # Optimizers may number their parameters, so names are needed before the tensors are joined.
     alignment = align(snapshots)
@@ -102,7 +116,13 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
     for name, by_rank in aligned.items():
         replica_sets = alignment.find_replica_sets(name, by_rank)
         is_unclear = alignment.optimizer.unclear is not None and name.startswith("optimizer.")
-        tensor = _join_tensor(name, by_rank, replica_sets, path, unclear=is_unclear)
+        tensor = _join_tensor(
+            name,
+            by_rank,
+            replica_sets,
+            path,
+            unclear=is_unclear,
+        )
         joined[name] = tensor if tensor.refused else _without_layout(tensor)
         box_count += len(tensor.shards)
         if box_count > most:
@@ -218,7 +238,13 @@ def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaS
             if set_of_box.setdefault(box, set_of_rank[rank]) != set_of_rank[rank]:
                 return _refuse(first, name, replica_sets)
 
-    return combine(name, first.dtype, first.full_shape, shards, path)
+    return combine(
+        name=name,
+        dtype=first.dtype,
+        shape=first.full_shape,
+        shards=shards,
+        path=path,
+    )
 
 
 def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:

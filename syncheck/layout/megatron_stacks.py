@@ -1,0 +1,73 @@
+"""Distributed checkpoints of Megatron-Core, which stack the equal tensors of all layers and experts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.errors import MalformedFile
+from syncheck.layout import views
+from syncheck.layout.megatron_names import select_model_values, unfuse
+from syncheck.text import brief, make_unique_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncheck.snapshots import Snapshot, Tensor
+
+_STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(?!\d)(.*)")
+_STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
+# Limits of layers, of experts in a layer, and of both together.
+_MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
+
+
+def unstack(snapshot: Snapshot) -> Snapshot:
+    """Return a distributed checkpoint with one tensor for each layer and expert; other checkpoints are unchanged."""
+    if not any(_STACKED.fullmatch(name) or _STACKED_EXPERTS.fullmatch(name) for name in snapshot.tensors):
+        return snapshot
+
+    tensors: dict[str, Tensor] = {}
+    for stored_name, stacked_tensor in snapshot.tensors.items():
+        for plain_name, tensor in _unstack_tensor(stored_name, stacked_tensor):
+            if len(tensors) >= _MOST_SHARDS:
+                raise MalformedFile(
+                    snapshot.path,
+                    place=f"tensor {brief(stored_name)}",
+                    found=f"more than {_MOST_SHARDS} layers and experts",
+                    needed="a readable layout",
+                )
+
+            name = make_unique_name(unfuse(plain_name), tensors)
+            tensors[name] = replace(tensor, name=name)
+
+    return replace(snapshot, tensors=tensors, values=select_model_values(snapshot.values))
+
+
+def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of all layers and experts in a tensor."""
+    unstacked_name = _name_unstacked(name)
+    is_stack = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
+    if unstacked_name is None or not is_stack:
+        yield name, tensor
+        return
+
+    for number, layer in enumerate(views.unstack(tensor)):
+        yield from _unstack_tensor(unstacked_name.format(number), layer)
+
+
+def _name_unstacked(name: str) -> str | None:
+    """Return a format of the names of the tensors in a stack; None for other tensors."""
+    if name.startswith("optimizer."):
+        return None
+
+    for pattern, insert in ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts.")):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return f"{_escape_braces(match[1])}{insert}{{}}.{_escape_braces(match[2])}"
+
+    return None
+
+
+def _escape_braces(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
