@@ -66,7 +66,8 @@ def common_ties(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names that share memory on every rank. names: by rank, from stored to normalized names."""
     ties_by_rank = _list_ties_by_rank(snapshots, names)
-    if not ties_by_rank or len(ties_by_rank) < len(snapshots):
+    # A rank in a format without ties may have any.
+    if len(ties_by_rank) < len(snapshots):
         return ()
 
     common = set.intersection(*ties_by_rank.values())
@@ -226,7 +227,7 @@ def find_second_copies(
     second: dict[str, str] = {}
     for name in names:
         source = name_of_copied(name, ties)
-        if name != source and source in sources and name not in copies:
+        if name != source and source in sources:
             second[name] = source
 
     return second

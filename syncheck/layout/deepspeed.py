@@ -136,10 +136,7 @@ def _find_ranks(snapshot: Snapshot) -> dict[str, int]:
     if numbers == [*range(len(ranks))] and counts <= {len(ranks)}:
         return ranks
 
-    needed = "all ranks"
-    for count in counts:
-        needed = f"{brief(count)} ranks"
-
+    needed = f"{brief(counts.pop())} ranks" if counts else "all ranks"
     raise malformed_folder(
         snapshot.path,
         place="ZeRO partitions",

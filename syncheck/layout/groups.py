@@ -81,11 +81,7 @@ def number_replicas(members: Sequence[Snapshot]) -> Ranked:
 
 def number_by_rank(members: Sequence[Snapshot], ranks: Iterable[int | None]) -> Ranked:
     """Number replicas by their ranks if all ranks are known and unique, else by position."""
-    by_rank: dict[int, Snapshot] = {}
-    for rank, member in zip(ranks, members, strict=True):
-        if rank is not None:
-            by_rank[rank] = member
-
+    by_rank = dict(zip(list_known(ranks), members, strict=False))
     # A rank is unknown, or several files claim it.
     if len(by_rank) < len(members):
         return tuple(enumerate(members))
@@ -115,7 +111,12 @@ def _get_recorded_rank(snapshot: Snapshot) -> int | None:
 
 def find_last_step(steps: Iterable[int | None]) -> int | None:
     """Return the largest known step."""
-    return max((step for step in steps if step is not None), default=None)
+    return max(list_known(steps), default=None)
+
+
+def list_known(numbers: Iterable[int | None]) -> list[int]:
+    """Return the numbers that are known."""
+    return [number for number in numbers if number is not None]
 
 
 def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> str:

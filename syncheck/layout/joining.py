@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import (
     find_last_step,
+    list_known,
     partition_by,
     rank_in_path,
     rank_of,
@@ -113,12 +114,7 @@ def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = _list_members(groups)
     known_ranks = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
-    ranks_in_paths: list[int] = []
-    for _, snapshot in members:
-        rank_by_name = rank_in_path(snapshot)
-        if rank_by_name is not None:
-            ranks_in_paths.append(rank_by_name)
-
+    ranks_in_paths = list_known(rank_in_path(snapshot) for _, snapshot in members)
     for ranks in (known_ranks, ranks_in_paths):
         if len(set(ranks)) == len(members):
             return ranks
@@ -145,8 +141,10 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
     named_groups = by_source[False]
     # Metadata names the run better than a path.
     first, *_ = described_groups + named_groups
+    ranks = _list_ranks(groups)
+    assert ranks is not None
     by_rank: dict[int, Snapshot] = {}
-    for rank, (_, snapshot) in zip(_list_ranks(groups) or (), _list_members(groups), strict=True):
+    for rank, (_, snapshot) in zip(ranks, _list_members(groups), strict=True):
         host = snapshot.host
         if host is None and level is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - level]

@@ -15,9 +15,14 @@ _COLUMN = re.compile(
 _GATED = re.compile(r".*\.linear_fc1\.(?:weight|bias)")
 _ROW = re.compile(r".*\.(?:linear_proj|linear_fc2)\.weight")
 _COPIED = re.compile(r"(?:.*\.)?(?:position_embeddings\.weight|(?:q|k)_layernorm\.(?:weight|bias)|linear_fc2\.bias)")
+_PLACEMENTS = ((_COLUMN, "S(0)"), (_ROW, "S(1)"), (_COPIED, "R"))
 _CHUNK = re.compile(r"model(\d+)\.(.+)")
 LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
-_EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)|(.*\.mlp\.experts\.)(linear_fc[12]\.\w+?)(\d+)")
+# The names of experts that are modules of their own, and of those in one grouped layer.
+_EXPERTS = (
+    re.compile(r"(?P<start>.*\.mlp\.experts\.)local_experts\.(?P<number>\d+)\.(?P<end>.*)"),
+    re.compile(r"(?P<start>.*\.mlp\.experts\.)(?P<end>linear_fc[12]\.\w+?)(?P<number>\d+)"),
+)
 # Names in files that contain the norm in the linear layer after it, and in files that do not.
 _FUSED = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -48,27 +53,25 @@ class Expert(NamedTuple):
     @classmethod
     def find(cls, name: str) -> Expert | None:
         """Return the parts of a name; None if it is of no expert."""
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return None
+        for pattern in _EXPERTS:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return cls(match["start"], int(match["number"]), match["end"])
 
-        return cls(match[1] or match[4], int(match[2] or match[6]), match[3] or match[5])
+        return None
 
 
 def find_placement(name: str, *, gated: bool, replicated: bool) -> str | None:
     """Return the placement along tensor parallelism, in torch's notation; None if the name does not show it."""
-    if _COLUMN.fullmatch(name):
-        # Gate and up, one after the other.
-        is_striped = gated and _GATED.fullmatch(name) is not None
-        return "_S(0, 2)" if is_striped else "S(0)"
+    # Gate and up, one after the other.
+    if gated and _GATED.fullmatch(name):
+        return "_S(0, 2)"
 
-    if _ROW.fullmatch(name):
-        return "S(1)"
+    for pattern, placement in _PLACEMENTS:
+        if pattern.fullmatch(name):
+            return placement
 
-    if replicated or _COPIED.fullmatch(name):
-        return "R"
-
-    return None
+    return "R" if replicated else None
 
 
 def unfuse(name: str) -> str:

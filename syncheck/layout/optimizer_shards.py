@@ -16,12 +16,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.owners import find_owners
 from syncheck.messages import Detail
 from syncheck.records import Reason, TensorDiff
+from syncheck.snapshots import are_naturals
 from syncheck.tensors.kinds import classify_tensors
 from syncheck.tensors.names import normalize
 
@@ -109,7 +110,7 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect folders of several nodes: disjoint labels, complete together."""
     all_labels: set[str] = set()
     count = 0
-    world_sizes: set[tuple[object, object]] = set()
+    world_sizes: set[tuple[Any, Any]] = set()
     for snapshot in snapshots.values():
         all_labels |= snapshot.shard_labels
         count += len(snapshot.shard_labels)
@@ -130,16 +131,18 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(snapshots, optimizer)
 
 
-def _is_complete(count: int, world_sizes: Collection[tuple[object, object]]) -> bool:
+def _is_complete(count: int, world_sizes: Collection[tuple[Any, Any]]) -> bool:
     """Whether there are as many shards as ranks. world_sizes: data-parallel and model-parallel, of each folder."""
     if len(world_sizes) > 1:
         return False
 
     ((data_parallel, model_parallel),) = world_sizes
-    if not isinstance(data_parallel, int) or not isinstance(model_parallel, int):
+    # The values are of a file, so they may be anything.
+    if not are_naturals([data_parallel, model_parallel]):
         return False
 
-    return count == data_parallel * model_parallel
+    rank_count: int = data_parallel * model_parallel
+    return count == rank_count
 
 
 def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:

@@ -92,9 +92,6 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
 
     ranks = frozenset(snapshots)
     states = _list_states(snapshots)
-    if all(state.ranks == ranks for state in states.values()):
-        return None
-
     groups = _list_groups(snapshots)
     # Without groups on all ranks, a state may belong to an optimizer in another part of a checkpoint.
     if not _are_of_optimizers(states, groups):

@@ -97,11 +97,15 @@ def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
     if nodes and unnamed and not _counts_files_of_nodes(paths, unnamed[-1]):
         unnamed = []
 
-    for candidates in (in_file_name, find_varying(paths, "rank"), unnamed, nodes, rank_positions):
-        if candidates:
-            return candidates[-1]
-
-    return None
+    # The least preferred first.
+    candidates = [
+        *rank_positions,
+        *nodes,
+        *unnamed,
+        *find_varying(paths, "rank"),
+        *in_file_name,
+    ]
+    return candidates[-1] if candidates else None
 
 
 def find_varying(paths: Sequence[PathNumbers], role: Role) -> list[int]:

@@ -58,7 +58,7 @@ _REPLICATED = re.compile(
     "|".join(
         (
             # TransformerEngine stores a norm in the linear layer after it.
-            r"[^.]*\.[^.]*\.layer_norm_(?:weight|bias)",
+            r"[^.]*\.[^.]+\.layer_norm_(?:weight|bias)",
             rf"{_OUTSIDE_INNER}[^.]*\.{_NORM}\.(?:weight|bias)",
             rf"[^.]*\.router\.{_ROUTER_LEAF}",
             rf"router\.[^.]*\.{_ROUTER_LEAF}",
@@ -69,6 +69,7 @@ _REPLICATED = re.compile(
 )
 # A gate is a router only beside experts.
 _GATE = re.compile(rf"[^.]*\.gate\.{_ROUTER_LEAF}")
+_STEP = re.compile(r"optimizer(?:\..*)?\.step", re.DOTALL)
 # Name segments of modules whose layers may be sharded in another way.
 _DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
 
@@ -352,12 +353,11 @@ def _find_sets_of_dtensor(
     present: the ranks with the tensor, some of which may hold it whole.
     """
     copied_dimensions = PIPELINE if tied else frozenset[str]()
-    keys: dict[int, Hashable] = {}
-    for rank in present:
-        sharding = shardings.get(rank)
-        box = None if sharding is None else _identify_box(rank, sharding)
-        if sharding is None or box is None:  # replica of an unknown rank
-            keys[rank] = rank
+    # A tensor is a replica of no other rank's tensor if the position of its box is unknown.
+    keys: dict[int, Hashable] = dict(zip(present, present, strict=True))
+    for rank, sharding in shardings.items():
+        box = _identify_box(rank, sharding)
+        if box is None:
             continue
 
         outer = tuple(pair for pair in positions.sharded.get(rank, ()) if pair[0] not in sharding.names)
@@ -390,11 +390,11 @@ def _find_expected_shards(
     for sharding in _list_distinct(shardings.values()):
         mesh_ranks.update(sharding.ranks)
 
-    stages = {positions.find_stage(rank) for rank in present}
+    stages = {positions.find_stage(rank) for rank in present if rank in positions.stages}
     expected = []
     for rank in ranks:
         is_in_mesh = positions.mesh_rank.get(rank, rank) in mesh_ranks
-        is_in_stage = rank in positions.stages and positions.find_stage(rank) in stages
+        is_in_stage = positions.find_stage(rank) in stages
         if is_in_mesh or is_in_stage or rank in present:
             expected.append(rank)
 
@@ -441,7 +441,7 @@ def find_replicated(names: Iterable[str]) -> frozenset[str]:
 
 def _is_step(name: str) -> bool:
     """Whether a tensor counts the steps of a parameter; each shard of the parameter has the same count."""
-    return name.startswith("optimizer.") and name.endswith(".step")
+    return _STEP.fullmatch(name) is not None
 
 
 def get_parameter(name: str) -> str:
@@ -455,7 +455,7 @@ def get_parameter(name: str) -> str:
 def _get_ending(parameter: str) -> str:
     """Return the last two modules and the leaf of a name; empty if a module may be sharded in another way."""
     path, _, leaf = parameter.lower().rpartition(".")
-    if not path or _DIVIDED.search(path):
+    if _DIVIDED.search(path):
         return ""
 
     *_, parent, module = ("", *path.split("."))

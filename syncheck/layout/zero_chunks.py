@@ -47,9 +47,10 @@ def split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: S
     """
     ranks = len(lengths)
     chunk_sizes = {name: -(-size // ranks) for name, size in sizes.items()}
-    needed = ranks * sum(chunk_sizes.values())
-    if len(set(lengths)) > 1 or sum(lengths) != needed:
-        raise _refuse_lengths(path, group, lengths, needed)
+    # Each rank has one chunk of every parameter, so all flat tensors have one length.
+    length = sum(chunk_sizes.values())
+    if set(lengths) != {length}:
+        raise _refuse_lengths(path, group, lengths, ranks * length)
 
     # The last chunk of a parameter may be shorter, and has padding in the flat tensor.
     position = 0
