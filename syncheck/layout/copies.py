@@ -44,19 +44,21 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
     ties_by_rank = _list_ties_by_rank(snapshots, names)
-    broken = []
-    for tie in set[frozenset[str]]().union(*ties_by_rank.values()):
-        together: list[int] = []
-        separate: list[int] = []
+    all_ties = set[frozenset[str]]().union(*ties_by_rank.values())
+    broken: list[Tie] = []
+    for tie in all_ties:
+        ranks_with_tie: list[int] = []
+        ranks_without_tie: list[int] = []
         for rank, ties in ties_by_rank.items():
             # More names may share memory on some ranks.
-            if any(tie <= larger_tie for larger_tie in ties):
-                together.append(rank)
-            elif tie <= set(names[rank].values()):
-                separate.append(rank)
+            if any(map(tie.issubset, ties)):
+                ranks_with_tie.append(rank)
+            elif tie.issubset(names[rank].values()):
+                ranks_without_tie.append(rank)
 
-        if separate:
-            broken.append(Tie(tuple(sorted(tie)), tuple(together)))
+        if ranks_without_tie:
+            sorted_names = tuple(sorted(tie))
+            broken.append(Tie(sorted_names, tuple(ranks_with_tie)))
 
     return tuple(sorted(broken, key=attrgetter("names")))
 
@@ -71,7 +73,8 @@ def common_ties(
         return ()
 
     common = set.intersection(*ties_by_rank.values())
-    return tuple(sorted(tuple(sorted(tie)) for tie in common))
+    sorted_ties = [tuple(sorted(tie)) for tie in common]
+    return tuple(sorted(sorted_ties))
 
 
 def _list_ties_by_rank(
@@ -83,10 +86,13 @@ def _list_ties_by_rank(
         if snapshot.format not in _FORMATS_WITH_TIES:
             continue
 
+        # Another process that read the file listed its ties, because its tensors have no locations.
+        stored_ties = snapshot.ties or find_shared_tensors(snapshot.tensors.values())
         names_of_rank = names[rank]
         ties_by_rank[rank] = set()
-        for tie in snapshot.ties or find_shared_tensors(snapshot.tensors.values()):
-            ties_by_rank[rank].add(frozenset(names_of_rank[name] for name in tie))
+        for tie in stored_ties:
+            normalized_tie = frozenset(names_of_rank[name] for name in tie)
+            ties_by_rank[rank].add(normalized_tie)
 
     return ties_by_rank
 
@@ -114,6 +120,7 @@ def find_shared_tensors(tensors: Iterable[Tensor]) -> list[list[str]]:
 
 def _find_location(tensor: Tensor) -> _Location | None:
     """Return the location of the first element, or None for a tensor without bytes in a file."""
+    # A tensor without elements shares its location with the next tensor.
     if tensor.refused or not tensor.numel:
         return None
 
@@ -152,7 +159,9 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
             continue
 
         # A tensor is in its own stages, so it is no copy of itself.
-        if source_stages.isdisjoint(stages_of_name[name]):
+        is_in_other_stages = source_stages.isdisjoint(stages_of_name[name])
+        if is_in_other_stages:
+            # Then no other copy in these stages is a first copy.
             source_stages |= stages_of_name.pop(name)
             copies[name] = source
             sources.add(source)
@@ -260,7 +269,11 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
 
         lacking_ranks |= _find_lacking_ranks(diff)
         counts = kinds[diff.kind]
-        kinds[diff.kind] = replace(counts, tensors=counts.tensors - 1, not_compared=counts.not_compared - 1)
+        kinds[diff.kind] = replace(
+            counts,
+            tensors=counts.tensors - 1,
+            not_compared=counts.not_compared - 1,
+        )
 
     # If one file holds all tensors, the other files lack tensors.
     if lacking_ranks != {replica.rank for replica in comparison.replicas}:
@@ -300,9 +313,14 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
     snapshots: its files.
     copies: the comparison of the tensors that several files have.
     """
-    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
     differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
-    if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
+    # Equal data under any common name shows that the files number their layers alike.
+    if len(differing) < 2 or copies.counts.compared > len(differing):
+        return
+
+    # Files with the same names are replicas, whose differences are findings.
+    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
+    if len(name_sets) < 2:
         return
 
     for name in differing:

@@ -50,13 +50,12 @@ def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
     if sharding is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
         return None
 
+    # Fingerprints, and tensors whose bytes are not read, have no bytes to cut into boxes.
+    has_bytes = tensor.digest is None and not tensor.same
     coordinate = find_coordinate(rank, sharding)
     splits = _order_splits(sharding)
     # Partial sums have no box.
-    if coordinate is None or splits is None:
-        return None
-
-    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
+    if coordinate is None or splits is None or not has_bytes:
         return None
 
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
@@ -125,7 +124,8 @@ def _order_splits(sharding: Sharding) -> list[_Split] | None:
         if match is None:
             return None
 
-        splits.append(_Split(mesh_dim, int(match[1]), int(match[2] or 1)))
+        stripes = match[2] or 1
+        splits.append(_Split(mesh_dim, dim=int(match[1]), stripes=int(stripes)))
 
     ordered: list[_Split] = []
     for split in reversed(splits):
@@ -166,7 +166,7 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     try:
         whole_tensors = _assemble(sharded)
     except MalformedFile:
-        return {}
+        whole_tensors = {}
 
     if not whole_tensors:
         return {}

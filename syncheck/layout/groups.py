@@ -196,8 +196,7 @@ def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], l
     launches = partition_by(groups, attrgetter("run_id"))
     folder_of_launch: dict[str | None, str] = {}
     for run_id, groups_of_launch in launches.items():
-        paths = [snapshot.path for group in groups_of_launch for _, snapshot in group.ranks]
-        folder_of_launch[run_id] = _find_common_folder(paths)
+        folder_of_launch[run_id] = _find_common_folder(groups_of_launch)
 
     launch_folders = list(folder_of_launch.values())
     has_repeated_step = len({group.step for group in groups}) < len(groups)
@@ -235,7 +234,8 @@ def _list_folders(folder: str) -> tuple[str, ...]:
 
 def _strip_common(folders: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Remove the common segments at the start and end of all paths."""
-    for _ in range(2):  # at the start, and after reversing, at the end
+    # At the start, and after reversing, at the end.
+    for _ in range(2):
         common = _count_common(folders)
         folders = [segments[common:][::-1] for segments in folders]
 
@@ -254,8 +254,12 @@ def _count_common(folders: Sequence[tuple[str, ...]]) -> int:
     return common
 
 
-def _find_common_folder(paths: Iterable[str]) -> str:
-    folders = [os.path.dirname(path) for path in paths]
+def _find_common_folder(groups: Iterable[ReplicaGroup]) -> str:
+    """Return the folder that contains the files of all groups, or else that of the first file."""
+    folders: list[str] = []
+    for group in groups:
+        folders += [os.path.dirname(snapshot.path) for _, snapshot in group.ranks]
+
     try:
         return os.path.commonpath(folders)
     except ValueError:  # absolute and relative paths in one call
@@ -266,8 +270,11 @@ def select_last_steps(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...
     """Return the last step's group of each run with several replicas; for repeated steps, the first group."""
     # Reversed, so that the first group of a repeated step is the last one that the dictionary keeps.
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
-    several.sort(key=attrgetter("order"))
-    return tuple({group.run: group for group in several}.values())
+    last_groups: dict[str, ReplicaGroup] = {}
+    for group in sorted(several, key=attrgetter("order")):
+        last_groups[group.run] = group
+
+    return tuple(last_groups.values())
 
 
 def group_by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, ReplicaGroup]]:

@@ -107,7 +107,10 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
 def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
     """Whether several groups are of one run and have no rank in common."""
     runs = {(group.run, group.run_id) for group in groups if group.has_metadata}
-    return len(groups) > 1 and len(runs) < 2 and _list_ranks(groups) is not None
+    if len(groups) < 2 or len(runs) > 1:
+        return False
+
+    return _list_ranks(groups) is not None
 
 
 def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
@@ -177,7 +180,8 @@ def _name_joined_run(snapshot: Snapshot, level: int, step: int | None) -> str:
     """Return the name of a run without the folder of the host, and without the folder of the step."""
     segments = template_of(snapshot).split("/")
     segments[-2 - level] = "*"
-    return title_of("/".join(segment for segment in segments if segment != str(step)))
+    other_segments = [segment for segment in segments if segment != str(step)]
+    return title_of("/".join(other_segments))
 
 
 def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
@@ -216,10 +220,13 @@ def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
 
     have_equal_paths = _get_moment(group) == _get_moment(candidate)
     if is_described:
-        return have_equal_paths or (group.step is not None and group.step == candidate.step)
+        # The step in the metadata proves it, whatever the folder of a copied file.
+        have_equal_steps = group.step is not None and group.step == candidate.step
+        return have_equal_paths or have_equal_steps
 
     # Two groups of several files are more likely two runs.
-    return have_equal_paths and min(len(group.ranks), len(candidate.ranks)) == 1
+    smaller_size = min(len(group.ranks), len(candidate.ranks))
+    return have_equal_paths and smaller_size == 1
 
 
 def _get_moment(group: ReplicaGroup) -> tuple[tuple[Role, int], ...]:

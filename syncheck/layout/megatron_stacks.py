@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 _STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(?!\d)(.*)")
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
+# The names of stacks, and what precedes the number in the name of one of its tensors.
+_STACKS = ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts."))
 # Limits of layers, of experts in a layer, and of both together.
 _MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
 
 
 def unstack(snapshot: Snapshot) -> Snapshot:
     """Return a distributed checkpoint with one tensor for each layer and expert; other checkpoints are unchanged."""
-    if not any(_STACKED.fullmatch(name) or _STACKED_EXPERTS.fullmatch(name) for name in snapshot.tensors):
+    if not any(map(_is_stacked, snapshot.tensors)):
         return snapshot
 
     tensors: dict[str, Tensor] = {}
@@ -44,11 +46,17 @@ def unstack(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, tensors=tensors, values=select_model_values(snapshot.values))
 
 
+def _is_stacked(name: str) -> bool:
+    """Whether a tensor has the name of a stack."""
+    return any(pattern.fullmatch(name) for pattern, _ in _STACKS)
+
+
 def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of all layers and experts in a tensor."""
     unstacked_name = _name_unstacked(name)
-    is_stack = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
-    if unstacked_name is None or not is_stack:
+    # A refused tensor has no bytes to divide, and a scalar has no layers.
+    is_divisible = not tensor.refused and len(tensor.shape) > 0
+    if unstacked_name is None or not is_divisible or tensor.shape[0] > _MOST_LAYERS:
         yield name, tensor
         return
 
@@ -61,7 +69,7 @@ def _name_unstacked(name: str) -> str | None:
     if name.startswith("optimizer."):
         return None
 
-    for pattern, insert in ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts.")):
+    for pattern, insert in _STACKS:
         match = pattern.fullmatch(name)
         if match is not None:
             return f"{_escape_braces(match[1])}{insert}{{}}.{_escape_braces(match[2])}"

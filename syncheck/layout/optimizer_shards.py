@@ -28,12 +28,13 @@ from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from syncheck.layout.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
-    OwnParameters = Mapping[int, frozenset[str]]
+    OwnParameters = Mapping[int, AbstractSet[str]]
     _Shape = tuple[int, ...]
 
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
@@ -86,17 +87,20 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> Detected:
         if detected is not None:
             return detected
 
-    return Detected(snapshots, _detect_by_owner(snapshots) or OptimizerShards())
+    by_owner = _detect_by_owner(snapshots)
+    return Detected(snapshots, by_owner or OptimizerShards())
 
 
 def _detect_by_metadata(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect a partition that the metadata of all ranks lists."""
-    own_parameters: dict[int, frozenset[str]] = {}
+    own_parameters: dict[int, AbstractSet[str]] = {}
     for rank, snapshot in snapshots.items():
-        if snapshot.metadata is None or not snapshot.metadata.optimizer_sharded:
+        metadata = snapshot.metadata
+        # One rank without the list leaves the partition unknown.
+        if metadata is None or not metadata.optimizer_sharded:
             return None
 
-        own_parameters[rank] = _normalize_names(snapshot.metadata.optimizer_parameters)
+        own_parameters[rank] = _normalize_names(metadata.optimizer_parameters)
 
     optimizer = None
     # If each rank lists all parameters, only the states show their owners.
@@ -147,7 +151,8 @@ def _is_complete(count: int, world_sizes: Collection[tuple[Any, Any]]) -> bool:
 
 def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect a partition from optimizers that number their parameters, or from ranks that name them differently."""
-    lists = {snapshot.numbered for snapshot in snapshots.values()}
+    parameters_by_rank = {rank: snapshot.numbered for rank, snapshot in snapshots.items()}
+    lists = set(parameters_by_rank.values())
     longest = max(lists, key=len)
     if len(snapshots) < 2 or not longest:
         return None
@@ -163,11 +168,12 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     if detected.optimizer != OptimizerShards():
         return detected
 
-    counts = {optimizer.count for optimizer in optimizers.values()}
+    # Ranks with equal lists are replicas, and names can be shared only between lists of one length.
+    counts = set(map(len, lists))
     if len(lists) == 1 or len(counts) > 1:
         return None
 
-    shared = _share_names(optimizers, [snapshot.numbered for snapshot in snapshots.values()])
+    shared = _share_names(optimizers, parameters_by_rank.values())
     optimizer = _detect_by_owner(shared)
     # Without owners, the names of each rank remain, as in the comparison of a running job.
     if optimizer is None:
@@ -227,9 +233,8 @@ def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | Non
     if owners is None:
         return None
 
-    own_parameters = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
     return OptimizerShards(
-        own_parameters,
+        owners.by_rank,
         owned=frozenset(owners.owned),
         lost=tuple(owners.lost),
     )
@@ -326,17 +331,19 @@ def _name_partition(optimizers: Mapping[int, _NumberedOptimizer], parameters: Ma
 
 def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     """Return the shapes of the model's parameters in their order. Tied parameters count once, as in an optimizer."""
-    model = {name: tensor for name, tensor in snapshot.tensors.items() if not _STATE.fullmatch(name)}
-    shapes = {name: tensor.full_shape for name, tensor in model.items()}
-    # Sharing memory shows only if the file stores the model with torch.save.
-    tied: set[str] = set()
-    for _, *later_names in find_shared_tensors(model.values()):
-        tied.update(later_names)
+    model: list[Tensor] = []
+    shapes: dict[str, _Shape] = {}
+    for name, tensor in snapshot.tensors.items():
+        if not _STATE.fullmatch(name):
+            model.append(tensor)
+            shapes[name] = tensor.full_shape
 
-    parameters: dict[str, _Shape] = {}
-    for name, kind in classify_tensors(shapes, None).by_name.items():
-        if kind == "parameter" and name not in tied:
-            parameters[name] = shapes[name]
+    kinds = classify_tensors(shapes, None).by_name
+    parameters = {name: shape for name, shape in shapes.items() if kinds[name] == "parameter"}
+    # Sharing memory shows only if the file stores the model with torch.save.
+    for _, *later_names in find_shared_tensors(model):
+        for name in later_names:
+            parameters.pop(name, None)
 
     return parameters
 
@@ -420,6 +427,7 @@ def _partition_group(
 
 def _fit(shapes: Sequence[_Shape | None], names: Sequence[str], parameters: Mapping[str, _Shape]) -> bool:
     """Whether the states of a rank have the shapes of its parameters. None stands for a parameter without a state."""
+    # The partition of the library would give the rank other parameters.
     if len(shapes) != len(names):
         return False
 
@@ -432,12 +440,16 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
         match = _STATE.fullmatch(name)
-        # A step counter has no dimensions, whatever the shape of its parameter.
-        if match is None or (not tensor.shape and match[2] == "step"):
+        if match is None:
             continue
 
-        number = int(match[1])
-        shapes[number] = max(shapes.get(number, ()), tensor.full_shape, key=math.prod)
+        # A step counter has no dimensions, whatever the shape of its parameter.
+        is_counter = tensor.shape == () and match[2] == "step"
+        if not is_counter:
+            number = int(match[1])
+            # Other states of one number per parameter have the fewest elements.
+            largest_shape = shapes.get(number, ())
+            shapes[number] = max(largest_shape, tensor.full_shape, key=math.prod)
 
     return shapes
 

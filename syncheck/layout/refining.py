@@ -94,8 +94,10 @@ def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
     nodes = find_varying(paths, "node")
     unnamed = find_varying(paths, "plain")
     # Beside machines, an unnamed number may be a step.
-    if nodes and unnamed and not _counts_files_of_nodes(paths, unnamed[-1]):
-        unnamed = []
+    if nodes and unnamed:
+        is_local_rank = _counts_files_of_nodes(paths, unnamed[-1])
+        if not is_local_rank:
+            unnamed = []
 
     # The least preferred first.
     candidates = [
@@ -156,9 +158,12 @@ def resolve_roles(template: Template) -> tuple[list[File], tuple[Message, ...]]:
         grouping += (Grouping.OTHER_NUMBER_IS_NODE(),)
 
     steps = sorted(set(further).difference(machines))
-    # A path segment, as in 500/rank0, but not seed3/rank0.
-    if "step" not in first.roles and len(steps) == 1 and not first.is_glued(steps[0]):
-        first = first.with_role("step", steps)
+    has_named_step = "step" in first.roles
+    if len(steps) == 1 and not has_named_step:
+        (position,) = steps
+        # A path segment, as in 500/rank0, but not seed3/rank0.
+        if not first.is_glued(position):
+            first = first.with_role("step", [position])
 
     files = [File(file.snapshot, replace(file.numbers, roles=first.roles)) for file in template.files]
     return files, grouping
@@ -244,10 +249,11 @@ def _stores_step(snapshot: Snapshot, number: int) -> bool:
     """Whether a checkpoint stores this number as its step or epoch, at the top level."""
     candidates: list[str] = []
     for name, value in snapshot.values.items():
+        # Nested values are of the optimizer, the scheduler or a loop.
         is_nested = "." in name
         # True equals 1, and is no step.
-        is_same_number = type(value) is int and value == number
-        if is_same_number and not is_nested:
+        is_number = type(value) is int
+        if is_number and value == number and not is_nested:
             candidates.append(name)
 
     kind_of = make_value_classifier(candidates)
