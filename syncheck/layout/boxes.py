@@ -106,7 +106,12 @@ def _cut_box(local: Tensor, box: Sequence[_LocatedRun]) -> Shard:
         start.append(run.start)
         shape.append(run.size)
 
-    part = view(local, skipped, tuple(shape), local.strides)
+    part = view(
+        local,
+        skipped=skipped,
+        shape=tuple(shape),
+        strides=local.strides,
+    )
     return Shard(part, tuple(start))
 
 
@@ -118,7 +123,12 @@ def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: 
     shards = []
     for spans in split_into_boxes(shape, start, count):
         first, size = locate_box(spans)
-        part = view(flat, position, size, contiguous_strides(size))
+        part = view(
+            flat,
+            skipped=position,
+            shape=size,
+            strides=contiguous_strides(size),
+        )
         shards.append(Shard(part, first))
         position += math.prod(size)
 
@@ -127,9 +137,13 @@ def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: 
 
 def locate_box(spans: Sequence[slice]) -> Box:
     """Return the start and the size of a box. spans: its indices in each dimension."""
-    start = tuple(span.start for span in spans)
-    size = tuple(span.stop - span.start for span in spans)
-    return start, size
+    start: list[int] = []
+    size: list[int] = []
+    for span in spans:
+        start.append(span.start)
+        size.append(span.stop - span.start)
+
+    return tuple(start), tuple(size)
 
 
 def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -149,6 +163,11 @@ def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[in
         digest=None,
         same=b"",
     )
+
+
+def is_in_file(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are in its file: not in memory, and not only in a digest."""
+    return tensor.data is None and tensor.digest is None
 
 
 def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shard], path: str) -> Tensor:

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
+from syncheck.layout.boxes import is_in_file
 from syncheck.layout.replica_groups import PIPELINE, coordinates_in, get_parameter
 from syncheck.records import Counts, Reason, Tie
 from syncheck.tensors.value_kinds import is_membership
@@ -128,8 +129,11 @@ def _find_location(tensor: Tensor) -> _Location | None:
     if tensor.shards:
         first = tensor.shards[0].tensor
 
-    is_in_file = first.data is None and first.digest is None
-    return _Location(first.path, first.offset) if is_in_file else None
+    # Bytes in memory have no offset: the process that read them lists the ties.
+    if not is_in_file(first):
+        return None
+
+    return _Location(first.path, first.offset)
 
 
 def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snapshot]) -> dict[str, str]:
@@ -248,8 +252,13 @@ def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: 
     if not _EMBEDDING.fullmatch(get_parameter(name)):
         return False
 
-    shapes = {tensor.full_shape for tensor in tensors.values()}
-    stages = {coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}
+    shapes: set[tuple[int, ...]] = set()
+    stages: set[Hashable] = set()
+    for rank, tensor in tensors.items():
+        shapes.add(tensor.full_shape)
+        stages.add(coordinates_in(snapshots[rank], PIPELINE))
+
+    # Embeddings of other shapes are other tensors, such as those of an encoder and a decoder.
     return len(shapes) == 1 and len(stages) > 1
 
 
@@ -296,14 +305,8 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
 
 def _find_lacking_ranks(diff: TensorDiff) -> set[int]:
     """Return the ranks that lack a missing tensor."""
-    lacking_ranks: set[int] = set()
-    for ranks in diff.replica_groups:
-        lacking_ranks.update(ranks)
-
-    for holders in diff.clusters:
-        lacking_ranks.difference_update(holders)
-
-    return lacking_ranks
+    expected_ranks = set[int]().union(*diff.replica_groups)
+    return expected_ranks.difference(*diff.clusters)
 
 
 def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Comparison) -> None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.layout.boxes import combine, cut_flat_tensor
+from syncheck.layout.boxes import combine, cut_flat_tensor, is_in_file
 from syncheck.layout.zero_chunks import malformed_folder, split_group, split_parameters
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
@@ -36,8 +36,8 @@ _FLAT = re.compile(r"(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d+)
 # State of a flat tensor. The reader names it by number or, if the shapes in the file match, after the flat tensor.
 _STATE = re.compile(r"(?:base_optimizer_state\.|optimizer_state_dict\.\w+\.)?(\d+)\.(\w+)")
 _FROZEN = "frozen_param_fragments."
-# Values that describe the partitions and not the model.
-_LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$")
+# Values that describe the partitions and not the model. Such values of the optimizer have an empty name.
+_LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$|\Z")
 
 
 class _State(NamedTuple):
@@ -96,10 +96,11 @@ def join(snapshot: Snapshot) -> Snapshot:
         paddings=paddings,
         ranks=len(ranks),
     )
+    tied_start = f"{top}shared_params."
     for name, value in snapshot.values.items():
-        tied_name = name.removeprefix(f"{top}shared_params.")
         # A tied parameter has no weights of its own in the optimizer.
-        if tied_name != name and isinstance(value, str) and value in whole_tensors:
+        if name.startswith(tied_start) and value in whole_tensors:
+            tied_name = name.removeprefix(tied_start)
             whole_tensors[tied_name] = whole_tensors[value]
 
     notes = snapshot.notes
@@ -262,6 +263,7 @@ class _Joined:
             elif chunk.length:  # the step of the group
                 self._whole_tensors.setdefault(f"optimizer.{chunk.parameter}.{state}", tensor)
 
+        # Untrusted shapes can have any number of chunks.
         self._count += 1 + len(states)
         if self._count > _MOST_SHARDS:
             found = f"more than {_MOST_SHARDS} parts of tensors"
@@ -327,10 +329,22 @@ def _join_groups(
         sizes = {name: math.prod(shape) for name, shape in members.items()}
         lengths = [flat.numel for flat in flats]
         if paddings is None:
-            chunks = split_parameters(path, group, sizes, lengths)
+            chunks = split_parameters(
+                path,
+                group,
+                sizes=sizes,
+                lengths=lengths,
+            )
         else:
+            # In a folder without paddings, the parameters follow each other.
             gaps = paddings.get(group) or [0] * len(sizes)
-            chunks = split_group(path, group, sizes, lengths, gaps)
+            chunks = split_group(
+                path,
+                group,
+                sizes=sizes,
+                lengths=lengths,
+                gaps=gaps,
+            )
 
         for chunk in chunks:
             joined.add(chunk, flats[chunk.rank], contents.states[_State(group, chunk.rank)])
@@ -368,8 +382,7 @@ def _is_flat(tensor: Tensor) -> bool:
     if tensor.refused or tensor.lazy or tensor.shards:
         return False
 
-    is_in_file = tensor.data is None and tensor.digest is None
-    return is_in_file and tensor.strides == (1,)
+    return is_in_file(tensor) and tensor.strides == (1,)
 
 
 def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str, Any]:
@@ -380,7 +393,7 @@ def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str,
     joined: dict[str, Any] = {}
     for name, value in values.items():
         plain_name = _strip_label(name, labels)
-        if not plain_name or _LAYOUT.match(plain_name) or is_membership(plain_name):
+        if _LAYOUT.match(plain_name) or is_membership(plain_name):
             continue
 
         # A value that differs between ranks keeps the label of its rank.

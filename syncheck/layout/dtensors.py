@@ -29,12 +29,20 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
     Raises MalformedFile if the part has another shape than its layout.
     """
     sharding = tensor.sharding
-    runs = _find_runs(rank, tensor)
-    if sharding is None or runs is None:
+    if sharding is None:
+        return None
+
+    runs = _find_runs(rank, tensor, sharding)
+    if runs is None:
         return None
 
     # Files are untrusted: the part must have the shape that follows from its layout.
-    _check_shape(rank, tensor, sharding, runs)
+    _check_shape(
+        rank,
+        tensor,
+        sharding=sharding,
+        runs=runs,
+    )
     if not tensor.numel:
         return []
 
@@ -44,10 +52,9 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
         return None
 
 
-def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
+def _find_runs(rank: int, tensor: Tensor, sharding: Sharding) -> list[Runs] | None:
     """Return the indices of the full tensor in a rank's part, by dimension; None if the file does not show them."""
-    sharding = tensor.sharding
-    if sharding is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
+    if tensor.refused or len(sharding.mesh) > _MOST_DIMS:
         return None
 
     # Fingerprints, and tensors whose bytes are not read, have no bytes to cut into boxes.
@@ -89,7 +96,8 @@ def _check_shape(rank: int, tensor: Tensor, sharding: Sharding, runs: Iterable[R
     if shape == tensor.shape:
         return
 
-    coordinate = find_coordinate(rank, sharding) or ()
+    coordinate = find_coordinate(rank, sharding)
+    assert coordinate is not None
     raise MalformedFile(
         tensor.path,
         place=f"tensor {brief(tensor.name)}",
@@ -183,7 +191,9 @@ def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         if shards is None or tensor.sharding is None:
             return {}
 
-        coordinate = find_coordinate(rank, tensor.sharding) or ()
+        # A tensor has boxes only if its coordinate is known.
+        coordinate = find_coordinate(rank, tensor.sharding)
+        assert coordinate is not None
         _, copied_coordinates = split_coordinate(tensor.sharding, coordinate)
         copy_of_rank[rank] = (tensor.sharding.ranks, copied_coordinates)
         shards_of_copy[copy_of_rank[rank]] += shards

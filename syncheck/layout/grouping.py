@@ -17,6 +17,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import (
@@ -47,11 +48,14 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata, Snapshot
 
 
+_NO_PATHS: Mapping[str, str] = MappingProxyType({})
+
+
 def group_replicas(
     snapshots: Sequence[Snapshot],
     group_by: str | None = None,
-    roots: Mapping[str, str] | None = None,
-    alike: Mapping[str, str] | None = None,
+    roots: Mapping[str, str] = _NO_PATHS,
+    alike: Mapping[str, str] = _NO_PATHS,
 ) -> tuple[ReplicaGroup, ...]:
     """Group the snapshots of replicas, ordered by run and step.
 
@@ -61,8 +65,6 @@ def group_replicas(
     alike: a uniform spelling of each path, if relative and absolute paths are mixed.
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
-    roots = roots or {}
-    alike = alike or {}
     are_uniform = [*alike] == [*alike.values()]
     if group_by is None and not are_uniform:
         return _group_by_uniform_paths(snapshots, roots, alike)
@@ -432,11 +434,13 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
     grouping: how the files were found.
     """
     first = files[0].numbers
-    members = [replace(file.snapshot, mesh=file.numbers.mesh() or file.snapshot.mesh) for file in files]
-    # Without the position of a rank, only coordinates in a mesh distinguish the files.
-    ranks: list[int | None] = [None] * len(files)
-    if rank is not None:
-        ranks = [file.numbers.numbers[rank] for file in files]
+    members: list[Snapshot] = []
+    ranks: list[int | None] = []
+    for snapshot, numbers in files:
+        mesh = numbers.mesh() or snapshot.mesh
+        members.append(replace(snapshot, mesh=mesh))
+        # Without the position of a rank, only coordinates in a mesh distinguish the files.
+        ranks.append(None if rank is None else numbers.numbers[rank])
 
     if not are_unique(ranks):
         grouping = _explain_counting(files, grouping)

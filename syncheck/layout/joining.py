@@ -96,6 +96,7 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
     if level is None:
         return template
 
+    # The last segment is the name of the file.
     segments = template.split("/")
     if level > len(segments) - 2:
         return None

@@ -54,14 +54,22 @@ def _is_stacked(name: str) -> bool:
 def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of all layers and experts in a tensor."""
     unstacked_name = _name_unstacked(name)
-    # A refused tensor has no bytes to divide, and a scalar has no layers.
-    is_divisible = not tensor.refused and len(tensor.shape) > 0
-    if unstacked_name is None or not is_divisible or tensor.shape[0] > _MOST_LAYERS:
+    if unstacked_name is None or not _is_divisible(tensor):
         yield name, tensor
         return
 
     for number, layer in enumerate(views.unstack(tensor)):
         yield from _unstack_tensor(unstacked_name.format(number), layer)
+
+
+def _is_divisible(tensor: Tensor) -> bool:
+    """Whether a tensor with the name of a stack can be divided into layers."""
+    # A refused tensor has no bytes to divide, and a scalar has no layers.
+    if tensor.refused or not tensor.shape:
+        return False
+
+    # Untrusted files can claim any number of layers.
+    return tensor.shape[0] <= _MOST_LAYERS
 
 
 def _name_unstacked(name: str) -> str | None:

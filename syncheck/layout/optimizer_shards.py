@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.layout.copies import find_shared_tensors
-from syncheck.layout.owners import find_owners
+from syncheck.layout.owners import LostState, find_owners
+from syncheck.layout.zero_redundancy import repeat_partition
 from syncheck.messages import Detail
 from syncheck.records import Reason, TensorDiff
 from syncheck.snapshots import are_naturals
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from syncheck.layout.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -118,6 +118,7 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     for snapshot in snapshots.values():
         all_labels |= snapshot.shard_labels
         count += len(snapshot.shard_labels)
+        # The folders of one run record the same sizes.
         values = snapshot.values
         world_sizes.add((values.get("dp_world_size"), values.get("mp_world_size")))
 
@@ -263,17 +264,22 @@ def _normalize_names(parameters: Iterable[str]) -> frozenset[str]:
 
 def _detect_by_shapes(optimizers: Mapping[int, _NumberedOptimizer]) -> Detected:
     """Decide by shapes whether the ranks number different parameters of one model. optimizers: by rank."""
-    snapshots = {rank: optimizer.snapshot for rank, optimizer in optimizers.items()}
+    snapshots: dict[int, Snapshot] = {}
+    counts: list[int] = []
+    for rank, optimizer in optimizers.items():
+        snapshots[rank] = optimizer.snapshot
+        counts.append(optimizer.count)
+
     parameters = _list_parameters(next(iter(snapshots.values())))
-    counts = [optimizer.count for optimizer in optimizers.values() if optimizer.count]
     # Partitions together have at most the parameters of the model.
     if sum(counts) > len(parameters) or not _are_of_model(optimizers.values(), parameters.values()):
         return Detected(snapshots, OptimizerShards())
 
     has_all_parameters = sum(counts) == len(parameters)
     is_partition = _contradict_each_other(optimizers.values())
-    # Replicas have the same number of parameters.
-    if has_all_parameters and len(set(counts)) > 1:
+    # Replicas have the same number of parameters. A rank without parameters may have their state by name.
+    distinct_counts = set(counts) - {0}
+    if has_all_parameters and len(distinct_counts) > 1:
         is_partition = True
 
     # A rank without numbered parameters has no state, or the state of all parameters by name.
@@ -315,7 +321,8 @@ def _name_partition(optimizers: Mapping[int, _NumberedOptimizer], parameters: Ma
     optimizers: by rank.
     parameters: shapes of the parameters of the model.
     """
-    names_by_rank = _repeat_partition(parameters, optimizers)
+    groups = {rank: _list_groups(optimizer) for rank, optimizer in optimizers.items()}
+    names_by_rank = repeat_partition(parameters, groups)
     renamed: dict[int, Snapshot] = {}
     own_parameters: dict[int, frozenset[str]] = {}
     for rank, optimizer in optimizers.items():
@@ -373,68 +380,6 @@ def _list_group_sizes(snapshot: Snapshot) -> Iterator[int]:
         yield len(positions.split(",")) if positions else 0
 
 
-def _repeat_partition(
-    parameters: Mapping[str, _Shape], optimizers: Mapping[int, _NumberedOptimizer]
-) -> dict[int, list[str]]:
-    """Name the parameters of each rank by ZeroRedundancyOptimizer's partition; {} if the shapes differ from it.
-
-    Each group's parameters, sorted by size, go to the rank with the fewest elements so far (`_partition_parameters` in
-    torch/distributed/optim/zero_redundancy_optimizer.py). The sort is stable, so the order of the parameters alone
-    determines which rank gets which of several parameters with equal shapes. The result counts only if it has the
-    number of parameters and the shapes of every rank and group. A group has all parameters with the shapes of its
-    states.
-    """
-    ranks = sorted(optimizers)
-    groups = [_list_groups(optimizers[rank]) for rank in ranks]
-    if len(set(map(len, groups))) > 1:
-        return {}
-
-    sizes = dict.fromkeys(ranks, 0)
-    names: dict[int, list[str]] = defaultdict(list)
-    for shapes_by_rank in zip(*groups, strict=True):
-        new_names = _partition_group(parameters, shapes_by_rank, sizes)
-        for rank, shapes in zip(ranks, shapes_by_rank, strict=True):
-            if not _fit(shapes, new_names[rank], parameters):
-                return {}
-
-            names[rank] += new_names[rank]
-
-    return names
-
-
-def _partition_group(
-    parameters: Mapping[str, _Shape], shapes_by_rank: Iterable[Sequence[_Shape | None]], sizes: dict[int, int]
-) -> dict[int, list[str]]:
-    """Return the parameters of one group by rank. sizes: the elements of each rank so far; changed."""
-    group_shapes: set[_Shape | None] = set()
-    for shapes in shapes_by_rank:
-        group_shapes.update(shapes)
-
-    # A parameter without a state may have any shape.
-    if None in group_shapes:
-        group_shapes.update(parameters.values())
-
-    element_counts = {name: math.prod(shape) for name, shape in parameters.items() if shape in group_shapes}
-    names: dict[int, list[str]] = defaultdict(list)
-    # The sort is stable, as in torch.
-    for name in sorted(element_counts, key=element_counts.__getitem__, reverse=True):
-        smallest_rank = min(sizes, key=sizes.__getitem__)
-        names[smallest_rank].append(name)
-        sizes[smallest_rank] += element_counts[name]
-
-    return names
-
-
-def _fit(shapes: Sequence[_Shape | None], names: Sequence[str], parameters: Mapping[str, _Shape]) -> bool:
-    """Whether the states of a rank have the shapes of its parameters. None stands for a parameter without a state."""
-    # The partition of the library would give the rank other parameters.
-    if len(shapes) != len(names):
-        return False
-
-    pairs = zip(shapes, names, strict=True)
-    return all(shape in (None, parameters[name]) for shape, name in pairs)
-
-
 def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     """Return the shape of each numbered parameter: the shape of its states, except step counters."""
     shapes: dict[int, _Shape] = {}
@@ -471,24 +416,23 @@ def find_lost_state(optimizer: OptimizerShards, aligned: Mapping[str, Mapping[in
     for dtypes_of_rank in dtypes_by_rank.values():
         dtypes |= dtypes_of_rank
 
+    lost_states: list[LostState] = []
     for rank, parameters in optimizer.own_parameters.items():
         if not dtypes_by_rank[rank]:
-            for parameter in sorted(parameters):
-                yield from _describe_lost(rank, parameter, dtypes, aligned)
+            lost_states += [LostState(rank, parameter, frozenset(dtypes)) for parameter in sorted(parameters)]
 
-    for lost in optimizer.lost:
-        dtypes_of_class = {state: dtype for state, dtype in dtypes.items() if state in lost.states}
-        yield from _describe_lost(lost.rank, lost.parameter, dtypes_of_class, aligned)
+    for lost in (*lost_states, *optimizer.lost):
+        yield from _describe_lost(lost, dtypes, aligned)
 
 
 def _describe_lost(
-    rank: int, parameter: str, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
+    lost: LostState, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
 ) -> Iterator[TensorDiff]:
-    """Yield a diff for each missing tensor of a state. dtypes: of the tensors of a state."""
+    """Yield a diff for each missing tensor of a state. dtypes: of the tensors of all states, by name."""
     for state, dtype in dtypes.items():
-        name = f"{parameter}.{state}"
+        name = f"{lost.parameter}.{state}"
         kind = "optimizer_step" if state == "step" else "optimizer"
-        if name not in aligned:
+        if state in lost.states and name not in aligned:
             yield TensorDiff(
                 name=name,
                 kind=kind,
@@ -496,7 +440,7 @@ def _describe_lost(
                 shape=(),
                 status="not_compared",
                 reason=Reason.MISSING,
-                detail=Detail.OWN_PART_MISSING(rank=rank),
-                replica_groups=((rank,),),
-                minority=(rank,),
+                detail=Detail.OWN_PART_MISSING(rank=lost.rank),
+                replica_groups=((lost.rank,),),
+                minority=(lost.rank,),
             )

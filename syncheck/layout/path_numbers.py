@@ -271,11 +271,13 @@ def _find_role(stem: str, match: re.Match[str]) -> _PossibleRole:
 
 def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tuple[Role, ...]:
     """Resolve roles by the other words of the path."""
+    # The text after the last number has no role.
     mesh_words = [_match_mesh(text) for text, role in zip(texts, roles, strict=False) if role == "mesh"]
     resolved: list[Role] = []
     for position, role in enumerate(roles):
         if role == "mesh":
-            resolved.append(_resolve_mesh(_match_mesh(texts[position]), mesh_words, roles))
+            mesh_word = _match_mesh(texts[position])
+            resolved.append(_resolve_mesh(mesh_word, mesh_words, roles))
         elif _counts_ranks(position, roles, texts):
             resolved.append("plain")
         else:
@@ -317,8 +319,9 @@ def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], role
 
 def _counts_ranks(position: int, roles: Sequence[_PossibleRole], texts: Sequence[str]) -> bool:
     """Whether a number is the number of ranks, as in rank_0-of-4."""
-    follows_rank = position > 0 and roles[position - 1] == "rank"
-    return follows_rank and roles[position] == "part" and texts[position].startswith("-of-")
+    # Before the first number, there is no rank: the slice is empty.
+    roles_of_pair = tuple(roles[position - 1 : position + 1])
+    return roles_of_pair == ("rank", "part") and texts[position].startswith("-of-")
 
 
 def _resolve_rank(role: _PossibleRole, roles: Collection[_PossibleRole]) -> Role:
@@ -330,6 +333,9 @@ def _resolve_rank(role: _PossibleRole, roles: Collection[_PossibleRole]) -> Role
     if role != "device":
         return role
 
+    # A number after -r is clearer than the number of a device.
+    if clear_words or "short" in roles:
+        return "plain"
+
     # Within a node, the device is the local rank.
-    is_local = "node" in roles and "short" not in roles and not clear_words
-    return "local" if is_local else "plain"
+    return "local" if "node" in roles else "plain"

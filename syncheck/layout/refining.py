@@ -187,6 +187,7 @@ def _find_machines(paths: Sequence[PathNumbers], replica_positions: Sequence[int
     """Return the further numbers without which the replicas of each group still have different numbers."""
     machines: list[int] = []
     for position in further:
+        # A number of the step or the run separates files with equal ranks, and a machine does not.
         starred = (*replica_positions, *machines, position)
         keys = [(numbers.without(*starred), numbers.select(replica_positions)) for numbers in paths]
         if are_unique(keys):

@@ -144,6 +144,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
             if _name_dimensions(sharding) & TENSOR_PARALLEL:
                 has_tensor_parallel_mesh = True
 
+    # Without any coordinate, the ranks are in no mesh.
     if not any(plain.values()):
         plain = {}
 
@@ -207,15 +208,22 @@ def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
 
     numbers: dict[frozenset[str], int] = {}
     for names in sorted(set(names_by_rank.values()), key=len, reverse=True):
-        number = len(numbers)
-        for stage_names, stage in numbers.items():
-            if 2 * len(names & stage_names) > len(names):
-                number = stage
-                break
-
-        numbers[names] = number
+        numbers[names] = _find_stage(names, numbers)
 
     return {rank: numbers[names] for rank, names in names_by_rank.items()}
+
+
+def _find_stage(names: frozenset[str], numbers: Mapping[frozenset[str], int]) -> int:
+    """Return the number of the stage with most of these names, or else the next number.
+
+    numbers: of the known stages, by their names.
+    """
+    for stage_names, number in numbers.items():
+        common_names = names & stage_names
+        if 2 * len(common_names) > len(names):
+            return number
+
+    return len(numbers)
 
 
 def mesh_of(snapshot: Snapshot) -> dict[str, int]:
@@ -269,7 +277,13 @@ def find_replica_sets(
             shardings[rank] = sharding
 
     if shardings:
-        return _find_sets_of_dtensor(shardings, tuple(tensors), ranks, positions, tied=tied)
+        return _find_sets_of_dtensor(
+            shardings,
+            present=tuple(tensors),
+            ranks=ranks,
+            positions=positions,
+            tied=tied,
+        )
 
     if not positions.plain:
         return ReplicaSets((tuple(tensors),), ranks)
@@ -292,6 +306,7 @@ def _find_sets_of_plain_tensor(
     coordinates = _reduce(positions.plain, copied_dimensions)
     coordinates_with_tensor = {coordinates[rank] for rank in tensors}
     expected = tuple(rank for rank in ranks if coordinates[rank] in coordinates_with_tensor)
+    # Different shapes prove that ranks hold parts, whatever the name suggests.
     shapes = {tensor.shape for tensor in tensors.values()}
     if replicated and len(shapes) == 1:
         copied_dimensions |= TENSOR_PARALLEL
@@ -363,7 +378,12 @@ def _find_sets_of_dtensor(
         outer = tuple(pair for pair in positions.sharded.get(rank, ()) if pair[0] not in sharding.names)
         keys[rank] = (box, _without(outer, copied_dimensions))
 
-    expected = _find_expected_shards(shardings, present, ranks, positions)
+    expected = _find_expected_shards(
+        shardings,
+        present=present,
+        ranks=ranks,
+        positions=positions,
+    )
     return ReplicaSets(
         sets=_divide(present, keys),
         expected=expected,

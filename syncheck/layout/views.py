@@ -37,7 +37,12 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
             start, size = locate_box(spans)
             skipped = stride * (ravel_index(start, sizes) - first)
             shape = _replace_dims(local.shape, dim, 1, size)
-            part = _restride(local, skipped, shape, strides)
+            part = _restride(
+                local,
+                skipped=skipped,
+                shape=shape,
+                strides=strides,
+            )
             shards.append(Shard(part, _replace_dims(shard.start, dim, 1, start)))
 
     full_shape = _replace_dims(tensor.shape, dim, 1, sizes)
@@ -53,7 +58,12 @@ def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
     shards = []
     for shard in list_shards(tensor):
         local = shard.tensor
-        part = _restride(local, 0, order(local.shape), order(local.strides))
+        part = _restride(
+            local,
+            skipped=0,
+            shape=order(local.shape),
+            strides=order(local.strides),
+        )
         shards.append(Shard(part, order(shard.start)))
 
     return _from_shards(tensor, order(tensor.shape), shards)
@@ -73,7 +83,12 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
 
         skipped = (low - first) * local.strides[dim]
         shape = _replace_dims(local.shape, dim, 1, [high - low])
-        part = _restride(local, skipped, shape, local.strides)
+        part = _restride(
+            local,
+            skipped=skipped,
+            shape=shape,
+            strides=local.strides,
+        )
         shards.append(Shard(part, _replace_dims(shard.start, dim, 1, [low - start])))
 
     full_shape = _replace_dims(tensor.shape, dim, 1, [length])
@@ -103,7 +118,12 @@ def flatten(tensor: Tensor, dim: int) -> Tensor:
         first_row, first_column = shard.start[dim : dim + 2]
         for row in range(rows):
             start = (first_row + row) * inner_length + first_column
-            part = _restride(local, row * outer_stride, shape, strides)
+            part = _restride(
+                local,
+                skipped=row * outer_stride,
+                shape=shape,
+                strides=strides,
+            )
             shards.append(Shard(part, _replace_dims(shard.start, dim, 2, [start])))
 
     full_shape = _replace_dims(tensor.shape, dim, 2, [outer_length * inner_length])
@@ -116,7 +136,12 @@ def unstack(tensor: Tensor) -> Iterator[Tensor]:
         shards = []
         for shard in list_shards(narrow(tensor, 0, index, 1)):
             row = shard.tensor
-            part = _restride(row, 0, row.shape[1:], row.strides[1:])
+            part = _restride(
+                row,
+                skipped=0,
+                shape=row.shape[1:],
+                strides=row.strides[1:],
+            )
             shards.append(Shard(part, shard.start[1:]))
 
         yield _from_shards(tensor, tensor.shape[1:], shards)

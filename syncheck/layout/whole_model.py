@@ -107,6 +107,7 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
         if not name.startswith("optimizer."):
             aligned[name] = tensors_of_copy
 
+    # Joining cuts boxes, and untrusted files could make it cut any number of them.
     most = _MOST_BOXES
     for by_rank in aligned.values():
         most += sum(_BOXES_PER_SHARD + len(tensor.shards) for tensor in by_rank.values())
@@ -207,7 +208,12 @@ def _join_tensor(
 
     whole_tensors = [tensor for tensor in by_rank.values() if not is_sharded(tensor)]
     if not whole_tensors:
-        return _join_boxes(name, by_rank, replica_sets, path)
+        return _join_boxes(
+            name,
+            by_rank,
+            replica_sets=replica_sets,
+            path=path,
+        )
 
     # Ranks in several sets hold different parts, and files do not show the position of plain parts.
     if len(whole_tensors) == len(by_rank) and len(replica_sets.sets) > 1:
@@ -286,10 +292,17 @@ def locate_shards(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int,
     """
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
-            if is_sharded(tensor):
-                yield name, rank, tensor, find_shards(rank, tensor)
-            elif tensor.shards:
-                yield name, rank, tensor, list(tensor.shards)
-            else:
-                start = (0,) * len(tensor.shape)
-                yield name, rank, tensor, [Shard(tensor, start)]
+            yield name, rank, tensor, _locate_tensor(rank, tensor)
+
+
+def _locate_tensor(rank: int, tensor: Tensor) -> list[Shard] | None:
+    """Return the boxes of a tensor in the file of a rank; None if their position is unknown."""
+    if is_sharded(tensor):
+        return find_shards(rank, tensor)
+
+    if tensor.shards:
+        return [*tensor.shards]
+
+    # A tensor in one piece is a box that starts at its first element.
+    start = (0,) * len(tensor.shape)
+    return [Shard(tensor, start)]

@@ -50,7 +50,12 @@ def split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: S
     # Each rank has one chunk of every parameter, so all flat tensors have one length.
     length = sum(chunk_sizes.values())
     if set(lengths) != {length}:
-        raise _refuse_lengths(path, group, lengths, ranks * length)
+        raise _refuse_lengths(
+            path,
+            group,
+            lengths=lengths,
+            needed=ranks * length,
+        )
 
     # The last chunk of a parameter may be shorter, and has padding in the flat tensor.
     position = 0
@@ -81,7 +86,12 @@ def split_group(
     # The last rank may have padding to a multiple of twice the number of ranks.
     most_padding = 2 * len(lengths)
     if len(gaps) != len(sizes) or not needed <= sum(lengths) < needed + most_padding:
-        raise _refuse_lengths(path, group, lengths, needed)
+        raise _refuse_lengths(
+            path,
+            group,
+            lengths=lengths,
+            needed=needed,
+        )
 
     begins = [*itertools.accumulate(lengths, initial=0)]
     parameter_begin = 0

@@ -106,7 +106,7 @@ def groups(
 ) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
     paths = [path for pattern in patterns for path in expanded(pattern)]
-    found = group_replicas([snapshot(path) for path in paths], group_by, roots)
+    found = group_replicas([snapshot(path) for path in paths], group_by, roots or {})
     positions = [[paths.index(s.path) for _, s in group.ranks] for group in found]
     assert all(group == sorted(group) for group in positions)
     assert sorted(itertools.chain(*positions)) == list(range(len(paths)))
