@@ -72,7 +72,11 @@ class Alignment:
         tensors: by rank; they may be assembled from shards.
         """
         return find_replica_sets(
-            tensors, self.ranks, self.positions, replicated=name in self.replicated, tied=name in self.tied
+            tensors,
+            self.ranks,
+            self.positions,
+            replicated=name in self.replicated,
+            tied=name in self.tied,
         )
 
     def find_source(self, name: str) -> str:
@@ -96,17 +100,17 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
 
     # The first copy in another stage takes the name of its tensor, so that both are compared.
     copies = find_copies(tensors, snapshots)
-    separate_copies = {name: tensors.pop(name) for name in copies}
+    separate_copies: dict[str, dict[int, Tensor]] = {}
     for name, source in copies.items():
+        separate_copies[name] = tensors.pop(name)
         tensors[source] = tensors[source] | separate_copies[name]
 
     second_copies = find_second_copies(tensors, copies, snapshots)
     tied = {*copies.values(), *second_copies}
     for name, source in second_copies.items():
         # The copy of this stage must equal the tensor of other stages, but not the first copy beside it.
-        tensors[name] = tensors[name] | {
-            rank: tensor for rank, tensor in tensors[source].items() if rank not in tensors[name]
-        }
+        for rank, tensor in tensors[source].items():
+            tensors[name].setdefault(rank, tensor)
 
     # Libraries without metadata give an embedding one name in all stages.
     for name, by_rank in tensors.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,9 +36,14 @@ def chunk_runs(runs: Runs, count: int, number: int) -> Runs:
 
     The last chunks are shorter or empty.
     """
-    length = sum(size for _, size in runs)
+    length = count_indices(runs)
     rows = -(-length // count)
     return cut_runs(runs, min(number * rows, length), min((number + 1) * rows, length))
+
+
+def count_indices(runs: Runs) -> int:
+    """Return the number of indices in the runs of a dimension."""
+    return sum(size for _, size in runs)
 
 
 def cut_runs(runs: Runs, low: int, high: int) -> Runs:
@@ -61,17 +65,16 @@ def cut_tensor(local: Tensor, runs: Sequence[Runs]) -> list[Shard]:
 
     Raises ValueError for more than `MOST_BOXES` boxes.
     """
-    if math.prod(map(len, runs)) > MOST_BOXES:
+    located_runs = []
+    box_count = 1
+    for runs_of_dim in runs:
+        located_runs.append(_locate_runs(runs_of_dim))
+        box_count *= len(runs_of_dim)
+
+    if box_count > MOST_BOXES:
         raise ValueError(f"more than {MOST_BOXES} boxes")
 
-    shards = []
-    for box in itertools.product(*map(_locate_runs, runs)):
-        skipped = sum(run.local_start * stride for run, stride in zip(box, local.strides, strict=True))
-        shape = tuple(run.size for run in box)
-        start = tuple(run.start for run in box)
-        shards.append(Shard(view(local, skipped, shape, local.strides), start))
-
-    return shards
+    return [_cut_box(local, box) for box in itertools.product(*located_runs)]
 
 
 class _LocatedRun(NamedTuple):
@@ -93,19 +96,54 @@ def _locate_runs(runs: Runs) -> list[_LocatedRun]:
     return located_runs
 
 
+def _cut_box(local: Tensor, box: Sequence[_LocatedRun]) -> Shard:
+    """Return a box of a rank's tensor as a view of it. box: a run of each dimension."""
+    skipped = 0
+    start = []
+    shape = []
+    for run, stride in zip(box, local.strides, strict=True):
+        skipped += run.local_start * stride
+        start.append(run.start)
+        shape.append(run.size)
+
+    part = view(
+        local,
+        skipped=skipped,
+        shape=tuple(shape),
+        strides=local.strides,
+    )
+    return Shard(part, tuple(start))
+
+
 def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
     """Return boxes of a tensor of this shape: its elements `start` to `start + count`, in C order.
 
     flat: contiguous elements, which hold these elements from `position` on.
     """
     shards = []
-    for box in split_into_boxes(shape, start, count):
-        size = tuple(span.stop - span.start for span in box)
-        first = tuple(span.start for span in box)
-        shards.append(Shard(view(flat, position, size, contiguous_strides(size)), first))
+    for spans in split_into_boxes(shape, start, count):
+        first, size = locate_box(spans)
+        part = view(
+            flat,
+            skipped=position,
+            shape=size,
+            strides=contiguous_strides(size),
+        )
+        shards.append(Shard(part, first))
         position += math.prod(size)
 
     return shards
+
+
+def locate_box(spans: Sequence[slice]) -> Box:
+    """Return the start and the size of a box. spans: its indices in each dimension."""
+    start: list[int] = []
+    size: list[int] = []
+    for span in spans:
+        start.append(span.start)
+        size.append(span.stop - span.start)
+
+    return tuple(start), tuple(size)
 
 
 def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -116,8 +154,20 @@ def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[in
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor.
     return replace(
-        tensor, shape=shape, strides=strides, offset=offset, sharding=None, crc32=None, digest=None, same=b""
+        tensor,
+        shape=shape,
+        strides=strides,
+        offset=offset,
+        sharding=None,
+        crc32=None,
+        digest=None,
+        same=b"",
     )
+
+
+def is_in_file(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are in its file: not in memory, and not only in a digest."""
+    return tensor.data is None and tensor.digest is None
 
 
 def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shard], path: str) -> Tensor:
@@ -140,16 +190,43 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
             next_step="pass the files of all ranks of one step; if they are complete, save or copy them again",
         )
 
-    covering = tuple(shard for _, shard in sorted(by_box.items()))
-    # A tensor without elements has no boxes, and its data is empty.
-    if not covering:
-        return Tensor(name, dtype, shape, contiguous_strides(shape), path, 0, data=b"")
+    covering = [by_box[box] for box in sorted(by_box)]
+    return assemble(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        shards=covering,
+        path=path,
+    )
 
-    first = covering[0].tensor
-    if len(covering) == 1:
+
+def assemble(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[Shard], path: str) -> Tensor:
+    """Return the tensor of boxes that cover its shape. path: of a tensor without boxes."""
+    # A tensor without elements has no boxes, and its data is empty.
+    if not shards:
+        return Tensor(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            strides=contiguous_strides(shape),
+            path=path,
+            offset=0,
+            data=b"",
+        )
+
+    first = shards[0].tensor
+    if len(shards) == 1:
         return replace(first, name=name, sharding=None)
 
-    return Tensor(name, dtype, shape, contiguous_strides(shape), first.path, 0, shards=covering)
+    return Tensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=contiguous_strides(shape),
+        path=first.path,
+        offset=0,
+        shards=tuple(shards),
+    )
 
 
 def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:
@@ -161,8 +238,8 @@ def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:
         return "chunks of an empty tensor" if spans else ""
 
     for start, size in spans:
-        ends = map(operator.add, start, size)
-        if any(end > most for end, most in zip(ends, shape, strict=True)):
+        extents = zip(start, size, shape, strict=True)
+        if any(first + length > most for first, length, most in extents):
             return f"the chunk of size {list(size)} at {list(start)} extends beyond the tensor"
 
     # A fast test, because a pickle can list one chunk a million times.

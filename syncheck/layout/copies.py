@@ -11,16 +11,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
-from syncheck.layout.replica_groups import PIPELINE, coordinates_in
+from syncheck.layout.boxes import is_in_file
+from syncheck.layout.replica_groups import PIPELINE, coordinates_in, get_parameter
 from syncheck.records import Counts, Reason, Tie
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Snapshot, Tensor
@@ -32,6 +34,8 @@ _EMBEDDING = re.compile(
     r"\.weight"
 )
 
+# The number of a layer in the name of a tensor.
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
@@ -41,21 +45,23 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
     ties_by_rank = _list_ties_by_rank(snapshots, names)
-    broken = []
-    for tie in set[frozenset[str]]().union(*ties_by_rank.values()):
-        together: list[int] = []
-        separate: list[int] = []
+    all_ties = set[frozenset[str]]().union(*ties_by_rank.values())
+    broken: list[Tie] = []
+    for tie in all_ties:
+        ranks_with_tie: list[int] = []
+        ranks_without_tie: list[int] = []
         for rank, ties in ties_by_rank.items():
             # More names may share memory on some ranks.
-            if any(tie <= larger_tie for larger_tie in ties):
-                together.append(rank)
-            elif tie <= set(names[rank].values()):
-                separate.append(rank)
+            if any(map(tie.issubset, ties)):
+                ranks_with_tie.append(rank)
+            elif tie.issubset(names[rank].values()):
+                ranks_without_tie.append(rank)
 
-        if separate:
-            broken.append(Tie(tuple(sorted(tie)), tuple(together)))
+        if ranks_without_tie:
+            sorted_names = tuple(sorted(tie))
+            broken.append(Tie(sorted_names, tuple(ranks_with_tie)))
 
-    return tuple(sorted(broken, key=lambda tie: tie.names))
+    return tuple(sorted(broken, key=attrgetter("names")))
 
 
 def common_ties(
@@ -63,11 +69,13 @@ def common_ties(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names that share memory on every rank. names: by rank, from stored to normalized names."""
     ties_by_rank = _list_ties_by_rank(snapshots, names)
-    if not ties_by_rank or len(ties_by_rank) < len(snapshots):
+    # A rank in a format without ties may have any.
+    if len(ties_by_rank) < len(snapshots):
         return ()
 
     common = set.intersection(*ties_by_rank.values())
-    return tuple(sorted(tuple(sorted(tie)) for tie in common))
+    sorted_ties = [tuple(sorted(tie)) for tie in common]
+    return tuple(sorted(sorted_ties))
 
 
 def _list_ties_by_rank(
@@ -79,10 +87,13 @@ def _list_ties_by_rank(
         if snapshot.format not in _FORMATS_WITH_TIES:
             continue
 
+        # Another process that read the file listed its ties, because its tensors have no locations.
+        stored_ties = snapshot.ties or find_shared_tensors(snapshot.tensors.values())
         names_of_rank = names[rank]
         ties_by_rank[rank] = set()
-        for tie in snapshot.ties or find_shared_tensors(snapshot.tensors.values()):
-            ties_by_rank[rank].add(frozenset(names_of_rank[name] for name in tie))
+        for tie in stored_ties:
+            normalized_tie = frozenset(names_of_rank[name] for name in tie)
+            ties_by_rank[rank].add(normalized_tie)
 
     return ties_by_rank
 
@@ -94,41 +105,32 @@ class _Location(NamedTuple):
     offset: int
 
 
-def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
+def find_shared_tensors(tensors: Iterable[Tensor]) -> list[list[str]]:
     """Return lists of names with the same storage offset, dtype, shape and strides."""
-    by_location: dict[_Location, list[Tensor]] = defaultdict(list)
+    names: dict[Hashable, list[str]] = defaultdict(list)
     for tensor in tensors:
         location = _find_location(tensor)
         if location is not None:
-            by_location[location].append(tensor)
-
-    ties = []
-    for candidates in by_location.values():
-        # Most offsets are unique.
-        if len(candidates) > 1:
-            ties += _group_equal_layouts(candidates)
-
-    return ties
-
-
-def _group_equal_layouts(tensors: Iterable[Tensor]) -> list[list[str]]:
-    """Return lists of names of tensors at one location with the same dtype, shape, strides and boxes."""
-    names: dict[Hashable, list[str]] = defaultdict(list)
-    for tensor in tensors:
-        # Two tensors in several boxes may begin with the same box.
-        boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
-        names[tensor.dtype, tensor.shape, tensor.strides, tuple(boxes)].append(tensor.name)
+            # Two tensors in several boxes may begin with the same box.
+            boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
+            layout = (tensor.dtype, tensor.shape, tensor.strides, *boxes)
+            names[location, layout].append(tensor.name)
 
     return [tie for tie in names.values() if len(tie) > 1]
 
 
 def _find_location(tensor: Tensor) -> _Location | None:
     """Return the location of the first element, or None for a tensor without bytes in a file."""
-    first = tensor.shards[0].tensor if tensor.shards else tensor
+    # A tensor without elements shares its location with the next tensor.
     if tensor.refused or not tensor.numel:
         return None
 
-    if first.data is not None or first.digest is not None:
+    first = tensor
+    if tensor.shards:
+        first = tensor.shards[0].tensor
+
+    # Bytes in memory have no offset: the process that read them lists the ties.
+    if not is_in_file(first):
         return None
 
     return _Location(first.path, first.offset)
@@ -141,7 +143,10 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     untrusted: a name counts as a copy only if no pipeline stage has both names.
     """
     stages = {rank: coordinates_in(snapshot, PIPELINE) for rank, snapshot in snapshots.items()}
-    ties = list_ties(snapshots.values()) if all(stages.values()) else {}
+    if not all(stages.values()):
+        return {}
+
+    ties = list_ties(snapshots.values())
     if not ties:
         return {}
 
@@ -153,11 +158,15 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     sources: set[str] = set()
     for name in names:
         source = name_of_copied(name, ties)
-        if source == name or name in sources or not stages_of_name.get(source):
+        source_stages = stages_of_name.get(source)
+        if name in sources or not source_stages:
             continue
 
-        if stages_of_name[source].isdisjoint(stages_of_name[name]):
-            stages_of_name[source] |= stages_of_name.pop(name)
+        # A tensor is in its own stages, so it is no copy of itself.
+        is_in_other_stages = source_stages.isdisjoint(stages_of_name[name])
+        if is_in_other_stages:
+            # Then no other copy in these stages is a first copy.
+            source_stages |= stages_of_name.pop(name)
             copies[name] = source
             sources.add(source)
 
@@ -169,20 +178,14 @@ def list_ties(snapshots: Iterable[Snapshot]) -> dict[str, str]:
 
     A copy of a copy is a copy of the first tensor. A name with two meanings, or in a circle, is not a copy.
     """
-    sources: dict[str, str] = {}
-    contradicted: set[str] = set()
+    candidates_by_name: dict[str, set[str]] = defaultdict(set)
     for snapshot in snapshots:
-        if snapshot.metadata is None:
-            continue
-
-        for name, source in snapshot.metadata.tied.items():
-            if sources.setdefault(name, source) != source:
-                contradicted.add(name)
+        if snapshot.metadata is not None:
+            for name, source in snapshot.metadata.tied.items():
+                candidates_by_name[name].add(source)
 
     # Metadata is untrusted, and ranks of different runs may list different ties.
-    for name in contradicted:
-        del sources[name]
-
+    sources = {name: min(candidates) for name, candidates in candidates_by_name.items() if len(candidates) == 1}
     ties: dict[str, str] = {}
     for name in sources:
         first_source = _follow_copies(name, sources)
@@ -211,15 +214,15 @@ def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
     if not tied:
         return name
 
-    if not name.startswith(("optimizer.", "ema.")):
+    container, dot, parameter = name.partition(".")
+    state = ""
+    if container == "optimizer":
+        parameter, dot_of_state, state = parameter.rpartition(".")
+        state = dot_of_state + state
+    elif container != "ema":
         return tied.get(name, name)
 
-    container, _, parameter = name.partition(".")
-    if container == "ema":
-        return f"{container}.{tied.get(parameter, parameter)}"
-
-    parameter, dot, state = parameter.rpartition(".")
-    return f"{container}.{tied.get(parameter, parameter)}{dot}{state}"
+    return f"{container}{dot}{tied.get(parameter, parameter)}{state}"
 
 
 def find_second_copies(
@@ -229,12 +232,15 @@ def find_second_copies(
 
     names: of all tensors, without the first copies. copies: the first copies in other stages, from `find_copies`.
     """
-    ties = list_ties(snapshots.values()) if copies else {}
+    if not copies:
+        return {}
+
+    ties = list_ties(snapshots.values())
     sources = {*copies.values()}
     second: dict[str, str] = {}
     for name in names:
         source = name_of_copied(name, ties)
-        if name != source and source in sources and name not in copies:
+        if name != source and source in sources:
             second[name] = source
 
     return second
@@ -242,16 +248,17 @@ def find_second_copies(
 
 def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
-    parameter = name
-    if name.startswith("optimizer."):
-        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
-
     # The names first: most tensors are no embeddings.
-    if not _EMBEDDING.fullmatch(parameter):
+    if not _EMBEDDING.fullmatch(get_parameter(name)):
         return False
 
-    shapes = {tensor.full_shape for tensor in tensors.values()}
-    stages = {coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}
+    shapes: set[tuple[int, ...]] = set()
+    stages: set[Hashable] = set()
+    for rank, tensor in tensors.items():
+        shapes.add(tensor.full_shape)
+        stages.add(coordinates_in(snapshots[rank], PIPELINE))
+
+    # Embeddings of other shapes are other tensors, such as those of an encoder and a decoder.
     return len(shapes) == 1 and len(stages) > 1
 
 
@@ -261,19 +268,25 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
     If every file lacks tensors of another file, no file is a whole model. Then only copies are compared with each
     other: whether a tensor is missing shows in the comparison with the other model.
     """
-    missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING and not diff.facts]
+    kinds = dict(comparison.kinds)
     lacking_ranks: set[int] = set()
-    for diff in missing:
+    remaining_tensors: list[TensorDiff] = []
+    for diff in comparison.tensors:
+        if diff.reason is not Reason.MISSING or diff.facts:
+            remaining_tensors.append(diff)
+            continue
+
         lacking_ranks |= _find_lacking_ranks(diff)
+        counts = kinds[diff.kind]
+        kinds[diff.kind] = replace(
+            counts,
+            tensors=counts.tensors - 1,
+            not_compared=counts.not_compared - 1,
+        )
 
     # If one file holds all tensors, the other files lack tensors.
     if lacking_ranks != {replica.rank for replica in comparison.replicas}:
         return comparison
-
-    kinds = dict(comparison.kinds)
-    for diff in missing:
-        counts = kinds[diff.kind]
-        kinds[diff.kind] = replace(counts, tensors=counts.tensors - 1, not_compared=counts.not_compared - 1)
 
     values = []
     for value in comparison.values:
@@ -281,10 +294,9 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
         counts_here = value.counts and not value.lost and not is_membership(value.name)
         values.append(replace(value, counts=counts_here, lost=()))
 
-    missing_names = {diff.name for diff in missing}
     return replace(
         comparison,
-        tensors=tuple(diff for diff in comparison.tensors if diff.name not in missing_names),
+        tensors=tuple(remaining_tensors),
         values=tuple(values),
         kinds=kinds,
         counts=sum(kinds.values(), Counts()),
@@ -293,14 +305,8 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
 
 def _find_lacking_ranks(diff: TensorDiff) -> set[int]:
     """Return the ranks that lack a missing tensor."""
-    lacking_ranks: set[int] = set()
-    for ranks in diff.replica_groups:
-        lacking_ranks.update(ranks)
-
-    for holders in diff.clusters:
-        lacking_ranks.difference_update(holders)
-
-    return lacking_ranks
+    expected_ranks = set[int]().union(*diff.replica_groups)
+    return expected_ranks.difference(*diff.clusters)
 
 
 def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
@@ -310,14 +316,19 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
     snapshots: its files.
     copies: the comparison of the tensors that several files have.
     """
-    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
     differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
-    if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
+    # Equal data under any common name shows that the files number their layers alike.
+    if len(differing) < 2 or copies.counts.compared > len(differing):
+        return
+
+    # Files with the same names are replicas, whose differences are findings.
+    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
+    if len(name_sets) < 2:
         return
 
     for name in differing:
         # Tied weights, which stages have in common, have no number.
-        if not any(part.isdigit() for part in name.split(".")):
+        if not _NUMBER.search(name):
             return
 
     raise UsageError(

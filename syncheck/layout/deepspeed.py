@@ -7,24 +7,23 @@ it. In ZeRO 3, each parameter has one chunk per rank, and each rank stores a fla
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import MalformedFile
-from syncheck.layout.boxes import combine, cut_flat_tensor
+from syncheck.layout.boxes import combine, cut_flat_tensor, is_in_file
+from syncheck.layout.zero_chunks import malformed_folder, split_group, split_parameters
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
+    from syncheck.layout.zero_chunks import Chunk
     from syncheck.snapshots import Shard, Snapshot, Tensor
 
     Groups = Mapping[str, Mapping[str, tuple[int, ...]]]  # shapes by group and parameter
@@ -37,8 +36,8 @@ _FLAT = re.compile(r"(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d+)
 # State of a flat tensor. The reader names it by number or, if the shapes in the file match, after the flat tensor.
 _STATE = re.compile(r"(?:base_optimizer_state\.|optimizer_state_dict\.\w+\.)?(\d+)\.(\w+)")
 _FROZEN = "frozen_param_fragments."
-# Values that describe the partitions and not the model.
-_LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$")
+# Values that describe the partitions and not the model. Such values of the optimizer have an empty name.
+_LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$|\Z")
 
 
 class _State(NamedTuple):
@@ -78,20 +77,30 @@ def join(snapshot: Snapshot) -> Snapshot:
 
     contents = _sort_tensors(snapshot, ranks)
     first_label = min(ranks, key=ranks.__getitem__)
+    top = ""
+    paddings: dict[str, list[int]] | None = None
     # In ZeRO 3, each rank has a file of model states.
     is_zero3 = any(name.startswith(f"{first_label}.") for name in snapshot.tensors)
-    top = f"{first_label}." if is_zero3 else ""
-    groups = _read_groups(snapshot, top, with_frozen=is_zero3)
-    paddings: dict[str, list[int]] | None = None
-    if not is_zero3:
+    if is_zero3:
+        top = f"{first_label}."
+    else:
         paddings = _read_sizes(snapshot, f"optimizer.{first_label}.param_alignment_paddings.")
 
+    groups = _read_groups(snapshot, top, with_frozen=is_zero3)
+
     # The fp32 weights of the optimizer are more exact than their copies in the model states.
-    whole_tensors = _join_groups(snapshot.path, contents, groups, paddings, len(ranks))
+    whole_tensors = _join_groups(
+        snapshot.path,
+        contents,
+        groups,
+        paddings=paddings,
+        ranks=len(ranks),
+    )
+    tied_start = f"{top}shared_params."
     for name, value in snapshot.values.items():
-        tied_name = name.removeprefix(f"{top}shared_params.")
         # A tied parameter has no weights of its own in the optimizer.
-        if tied_name != name and isinstance(value, str) and value in whole_tensors:
+        if name.startswith(tied_start) and value in whole_tensors:
+            tied_name = name.removeprefix(tied_start)
             whole_tensors[tied_name] = whole_tensors[value]
 
     notes = snapshot.notes
@@ -119,17 +128,22 @@ def _find_ranks(snapshot: Snapshot) -> dict[str, int]:
 
         ranks[label] = int(match[1])
 
-    counts = [value for name, value in snapshot.values.items() if _COUNT.fullmatch(name)]
+    counts = {value for name, value in snapshot.values.items() if _COUNT.fullmatch(name)}
     # Groups of experts have other numbers of partitions.
-    if not ranks or any(count != counts[0] for count in counts):
+    if not ranks or len(counts) > 1:
         return {}
 
-    is_complete = sorted(ranks.values()) == [*range(len(ranks))]
-    if not is_complete or (counts and counts[0] != len(ranks)):
-        needed = f"{brief(counts[0])} ranks" if counts else "all ranks"
-        raise _malformed(snapshot.path, "ZeRO partitions", f"ranks {brief(sorted(ranks.values()))}", needed)
+    numbers = sorted(ranks.values())
+    if numbers == [*range(len(ranks))] and counts <= {len(ranks)}:
+        return ranks
 
-    return ranks
+    needed = f"{brief(counts.pop())} ranks" if counts else "all ranks"
+    raise malformed_folder(
+        snapshot.path,
+        place="ZeRO partitions",
+        found=f"ranks {brief(numbers)}",
+        needed=needed,
+    )
 
 
 def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -149,16 +163,6 @@ def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str
             groups[_FROZEN + name] = {name: _check_shape(path, name, sizes)}
 
     return groups
-
-
-def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(
-        path,
-        place=place,
-        found=found,
-        needed=needed,
-        next_step="copy the files of all ranks into one folder, or save again",
-    )
 
 
 def _sort_tensors(snapshot: Snapshot, ranks: Mapping[str, int]) -> _Contents:
@@ -188,9 +192,11 @@ def _sort_optimizer_tensor(contents: _Contents, name: str, rank: int | None, ten
     _, _, inner_name = name.removeprefix("optimizer.").partition(".")
     flat = _FLAT.fullmatch(inner_name)
     state = _STATE.fullmatch(inner_name)
-    if rank is not None and flat is not None:
+    if rank is None:
+        contents.unjoined[name] = tensor
+    elif flat is not None:
         contents.flats[flat[1]][rank] = tensor
-    elif rank is not None and state is not None:
+    elif state is not None:
         contents.states[_State(state[1], rank)][state[2]] = tensor
     else:
         contents.unjoined[name] = tensor
@@ -210,14 +216,24 @@ def _read_sizes(snapshot: Snapshot, start: str) -> dict[str, list[int]]:
         elif are_naturals([value]):
             lists.setdefault(name.rpartition(".")[0], []).append(value)
         else:
-            raise _malformed(snapshot.path, full_name, brief(value), "a size")
+            raise malformed_folder(
+                snapshot.path,
+                place=full_name,
+                found=brief(value),
+                needed="a size",
+            )
 
     return lists
 
 
 def _check_shape(path: str, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
     if len(sizes) > MOST_DIMENSIONS or math.prod(sizes) > MOST_ELEMENTS:
-        raise _malformed(path, f"shape of {brief(name)}", brief(sizes), "the shape of a tensor")
+        raise malformed_folder(
+            path,
+            place=f"shape of {brief(name)}",
+            found=brief(sizes),
+            needed="the shape of a tensor",
+        )
 
     return tuple(sizes)
 
@@ -232,7 +248,7 @@ class _Joined:
         self._whole_tensors: dict[str, Tensor] = {}
         self._count = 0
 
-    def add(self, chunk: _Chunk, flat: Tensor, states: Mapping[str, Tensor]) -> None:
+    def add(self, chunk: Chunk, flat: Tensor, states: Mapping[str, Tensor]) -> None:
         """Add a chunk of a parameter and of its states. Raises MalformedFile for too many of them.
 
         flat: the rank's flat tensor with the chunk.
@@ -247,14 +263,26 @@ class _Joined:
             elif chunk.length:  # the step of the group
                 self._whole_tensors.setdefault(f"optimizer.{chunk.parameter}.{state}", tensor)
 
+        # Untrusted shapes can have any number of chunks.
         self._count += 1 + len(states)
         if self._count > _MOST_SHARDS:
             found = f"more than {_MOST_SHARDS} parts of tensors"
-            raise _malformed(self._path, "partitions", found, "a readable layout")
+            raise malformed_folder(
+                self._path,
+                place="partitions",
+                found=found,
+                needed="a readable layout",
+            )
 
-    def _add_shards(self, chunk: _Chunk, state: str, flat: Tensor) -> None:
+    def _add_shards(self, chunk: Chunk, state: str, flat: Tensor) -> None:
         shape = self._shapes[chunk.parameter]
-        shards = cut_flat_tensor(flat, chunk.position, shape, chunk.start, chunk.length)
+        shards = cut_flat_tensor(
+            flat,
+            position=chunk.position,
+            shape=shape,
+            start=chunk.start,
+            count=chunk.length,
+        )
         self._shards[chunk.parameter, state] += shards
 
     def combine(self) -> dict[str, Tensor]:
@@ -264,9 +292,20 @@ class _Joined:
             dtypes = sorted({shard.tensor.dtype for shard in shards}) or ["float32"]
             if len(dtypes) > 1:
                 found = f"parts of dtype {' and '.join(dtypes)}"
-                raise _malformed(self._path, f"tensor {brief(name)}", found, "one dtype")
+                raise malformed_folder(
+                    self._path,
+                    place=f"tensor {brief(name)}",
+                    found=found,
+                    needed="one dtype",
+                )
 
-            self._whole_tensors[name] = combine(name, dtypes[0], self._shapes[parameter], shards, self._path)
+            self._whole_tensors[name] = combine(
+                name=name,
+                dtype=dtypes[0],
+                shape=self._shapes[parameter],
+                shards=shards,
+                path=self._path,
+            )
 
         return self._whole_tensors
 
@@ -280,15 +319,32 @@ def _join_groups(
     for group, members in groups.items():
         flats = [flat for _, flat in sorted(contents.flats[group].items()) if _is_flat(flat)]
         if len(flats) < ranks:
-            raise _malformed(path, f"group {brief(group)}", f"flat tensors of {len(flats)} ranks", f"{ranks} ranks")
+            raise malformed_folder(
+                path,
+                place=f"group {brief(group)}",
+                found=f"flat tensors of {len(flats)} ranks",
+                needed=f"{ranks} ranks",
+            )
 
         sizes = {name: math.prod(shape) for name, shape in members.items()}
         lengths = [flat.numel for flat in flats]
         if paddings is None:
-            chunks = _split_parameters(path, group, sizes, lengths)
+            chunks = split_parameters(
+                path,
+                group,
+                sizes=sizes,
+                lengths=lengths,
+            )
         else:
+            # In a folder without paddings, the parameters follow each other.
             gaps = paddings.get(group) or [0] * len(sizes)
-            chunks = _split_group(path, group, sizes, lengths, gaps)
+            chunks = split_group(
+                path,
+                group,
+                sizes=sizes,
+                lengths=lengths,
+                gaps=gaps,
+            )
 
         for chunk in chunks:
             joined.add(chunk, flats[chunk.rank], contents.states[_State(group, chunk.rank)])
@@ -304,101 +360,29 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
         shapes |= members
         count += len(members)
 
-    groups_with_data = {group for group, flats in contents.flats.items() if any(map(_has_elements, flats.values()))}
+    groups_with_data: set[str] = set()
+    for group, flats in contents.flats.items():
+        if any(flat.numel for flat in flats.values()):
+            groups_with_data.add(group)
+
     # Groups without elements may be missing in param_shapes.
     if groups_with_data <= groups.keys() and len(shapes) == count:
         return shapes
 
-    raise _malformed(
+    raise malformed_folder(
         path,
-        "param_shapes",
-        f"{len(shapes)} parameters in groups {brief(sorted(groups))}",
-        f"each parameter once, in groups {brief(sorted(groups_with_data))}",
+        place="param_shapes",
+        found=f"{len(shapes)} parameters in groups {brief(sorted(groups))}",
+        needed=f"each parameter once, in groups {brief(sorted(groups_with_data))}",
     )
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    return tensor.numel > 0
 
 
 def _is_flat(tensor: Tensor) -> bool:
     """Whether a tensor has one dimension, and its bytes are contiguous in a file."""
-    if tensor.strides != (1,) or tensor.refused or tensor.lazy:
+    if tensor.refused or tensor.lazy or tensor.shards:
         return False
 
-    return tensor.data is None and tensor.digest is None and not tensor.shards
-
-
-class _Chunk(NamedTuple):
-    """A chunk of a parameter in the flat tensor of a rank.
-
-    position: of its first element in the flat tensor.
-    start: its first element in the parameter.
-    length: its number of elements.
-    """
-
-    parameter: str
-    rank: int
-    position: int
-    start: int
-    length: int
-
-
-def _split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int]) -> Iterator[_Chunk]:
-    """Yield the chunks of ZeRO 3, which cuts each parameter into one chunk for each rank.
-
-    sizes: elements of the parameters.
-    lengths: of the flat tensors. Raises MalformedFile for other lengths.
-    """
-    ranks = len(lengths)
-    chunk_sizes = {name: -(-size // ranks) for name, size in sizes.items()}
-    needed = ranks * sum(chunk_sizes.values())
-    if len(set(lengths)) > 1 or sum(lengths) != needed:
-        raise _refuse_lengths(path, group, lengths, needed)
-
-    # The last chunk of a parameter may be shorter, and has padding in the flat tensor.
-    position = 0
-    for name, size in sizes.items():
-        for rank in range(ranks):
-            start = min(rank * chunk_sizes[name], size)
-            yield _Chunk(name, rank, position, start, min(chunk_sizes[name], size - start))
-
-        position += chunk_sizes[name]
-
-
-def _split_group(
-    path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int], gaps: Sequence[int]
-) -> Iterator[_Chunk]:
-    """Yield the chunks of ZeRO 1 and 2, which cut the concatenated parameters of a group into ranges.
-
-    sizes: elements of the parameters.
-    lengths: of the flat tensors. Raises MalformedFile for other lengths.
-    gaps: padding after each parameter.
-    """
-    needed = sum(sizes.values()) + sum(gaps)
-    # The last rank may have padding to a multiple of twice the number of ranks.
-    most_padding = 2 * len(lengths)
-    if len(gaps) != len(sizes) or not needed <= sum(lengths) < needed + most_padding:
-        raise _refuse_lengths(path, group, lengths, needed)
-
-    begins = [*itertools.accumulate(lengths, initial=0)]
-    parameter_begin = 0
-    for (name, size), gap in zip(sizes.items(), gaps, strict=True):
-        rank = bisect_right(begins, parameter_begin) - 1
-        start = 0
-        while start < size:
-            position = parameter_begin + start - begins[rank]
-            count = min(size - start, lengths[rank] - position)
-            yield _Chunk(name, rank, position, start, count)
-            rank += 1
-            start += count
-
-        parameter_begin += size + gap
-
-
-def _refuse_lengths(path: str, group: str, lengths: Sequence[int], needed: int) -> MalformedFile:
-    found = f"{brief(lengths)} elements in flat tensors"
-    return _malformed(path, f"group {brief(group)}", found, f"{needed} for the shapes of its parameters")
+    return is_in_file(tensor) and tensor.strides == (1,)
 
 
 def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str, Any]:
@@ -409,13 +393,11 @@ def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str,
     joined: dict[str, Any] = {}
     for name, value in values.items():
         plain_name = _strip_label(name, labels)
-        if not plain_name or _LAYOUT.match(plain_name) or is_membership(plain_name):
+        if _LAYOUT.match(plain_name) or is_membership(plain_name):
             continue
 
         # A value that differs between ranks keeps the label of its rank.
-        if joined.setdefault(plain_name, value) == value:
-            joined[plain_name] = value
-        else:
+        if joined.setdefault(plain_name, value) != value:
             joined[name] = value
 
     return joined
@@ -432,4 +414,7 @@ def _strip_label(name: str, labels: Container[str]) -> str:
         return container + inner_name
 
     state = _STATE.fullmatch(inner_name)
-    return "" if state is None else f"optimizer.{state[1]}.{state[2]}"
+    if state is None:
+        return ""
+
+    return f"optimizer.{state[1]}.{state[2]}"

@@ -9,11 +9,11 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import MalformedFile
-from syncheck.layout.boxes import MOST_BOXES, Runs, chunk_runs, combine, cut_tensor
+from syncheck.layout.boxes import MOST_BOXES, Runs, chunk_runs, combine, count_indices, cut_tensor
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from syncheck.snapshots import Shard, Sharding, Tensor
 
@@ -28,12 +28,21 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
 
     Raises MalformedFile if the part has another shape than its layout.
     """
-    runs = _find_runs(rank, tensor)
+    sharding = tensor.sharding
+    if sharding is None:
+        return None
+
+    runs = _find_runs(rank, tensor, sharding)
     if runs is None:
         return None
 
     # Files are untrusted: the part must have the shape that follows from its layout.
-    _check_shape(rank, tensor, runs)
+    _check_shape(
+        rank,
+        tensor,
+        sharding=sharding,
+        runs=runs,
+    )
     if not tensor.numel:
         return []
 
@@ -43,24 +52,27 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
         return None
 
 
-def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
+def _find_runs(rank: int, tensor: Tensor, sharding: Sharding) -> list[Runs] | None:
     """Return the indices of the full tensor in a rank's part, by dimension; None if the file does not show them."""
-    sharding = tensor.sharding
-    if sharding is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
+    if tensor.refused or len(sharding.mesh) > _MOST_DIMS:
         return None
 
+    # Fingerprints, and tensors whose bytes are not read, have no bytes to cut into boxes.
+    has_bytes = tensor.digest is None and not tensor.same
     coordinate = find_coordinate(rank, sharding)
     splits = _order_splits(sharding)
     # Partial sums have no box.
-    if coordinate is None or splits is None:
-        return None
-
-    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
+    if coordinate is None or splits is None or not has_bytes:
         return None
 
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
     for split in splits:
-        if split.dim >= len(runs) or split.stripes * max(len(runs[split.dim]), 1) > MOST_BOXES:
+        if split.dim >= len(runs):
+            return None
+
+        # A tensor without elements has no runs.
+        run_count = max(len(runs[split.dim]), 1)
+        if split.stripes * run_count > MOST_BOXES:
             return None
 
         count = sharding.mesh[split.mesh_dim]
@@ -74,19 +86,23 @@ def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
     return runs
 
 
-def _check_shape(rank: int, tensor: Tensor, runs: Sequence[Runs]) -> None:
-    """Raise MalformedFile if a part has another shape than its layout. runs: of the layout."""
-    shape = [sum(size for _, size in runs_of_dim) for runs_of_dim in runs]
-    if shape == list(tensor.shape) or tensor.sharding is None:
+def _check_shape(rank: int, tensor: Tensor, sharding: Sharding, runs: Iterable[Runs]) -> None:
+    """Raise MalformedFile if a part has another shape than its layout.
+
+    sharding: of the tensor.
+    runs: of the layout.
+    """
+    shape = tuple(map(count_indices, runs))
+    if shape == tensor.shape:
         return
 
-    coordinate = list(find_coordinate(rank, tensor.sharding) or ())
-    full_shape = list(tensor.sharding.shape)
+    coordinate = find_coordinate(rank, sharding)
+    assert coordinate is not None
     raise MalformedFile(
         tensor.path,
         place=f"tensor {brief(tensor.name)}",
         found=f"a part of shape {list(tensor.shape)}",
-        needed=f"{shape}, the part of {full_shape} at mesh coordinate {coordinate}",
+        needed=f"{list(shape)}, the part of {list(sharding.shape)} at mesh coordinate {list(coordinate)}",
     )
 
 
@@ -116,7 +132,8 @@ def _order_splits(sharding: Sharding) -> list[_Split] | None:
         if match is None:
             return None
 
-        splits.append(_Split(mesh_dim, int(match[1]), int(match[2] or 1)))
+        stripes = match[2] or 1
+        splits.append(_Split(mesh_dim, dim=int(match[1]), stripes=int(stripes)))
 
     ordered: list[_Split] = []
     for split in reversed(splits):
@@ -124,7 +141,9 @@ def _order_splits(sharding: Sharding) -> list[_Split] | None:
         ranks = 1
         while ranks < split.stripes and position < len(ordered):
             later = ordered[position]
-            ranks *= sharding.mesh[later.mesh_dim] if later.dim == split.dim else 1
+            if later.dim == split.dim:
+                ranks *= sharding.mesh[later.mesh_dim]
+
             position += 1
 
         # The stripes are not those of other mesh dimensions, so they are literal.
@@ -141,17 +160,26 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
     The ranks with the shards of one copy share a tensor. Empty if a shard is missing, or its position is unknown.
     """
-    sharded = {rank: tensor for rank, tensor in tensors.items() if tensor.sharding and not is_whole(tensor.sharding)}
-    if len({tensor.dtype for tensor in sharded.values()}) > 1:
+    sharded: dict[int, Tensor] = {}
+    dtypes: set[str] = set()
+    for rank, tensor in tensors.items():
+        if is_sharded(tensor):
+            sharded[rank] = tensor
+            dtypes.add(tensor.dtype)
+
+    if len(dtypes) > 1:
         return {}
 
     # A missing or damaged shard is no error here: the tensor is reported as not comparable.
     try:
         whole_tensors = _assemble(sharded)
     except MalformedFile:
+        whole_tensors = {}
+
+    if not whole_tensors:
         return {}
 
-    return {**tensors, **whole_tensors} if whole_tensors else {}
+    return {**tensors, **whole_tensors}
 
 
 def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -163,16 +191,23 @@ def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         if shards is None or tensor.sharding is None:
             return {}
 
-        coordinate = find_coordinate(rank, tensor.sharding) or ()
-        pairs = zip(tensor.sharding.placements, coordinate, strict=True)
-        copied_coordinates = tuple(number for placement, number in pairs if placement == "R")
+        # A tensor has boxes only if its coordinate is known.
+        coordinate = find_coordinate(rank, tensor.sharding)
+        assert coordinate is not None
+        _, copied_coordinates = split_coordinate(tensor.sharding, coordinate)
         copy_of_rank[rank] = (tensor.sharding.ranks, copied_coordinates)
         shards_of_copy[copy_of_rank[rank]] += shards
 
     first = next(iter(tensors.values()))
     whole_tensors: dict[Hashable, Tensor] = {}
     for copy, shards in shards_of_copy.items():
-        whole_tensors[copy] = combine(first.name, first.dtype, first.full_shape, shards, first.path)
+        whole_tensors[copy] = combine(
+            name=first.name,
+            dtype=first.dtype,
+            shape=first.full_shape,
+            shards=shards,
+            path=first.path,
+        )
 
     return {rank: whole_tensors[copy] for rank, copy in copy_of_rank.items()}
 
@@ -180,6 +215,11 @@ def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def is_whole(sharding: Sharding) -> bool:
     """Whether each rank of the mesh holds the whole tensor. Dimensions of size 1 divide nothing."""
     return all(p == "R" or size == 1 for p, size in zip(sharding.placements, sharding.mesh, strict=True))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds a part of a DTensor."""
+    return tensor.sharding is not None and not is_whole(tensor.sharding)
 
 
 def layout_text(sharding: Sharding) -> str:
@@ -215,7 +255,21 @@ def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=64)
 def _coordinates_by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    return dict(zip(ranks, product(*map(range, mesh)), strict=False))
+    dimensions = [range(size) for size in mesh]
+    return dict(zip(ranks, product(*dimensions), strict=False))
+
+
+def split_coordinate(sharding: Sharding, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the coordinates in the dividing dimensions of the mesh, and in the dimensions with copies."""
+    dividing: list[int] = []
+    copied: list[int] = []
+    for placement, number in zip(sharding.placements, coordinate, strict=True):
+        if placement == "R":
+            copied.append(number)
+        else:
+            dividing.append(number)
+
+    return tuple(dividing), tuple(copied)
 
 
 def find_mesh_rank(sharding: Sharding) -> int:

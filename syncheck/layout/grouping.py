@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import (
     Ranked,
     ReplicaGroup,
     are_unique,
+    find_last_step,
     find_shared_numbers,
     has_rank_in_metadata,
     make_names_unique,
+    number_by_rank,
     number_replicas,
     partition_by,
     template_of,
@@ -37,17 +42,20 @@ from syncheck.messages import Grouping
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.layout.path_numbers import PathNumbers
-    from syncheck.layout.refining import Template
+    from syncheck.layout.path_numbers import PathNumbers, Role
+    from syncheck.layout.refining import File, Template
     from syncheck.messages import Message
     from syncheck.snapshots import Metadata, Snapshot
+
+
+_NO_PATHS: Mapping[str, str] = MappingProxyType({})
 
 
 def group_replicas(
     snapshots: Sequence[Snapshot],
     group_by: str | None = None,
-    roots: Mapping[str, str] | None = None,
-    alike: Mapping[str, str] | None = None,
+    roots: Mapping[str, str] = _NO_PATHS,
+    alike: Mapping[str, str] = _NO_PATHS,
 ) -> tuple[ReplicaGroup, ...]:
     """Group the snapshots of replicas, ordered by run and step.
 
@@ -57,28 +65,29 @@ def group_replicas(
     alike: a uniform spelling of each path, if relative and absolute paths are mixed.
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
-    if group_by is None and alike is not None and any(path != alike[path] for path in alike):
-        return _group_by_uniform_paths(snapshots, roots or {}, alike)
+    are_uniform = [*alike] == [*alike.values()]
+    if group_by is None and not are_uniform:
+        return _group_by_uniform_paths(snapshots, roots, alike)
 
     ordered = []
-    for snapshot in sorted(snapshots, key=lambda snapshot: _make_natural_key(snapshot.path)):
+    for snapshot in sorted(snapshots, key=_make_natural_key):
         ordered.append(replace(snapshot, host=split_path(snapshot.path).host))
 
     if group_by is not None:
         groups = _group_by_expression(ordered, re.compile(group_by))
     else:
-        described = [snapshot for snapshot in ordered if has_rank_in_metadata(snapshot)]
-        plain = [snapshot for snapshot in ordered if not has_rank_in_metadata(snapshot)]
+        by_source = partition_by(ordered, has_rank_in_metadata)
+        plain = by_source[False]
         # Files with and without metadata may be of one run, so both are grouped before they are joined.
-        groups = _group_by_metadata(described)
-        copies = _group_copies(plain, roots or {})
+        groups = _group_by_metadata(by_source[True])
+        copies = _group_copies(plain, roots)
         if not copies:
             groups += _group_by_names(plain)
 
         groups = join_hosts(groups) + copies
 
     groups = make_names_unique(groups)
-    groups.sort(key=lambda group: (group.run, -1 if group.step is None else group.step))
+    groups.sort(key=attrgetter("run", "order"))
     return tuple(groups)
 
 
@@ -86,9 +95,16 @@ def _group_by_uniform_paths(
     snapshots: Sequence[Snapshot], roots: Mapping[str, str], alike: Mapping[str, str]
 ) -> tuple[ReplicaGroup, ...]:
     """Group by uniform paths, but return the user's paths. Parameters as in `group_replicas`."""
-    user_paths = {alike[snapshot.path]: snapshot.path for snapshot in snapshots}
-    uniform_roots = {alike[path]: alike[folder] for path, folder in roots.items() if path in alike}
-    uniform = [replace(snapshot, path=alike[snapshot.path]) for snapshot in snapshots]
+    uniform: list[Snapshot] = []
+    uniform_roots: dict[str, str] = {}
+    user_paths: dict[str, str] = {}
+    for snapshot in snapshots:
+        path = alike[snapshot.path]
+        uniform.append(replace(snapshot, path=path))
+        user_paths[path] = snapshot.path
+        if snapshot.path in roots:
+            uniform_roots[path] = alike[roots[snapshot.path]]
+
     groups = []
     for group in group_replicas(uniform, None, uniform_roots):
         ranks = [(rank, replace(snapshot, path=user_paths[snapshot.path])) for rank, snapshot in group.ranks]
@@ -97,10 +113,10 @@ def _group_by_uniform_paths(
     return tuple(groups)
 
 
-def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
+def _make_natural_key(snapshot: Snapshot) -> list[tuple[int, int, str]]:
     """Return a sort key that places rank_10 after rank_9."""
     key = []
-    for position, part in enumerate(re.split(r"(\d+)", text)):
+    for position, part in enumerate(re.split(r"(\d+)", snapshot.path)):
         is_number = position % 2 == 1
         key.append((0, int(part), "") if is_number else (1, 0, part))
 
@@ -118,7 +134,13 @@ def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
     groups = []
     for key, members in partition_by(snapshots, make_key).items():
-        groups.append(ReplicaGroup("-".join(key), None, number_replicas(members), grouping))
+        group = ReplicaGroup(
+            run="-".join(key),
+            step=None,
+            ranks=number_replicas(members),
+            grouping=grouping,
+        )
+        groups.append(group)
 
     return groups
 
@@ -141,10 +163,16 @@ def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
         for pattern, candidates in partition_by(members, partial(template_of, shared=shared)).items():
             name = launch.run or title_of(pattern)
             for replicas in _split_repeated(candidates):
-                recorded_steps = [_get_step(snapshot) for snapshot in replicas]
-                step = max((step for step in recorded_steps if step is not None), default=None)
+                step = find_last_step(map(_get_step, replicas))
                 ranks = number_replicas(replicas)
-                groups.append(ReplicaGroup(name, step, ranks, (Grouping.METADATA(),), launch.run_id))
+                group = ReplicaGroup(
+                    run=name,
+                    step=step,
+                    ranks=ranks,
+                    grouping=(Grouping.METADATA(),),
+                    run_id=launch.run_id,
+                )
+                groups.append(group)
 
     return groups
 
@@ -165,8 +193,8 @@ def _get_step(snapshot: Snapshot) -> int | None:
 
 def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
     """Split the files of one pattern by step if a rank appears twice."""
-    ranks = [_get_metadata(snapshot).rank for snapshot in members]
-    if are_unique(ranks):
+    ranks = {_get_metadata(snapshot).rank for snapshot in members}
+    if len(ranks) == len(members):
         return [members]
 
     return list(partition_by(members, _get_step).values())
@@ -181,15 +209,28 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
     if _have_equal_names(snapshots, roots):
         path = snapshots[0].path
         step = split_path(path).number_of("step")
-        return [ReplicaGroup(title_of(path), step, number_replicas(snapshots), (Grouping.SAME_NAME(),))]
+        return [
+            ReplicaGroup(
+                run=title_of(path),
+                step=step,
+                ranks=number_replicas(snapshots),
+                grouping=(Grouping.SAME_NAME(),),
+            )
+        ]
 
     if not _are_folder_copies(snapshots, roots):
         return []
 
     groups = []
-    for key, members in partition_by(snapshots, lambda snapshot: _make_relative_key(snapshot, roots)).items():
+    for key, members in partition_by(snapshots, partial(_make_relative_key, roots=roots)).items():
         ranks = _number_folders(members, roots)
-        groups.append(ReplicaGroup(title_of(key.run), None, ranks, (Grouping.FOLDER_COPIES(),)))
+        group = ReplicaGroup(
+            run=title_of(key.run),
+            step=None,
+            ranks=ranks,
+            grouping=(Grouping.FOLDER_COPIES(),),
+        )
+        groups.append(group)
 
     return groups
 
@@ -201,60 +242,61 @@ def _make_relative_key(snapshot: Snapshot, roots: Mapping[str, str]) -> FileKey:
 
 def _have_equal_names(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
     """Whether files that the user passed one by one have one name in several folders with ranks."""
-    paths = [split_path(snapshot.path) for snapshot in snapshots if snapshot.path not in roots]
-    if len(paths) < 2 or len(paths) < len(snapshots):
-        return False
+    names: set[str] = set()
+    moments: set[tuple[tuple[Role, int], ...]] = set()
+    texts: set[tuple[str, ...]] = set()
+    for snapshot in snapshots:
+        numbers = split_path(snapshot.path)
+        # Without ranks, the criterion of words groups them.
+        if snapshot.path in roots or "rank" not in numbers.roles:
+            return False
 
-    # Without ranks, the criterion of words groups them.
-    if any("rank" not in numbers.roles for numbers in paths):
-        return False
+        names.add(os.path.basename(snapshot.path))
+        moments.add(numbers.fixed())
+        texts.add(numbers.texts)
 
-    names = {os.path.basename(snapshot.path) for snapshot in snapshots}
-    moments = {numbers.fixed() for numbers in paths}
-    return len(names) == len(moments) == 1 and are_unique([numbers.texts for numbers in paths])
+    has_one_name = len(names) == len(moments) == 1
+    return has_one_name and len(texts) == len(snapshots) > 1
 
 
 def _are_folder_copies(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
     """Whether the folders that the user passed contain all files, and have equal contents."""
-    contents: dict[str, set[str]] = {}
+    contents: dict[str, set[str]] = defaultdict(set)
     for snapshot in snapshots:
         folder = roots.get(snapshot.path)
         if folder is None:
             return False
 
-        contents.setdefault(folder, set()).add(os.path.relpath(snapshot.path, folder))
+        contents[folder].add(os.path.relpath(snapshot.path, folder))
 
-    # Copies of a folder hold the same files.
-    first_content, *other_contents = contents.values() or [set[str]()]
-    if not other_contents or any(content != first_content for content in other_contents):
+    if not _are_equal(contents):
         return False
 
     folders = [split_path(folder) for folder in contents]
-    has_one_text = len({numbers.texts for numbers in folders}) == 1
+    have_other_words = len({numbers.texts for numbers in folders}) > 1
     # Folders whose names differ in numbers may be steps or machines of one run.
-    return not (has_one_text and (find_varying(folders, "step") or find_varying(folders, "node")))
+    moving_numbers = find_varying(folders, "step") + find_varying(folders, "node")
+    return have_other_words or not moving_numbers
+
+
+def _are_equal(contents: Mapping[str, set[str]]) -> bool:
+    """Whether there are several folders with the same files. contents: the names of files, by folder."""
+    distinct = {frozenset(names) for names in contents.values()}
+    return len(contents) > 1 and len(distinct) == 1
 
 
 def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
     """Number files by the ranks in the names of their folders if all ranks are unique, else by position."""
-    ranks: list[int] = []
-    for snapshot in members:
-        rank = split_path(roots[snapshot.path]).number_of("rank")
-        if rank is not None:
-            ranks.append(rank)
-
-    if len(set(ranks)) < len(members):
-        return tuple(enumerate(members))
-
-    return tuple(zip(ranks, members, strict=True))
+    ranks = [split_path(roots[snapshot.path]).number_of("rank") for snapshot in members]
+    return number_by_rank(members, ranks)
 
 
 def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
     """Group by ranks in names, or if no name has a rank, by words."""
-    paths = refine_paths(snapshots)
-    templates = find_templates(snapshots, paths)
+    files = refine_paths(snapshots)
+    templates = find_templates(files)
     if not any(template.has_replicas for template in templates):
-        groups = _group_by_words(snapshots, paths)
+        groups = _group_by_words(files)
         if groups:
             return groups
 
@@ -265,67 +307,94 @@ def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
     return groups
 
 
-def _group_by_words(snapshots: list[Snapshot], paths: Mapping[str, PathNumbers]) -> list[ReplicaGroup]:
+def _group_by_words(files: Sequence[File]) -> list[ReplicaGroup]:
     """Group files whose names contain no rank and differ in words: a/checkpoint-5 and b/checkpoint-5 are replicas.
 
     Returns no group if some names differ in numbers only, or if the files are of different steps.
     """
-    has_equal_folders = _have_equal_folders(snapshots)
-    keys: dict[str, FileKey] = {}
-    for snapshot in snapshots:
-        key = paths[snapshot.path].key()
-        # Without a step or part, the names of files may be the only words that differ.
-        has_moment = bool(key.step or key.part)
-        name = os.path.basename(snapshot.path) if has_moment or has_equal_folders else "*"
-        keys[snapshot.path] = FileKey(name, key.step, key.part)
-
-    members_by_key = partition_by(snapshots, lambda snapshot: keys[snapshot.path])
-    if all(_differ_in_words(members, paths) for members in members_by_key.values()):
-        return [_make_rankless_group(members, paths) for members in members_by_key.values()]
+    make_key = _make_named_key if _have_equal_folders(files) else _make_key_of_moment
+    files_by_key = partition_by(files, make_key)
+    if all(map(_differ_in_words, files_by_key.values())):
+        return [_make_rankless_group(members) for members in files_by_key.values()]
 
     # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
-    moments = {(key.step, key.part) for key in keys.values() if key.step or key.part}
-    if len(moments) != 1 or not _differ_in_words(snapshots, paths):
+    moments = {(key.step, key.part) for key in files_by_key} - {((), ())}
+    if len(moments) != 1 or not _differ_in_words(files):
         return []
 
     ((steps, part),) = moments
-    return [_make_rankless_group(snapshots, paths)] if len(steps) == 1 and not part else []
+    has_one_step = len(steps) == 1 and not part
+    return [_make_rankless_group(files)] if has_one_step else []
 
 
-def _have_equal_folders(snapshots: Sequence[Snapshot]) -> bool:
+def _make_named_key(file: File) -> FileKey:
+    """Return the key of a file without a rank: its name, step and part."""
+    key = file.numbers.key()
+    return key._replace(run=os.path.basename(file.snapshot.path))
+
+
+def _make_key_of_moment(file: File) -> FileKey:
+    """Return the key of a file without a rank whose name may be the only word that differs: its step and part.
+
+    A file with a step or part has its name in the key, too.
+    """
+    key = _make_named_key(file)
+    if key.step or key.part:
+        return key
+
+    return key._replace(run="*")
+
+
+def _have_equal_folders(files: Iterable[File]) -> bool:
     """Whether several folders have several files of equal names, as in a/final, a/best, b/final, b/best."""
-    contents: dict[str, set[str]] = {}
-    for snapshot in snapshots:
-        folder, name = os.path.split(snapshot.path)
-        contents.setdefault(folder, set()).add(name)
+    contents: dict[str, set[str]] = defaultdict(set)
+    for file in files:
+        folder, name = os.path.split(file.snapshot.path)
+        contents[folder].add(name)
 
-    distinct = {frozenset(names) for names in contents.values()}
-    return len(contents) > 1 and len(distinct) == 1 and len(min(distinct, key=len)) > 1
+    return _are_equal(contents) and len(min(contents.values(), key=len)) > 1
 
 
-def _differ_in_words(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> bool:
+def _differ_in_words(files: Sequence[File]) -> bool:
     """Whether there are several files, and no names differ in numbers only."""
-    return len(members) > 1 and are_unique([paths[snapshot.path].texts for snapshot in members])
+    return len(find_templates(files)) == len(files) > 1
 
 
-def _make_rankless_group(members: list[Snapshot], paths: Mapping[str, PathNumbers]) -> ReplicaGroup:
-    moments = {paths[snapshot.path].fixed() for snapshot in members}
+def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
+    members: list[Snapshot] = []
+    moments: set[tuple[tuple[Role, int], ...]] = set()
+    for snapshot, numbers in files:
+        members.append(snapshot)
+        moments.add(numbers.fixed())
+
+    first_moment = files[0].numbers.fixed()
     step: int | None = None
     grouping = Grouping.NO_RANKS()
-    if len(moments) == 1 and moments != {()}:
-        step = paths[members[0].path].number_of("step")
+    if first_moment and moments == {first_moment}:
+        step = files[0].numbers.number_of("step")
         grouping = Grouping.NO_RANKS_ONE_STEP()
 
-    return ReplicaGroup("files", step, tuple(enumerate(members)), (grouping,))
+    return ReplicaGroup(
+        run="files",
+        step=step,
+        ranks=tuple(enumerate(members)),
+        grouping=(grouping,),
+    )
 
 
 def _separate_files(template: Template) -> list[ReplicaGroup]:
     """Return a group for each file of a template without a rank."""
     grouping = (_explain_single_files(template.numbers),)
     groups = []
-    for snapshot, numbers in zip(template.members, template.numbers, strict=True):
+    for snapshot, numbers in template.files:
         name = title_of(numbers.without(*numbers.all_of("step")))
-        groups.append(ReplicaGroup(name, numbers.number_of("step"), ((0, snapshot),), grouping))
+        group = ReplicaGroup(
+            run=name,
+            step=numbers.number_of("step"),
+            ranks=((0, snapshot),),
+            grouping=grouping,
+        )
+        groups.append(group)
 
     return groups
 
@@ -338,48 +407,65 @@ def _explain_single_files(paths: Sequence[PathNumbers]) -> Message:
     if find_varying(paths, "part"):
         return Grouping.PARTS_ALONE()
 
-    return Grouping.STEPS_ALONE() if len(paths) > 1 else Grouping.NAME_ALONE()
+    if len(paths) > 1:
+        return Grouping.STEPS_ALONE()
+
+    return Grouping.NAME_ALONE()
 
 
 def _group_template(template: Template) -> list[ReplicaGroup]:
     """Group files whose paths differ only in numbers by their keys."""
-    resolved, grouping = resolve_roles(template)
-    files = list(zip(resolved, template.members, strict=True))
+    files, grouping = resolve_roles(template)
     groups = []
-    for members in partition_by(files, lambda file: file[0].key()).values():
+    for members in partition_by(files, _get_key).values():
         groups.append(_make_group(members, template.rank, grouping))
 
     return groups
 
 
-def _make_group(
-    members: Sequence[tuple[PathNumbers, Snapshot]], rank: int | None, grouping: tuple[Message, ...]
-) -> ReplicaGroup:
+def _get_key(file: File) -> FileKey:
+    return file.numbers.key()
+
+
+def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message, ...]) -> ReplicaGroup:
     """Return the group of files with one key.
 
-    members: files with the numbers in their paths.
     rank: position of the rank.
     grouping: how the files were found.
     """
-    first, _ = members[0]
-    replica_positions = first.list_replica_numbers()
-    ranked = []
-    for numbers, snapshot in members:
-        number = -1 if rank is None else numbers.numbers[rank]
-        ranked.append((number, replace(snapshot, mesh=numbers.mesh() or snapshot.mesh)))
+    first = files[0].numbers
+    members: list[Snapshot] = []
+    ranks: list[int | None] = []
+    for snapshot, numbers in files:
+        mesh = numbers.mesh() or snapshot.mesh
+        members.append(replace(snapshot, mesh=mesh))
+        # Without the position of a rank, only coordinates in a mesh distinguish the files.
+        ranks.append(None if rank is None else numbers.numbers[rank])
 
-    if not are_unique([number for number, _ in ranked]):
-        # Ranks within each machine or coordinates in a mesh: number the members in the order of their names.
-        ranked = [(number, snapshot) for number, (_, snapshot) in enumerate(ranked)]
-        replicas = [tuple(numbers.numbers[position] for position in replica_positions) for numbers, _ in members]
-        if not are_unique(replicas):
-            grouping = (Grouping.NUMBERED_BY_ORDER(),)
-        elif first.mesh():
-            grouping += (Grouping.COUNTED_OVER_MESH(),)
-        else:
-            grouping += (Grouping.COUNTED_OVER_NODES(),)
+    if not are_unique(ranks):
+        grouping = _explain_counting(files, grouping)
 
-    # The natural order of names is not the order of ranks if several numbers vary.
-    ranked.sort(key=lambda pair: pair[0])
-    name = title_of(first.without(*first.all_of("step"), *replica_positions))
-    return ReplicaGroup(name, first.number_of("step"), tuple(ranked), grouping)
+    name = title_of(first.without(*first.all_of("step"), *first.list_positions("replica")))
+    return ReplicaGroup(
+        run=name,
+        step=first.number_of("step"),
+        ranks=number_by_rank(members, ranks),
+        grouping=grouping,
+    )
+
+
+def _explain_counting(files: Sequence[File], grouping: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return how files were found that are numbered in the order of their names.
+
+    Their names have ranks within each machine or coordinates in a mesh, or their ranks repeat.
+    """
+    first = files[0].numbers
+    replica_positions = first.list_positions("replica")
+    replicas = [file.numbers.select(replica_positions) for file in files]
+    if not are_unique(replicas):
+        return (Grouping.NUMBERED_BY_ORDER(),)
+
+    if first.mesh():
+        return (*grouping, Grouping.COUNTED_OVER_MESH())
+
+    return (*grouping, Grouping.COUNTED_OVER_NODES())

@@ -6,6 +6,7 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.path_numbers import split_path
@@ -53,10 +54,20 @@ class ReplicaGroup:
         """Whether its members are two models, not replicas. Their values are compared as in files, also in memory."""
         return any(isinstance(rank, Side) for rank, _ in self.ranks)
 
+    @property
+    def order(self) -> int:
+        """The step. Groups without a step come first."""
+        return -1 if self.step is None else self.step
 
-def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
+    @property
+    def has_metadata(self) -> bool:
+        """Whether the metadata of a member records its rank."""
+        return any(has_rank_in_metadata(snapshot) for _, snapshot in self.ranks)
+
+
+def partition_by(items: Iterable[V], key: Callable[[V], K]) -> defaultdict[K, list[V]]:
     """Partition items by key, in the order of each key's first item."""
-    items_by_key: dict[K, list[V]] = defaultdict(list)
+    items_by_key: defaultdict[K, list[V]] = defaultdict(list)
     for item in items:
         items_by_key[key(item)].append(item)
 
@@ -65,12 +76,12 @@ def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
 
 def number_replicas(members: Sequence[Snapshot]) -> Ranked:
     """Number replicas by the ranks in their metadata or names if all ranks are unique, else by position."""
-    by_rank: dict[int, Snapshot] = {}
-    for member in members:
-        rank = rank_of(member)
-        if rank is not None:
-            by_rank[rank] = member
+    return number_by_rank(members, map(rank_of, members))
 
+
+def number_by_rank(members: Sequence[Snapshot], ranks: Iterable[int | None]) -> Ranked:
+    """Number replicas by their ranks if all ranks are known and unique, else by position."""
+    by_rank = dict(zip(list_known(ranks), members, strict=False))
     # A rank is unknown, or several files claim it.
     if len(by_rank) < len(members):
         return tuple(enumerate(members))
@@ -80,10 +91,8 @@ def number_replicas(members: Sequence[Snapshot]) -> Ranked:
 
 def rank_of(snapshot: Snapshot) -> int | None:
     """Return the rank in a snapshot's metadata, or else in its name."""
-    if snapshot.metadata is not None and snapshot.metadata.rank is not None:
-        return snapshot.metadata.rank
-
-    return rank_in_path(snapshot)
+    rank = _get_recorded_rank(snapshot)
+    return rank_in_path(snapshot) if rank is None else rank
 
 
 def rank_in_path(snapshot: Snapshot) -> int | None:
@@ -93,7 +102,21 @@ def rank_in_path(snapshot: Snapshot) -> int | None:
 
 def has_rank_in_metadata(snapshot: Snapshot) -> bool:
     """Whether the metadata of a file records its rank."""
-    return snapshot.metadata is not None and snapshot.metadata.rank is not None
+    return _get_recorded_rank(snapshot) is not None
+
+
+def _get_recorded_rank(snapshot: Snapshot) -> int | None:
+    return None if snapshot.metadata is None else snapshot.metadata.rank
+
+
+def find_last_step(steps: Iterable[int | None]) -> int | None:
+    """Return the largest known step."""
+    return max(list_known(steps), default=None)
+
+
+def list_known(numbers: Iterable[int | None]) -> list[int]:
+    """Return the numbers that are known."""
+    return [number for number in numbers if number is not None]
 
 
 def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> str:
@@ -106,7 +129,7 @@ def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> s
     if snapshot.metadata is None or "rank" in parts.roles:
         return parts.without_replica()
 
-    starred = parts.list_replica_numbers()
+    starred = parts.list_positions("replica")
     # The number nearest to the file's own name is most likely its rank.
     for position in reversed(_find_rank_numbers(snapshot)):
         if get_start(parts, position) not in shared:
@@ -118,9 +141,8 @@ def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> s
 
 def _find_rank_numbers(snapshot: Snapshot) -> list[int]:
     """Return the positions of the unnamed numbers in a path that equal the rank in the metadata."""
-    assert snapshot.metadata is not None
     parts = split_path(snapshot.path)
-    rank = snapshot.metadata.rank
+    rank = _get_recorded_rank(snapshot)
     return [position for position in parts.all_of("plain") if parts.numbers[position] == rank]
 
 
@@ -133,9 +155,8 @@ def find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
     shared: set[str] = set()
     for snapshot in members:
         parts = split_path(snapshot.path)
-        rank_positions = _find_rank_numbers(snapshot)
-        for position in parts.all_of("plain"):
-            if parts.folders[position] and position not in rank_positions:
+        for position in set(parts.all_of("plain")).difference(_find_rank_numbers(snapshot)):
+            if parts.folders[position]:
                 shared.add(get_start(parts, position))
 
     return shared
@@ -162,7 +183,7 @@ def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     Such a group is named after its run's common folder; runs in one folder also get their run_id.
     """
     unique: list[ReplicaGroup] = []
-    for run, groups_of_run in partition_by(groups, lambda group: group.run).items():
+    for run, groups_of_run in partition_by(groups, attrgetter("run")).items():
         names, folders = _name_groups(run, groups_of_run)
         for group, name, segments in zip(groups_of_run, names, _strip_common(folders), strict=True):
             unique.append(replace(group, run=name, label="/".join((*segments, run))))
@@ -172,11 +193,10 @@ def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
 
 def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return the name of each group of a run, and the segments of the folder in its name."""
-    launches = partition_by(groups, lambda group: group.run_id)
+    launches = partition_by(groups, attrgetter("run_id"))
     folder_of_launch: dict[str | None, str] = {}
     for run_id, groups_of_launch in launches.items():
-        paths = [snapshot.path for group in groups_of_launch for _, snapshot in group.ranks]
-        folder_of_launch[run_id] = _find_common_folder(paths)
+        folder_of_launch[run_id] = _find_common_folder(groups_of_launch)
 
     launch_folders = list(folder_of_launch.values())
     has_repeated_step = len({group.step for group in groups}) < len(groups)
@@ -207,18 +227,15 @@ def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], l
 def _list_folders(folder: str) -> tuple[str, ...]:
     """Return the segments of a folder's path without ranks and steps, which vary with the given files."""
     parts = split_path(folder)
-    starred: list[int] = []
-    for position, role in enumerate(parts.roles):
-        if role in ("rank", "local", "step"):
-            starred.append(position)
-
+    starred = [*parts.all_of("rank"), *parts.all_of("local"), *parts.all_of("step")]
     segments = parts.without(*starred).split("/")
     return tuple(segment for segment in segments if segment not in ("", "."))
 
 
 def _strip_common(folders: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Remove the common segments at the start and end of all paths."""
-    for _ in range(2):  # at the start, and after reversing, at the end
+    # At the start, and after reversing, at the end.
+    for _ in range(2):
         common = _count_common(folders)
         folders = [segments[common:][::-1] for segments in folders]
 
@@ -237,8 +254,12 @@ def _count_common(folders: Sequence[tuple[str, ...]]) -> int:
     return common
 
 
-def _find_common_folder(paths: Iterable[str]) -> str:
-    folders = [os.path.dirname(path) for path in paths]
+def _find_common_folder(groups: Iterable[ReplicaGroup]) -> str:
+    """Return the folder that contains the files of all groups, or else that of the first file."""
+    folders: list[str] = []
+    for group in groups:
+        folders += [os.path.dirname(snapshot.path) for _, snapshot in group.ranks]
+
     try:
         return os.path.commonpath(folders)
     except ValueError:  # absolute and relative paths in one call
@@ -249,8 +270,11 @@ def select_last_steps(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...
     """Return the last step's group of each run with several replicas; for repeated steps, the first group."""
     # Reversed, so that the first group of a repeated step is the last one that the dictionary keeps.
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
-    several.sort(key=lambda group: -1 if group.step is None else group.step)
-    return tuple({group.run: group for group in several}.values())
+    last_groups: dict[str, ReplicaGroup] = {}
+    for group in sorted(several, key=attrgetter("order")):
+        last_groups[group.run] = group
+
+    return tuple(last_groups.values())
 
 
 def group_by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, ReplicaGroup]]:

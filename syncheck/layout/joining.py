@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import (
-    are_unique,
-    has_rank_in_metadata,
+    find_last_step,
+    list_known,
     partition_by,
     rank_in_path,
     rank_of,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.path_numbers import Role
     from syncheck.snapshots import Snapshot
 
 
@@ -57,19 +60,26 @@ def _join_by_path(groups: Sequence[ReplicaGroup], level: int | None) -> list[Rep
     level: of the folder that may differ, counted from the file's own folder; None if all folders must be equal.
     """
     joined: list[ReplicaGroup] = []
-    for path, candidates in partition_by(groups, lambda group: _star_folder(group, level)).items():
+    for path, candidates in partition_by(groups, partial(_star_folder, level=level)).items():
         # Groups whose ranks are unknown or repeat have no path in common.
         if path is None:
             joined += candidates
         elif _can_join(candidates):
             joined.append(_join(candidates, level))
         else:
-            # An older step in a file is a finding, not another group, unless ranks repeat.
-            for groups_of_step in partition_by(candidates, lambda group: group.step).values():
-                if _can_join(groups_of_step):
-                    joined.append(_join(groups_of_step, level))
-                else:
-                    joined += groups_of_step
+            joined += _join_by_step(candidates, level)
+
+    return joined
+
+
+def _join_by_step(groups: Sequence[ReplicaGroup], level: int | None) -> list[ReplicaGroup]:
+    """Join the groups of each step. An older step in a file is a finding, not another group, unless ranks repeat."""
+    joined: list[ReplicaGroup] = []
+    for groups_of_step in partition_by(groups, attrgetter("step")).values():
+        if _can_join(groups_of_step):
+            joined.append(_join(groups_of_step, level))
+        else:
+            joined += groups_of_step
 
     return joined
 
@@ -82,10 +92,12 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
     if _list_ranks([group]) is None:
         return None
 
-    segments = _get_template(group).split("/")
+    template = _get_template(group)
     if level is None:
-        return "/".join(segments)
+        return template
 
+    # The last segment is the name of the file.
+    segments = template.split("/")
     if level > len(segments) - 2:
         return None
 
@@ -95,34 +107,32 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
 
 def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
     """Whether several groups are of one run and have no rank in common."""
-    runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
-    return len(groups) > 1 and len(runs) < 2 and _list_ranks(groups) is not None
+    runs = {(group.run, group.run_id) for group in groups if group.has_metadata}
+    if len(groups) < 2 or len(runs) > 1:
+        return False
+
+    return _list_ranks(groups) is not None
 
 
 def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
-    known_ranks: list[int] = []
-    ranks_in_paths: list[int] = []
-    size = 0
-    for group in groups:
-        size += len(group.ranks)
-        for rank, snapshot in group.ranks:
-            if rank_of(snapshot) == rank:
-                known_ranks.append(rank)
-
-            rank_by_name = rank_in_path(snapshot)
-            if rank_by_name is not None:
-                ranks_in_paths.append(rank_by_name)
-
+    members = _list_members(groups)
+    known_ranks = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
+    ranks_in_paths = list_known(rank_in_path(snapshot) for _, snapshot in members)
     for ranks in (known_ranks, ranks_in_paths):
-        if len(ranks) == size and are_unique(ranks):
+        if len(set(ranks)) == len(members):
             return ranks
 
     return None
 
 
-def _has_metadata(group: ReplicaGroup) -> bool:
-    return any(has_rank_in_metadata(snapshot) for _, snapshot in group.ranks)
+def _list_members(groups: Iterable[ReplicaGroup]) -> list[tuple[int, Snapshot]]:
+    """Return the members of all groups with their ranks."""
+    members: list[tuple[int, Snapshot]] = []
+    for group in groups:
+        members += group.ranks
+
+    return members
 
 
 def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGroup:
@@ -130,16 +140,15 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
 
     level: of the host's folder, as in `_join_by_path`; None if the groups are not of several hosts.
     """
+    by_source = partition_by(groups, attrgetter("has_metadata"))
+    described_groups = by_source[True]
+    named_groups = by_source[False]
     # Metadata names the run better than a path.
-    first = groups[0]
-    for group in groups:
-        if _has_metadata(group):
-            first = group
-            break
-
+    first, *_ = described_groups + named_groups
+    ranks = _list_ranks(groups)
+    assert ranks is not None
     by_rank: dict[int, Snapshot] = {}
-    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    for rank, snapshot in zip(_list_ranks(groups) or (), snapshots, strict=True):
+    for rank, (_, snapshot) in zip(ranks, _list_members(groups), strict=True):
         host = snapshot.host
         if host is None and level is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - level]
@@ -151,27 +160,29 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
     run = first.run
     if level is not None:
         grouping += (Grouping.FOLDERS_ARE_HOSTS(),)
-        if not _has_metadata(first):
+        if not described_groups:
             run = _name_joined_run(members[0][1], level, first.step)
 
-    if _has_metadata(first):
-        unnamed_ranks: list[int] = []
-        for group in groups:
-            if not _has_metadata(group):
-                unnamed_ranks += [rank for rank, _ in group.ranks]
+    if described_groups and named_groups:
+        named_ranks = [rank for rank, _ in _list_members(named_groups)]
+        grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(named_ranks))),)
 
-        if unnamed_ranks:
-            grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(unnamed_ranks))),)
-
-    step = max((group.step for group in groups if group.step is not None), default=None)
-    return replace(first, run=run, step=step, ranks=members, grouping=grouping)
+    step = find_last_step(group.step for group in groups)
+    return replace(
+        first,
+        run=run,
+        step=step,
+        ranks=members,
+        grouping=grouping,
+    )
 
 
 def _name_joined_run(snapshot: Snapshot, level: int, step: int | None) -> str:
     """Return the name of a run without the folder of the host, and without the folder of the step."""
     segments = template_of(snapshot).split("/")
     segments[-2 - level] = "*"
-    return title_of("/".join(segment for segment in segments if segment != str(step)))
+    other_segments = [segment for segment in segments if segment != str(step)]
+    return title_of("/".join(other_segments))
 
 
 def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
@@ -188,21 +199,15 @@ def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | Non
     """Join one group with the other groups of its run; None if no groups belong together."""
     for group in groups:
         # For a pair, the group without rank 0 is tried.
-        if any(rank == 0 for rank, _ in group.ranks):
+        if 0 in dict(group.ranks):
             continue
 
-        partners: list[ReplicaGroup] = []
-        unrelated: list[ReplicaGroup] = []
-        for candidate in groups:
-            if candidate is group:
-                continue
+        partners = [candidate for candidate in groups if _belong_together(group, candidate)]
+        if _can_join([group, *partners]):
+            unrelated = list(groups)
+            for joined_group in (group, *partners):
+                unrelated.remove(joined_group)
 
-            if _belong_together(group, candidate):
-                partners.append(candidate)
-            else:
-                unrelated.append(candidate)
-
-        if partners and _can_join([group, *partners]):
             return [*unrelated, _join([group, *partners])]
 
     return None
@@ -210,16 +215,22 @@ def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | Non
 
 def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
     """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
-    if not _can_join([group, candidate]):
+    is_described = group.has_metadata
+    if is_described != candidate.has_metadata or not _can_join([group, candidate]):
         return False
 
-    first, second = (split_path(each_group.ranks[0][1].path).fixed() for each_group in (group, candidate))
-    if _has_metadata(group) and _has_metadata(candidate):
-        return first == second or (group.step is not None and group.step == candidate.step)
-
-    if _has_metadata(group) or _has_metadata(candidate):
-        return False
+    have_equal_paths = _get_moment(group) == _get_moment(candidate)
+    if is_described:
+        # The step in the metadata proves it, whatever the folder of a copied file.
+        have_equal_steps = group.step is not None and group.step == candidate.step
+        return have_equal_paths or have_equal_steps
 
     # Two groups of several files are more likely two runs.
-    is_single = len(group.ranks) == 1 or len(candidate.ranks) == 1
-    return is_single and first == second
+    smaller_size = min(len(group.ranks), len(candidate.ranks))
+    return have_equal_paths and smaller_size == 1
+
+
+def _get_moment(group: ReplicaGroup) -> tuple[tuple[Role, int], ...]:
+    """Return the step and the part of the checkpoint in the path of a group."""
+    _, first = group.ranks[0]
+    return split_path(first.path).fixed()

@@ -11,27 +11,30 @@ Evidence of partitioning:
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.layout.copies import find_shared_tensors
-from syncheck.layout.owners import find_owners
+from syncheck.layout.owners import LostState, find_owners
+from syncheck.layout.zero_redundancy import repeat_partition
 from syncheck.messages import Detail
 from syncheck.records import Reason, TensorDiff
+from syncheck.snapshots import are_naturals
 from syncheck.tensors.kinds import classify_tensors
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
-    from syncheck.layout.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
-    OwnParameters = Mapping[int, frozenset[str]]
+    OwnParameters = Mapping[int, AbstractSet[str]]
     _Shape = tuple[int, ...]
 
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
@@ -84,17 +87,20 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> Detected:
         if detected is not None:
             return detected
 
-    return Detected(snapshots, _detect_by_owner(snapshots) or OptimizerShards())
+    by_owner = _detect_by_owner(snapshots)
+    return Detected(snapshots, by_owner or OptimizerShards())
 
 
 def _detect_by_metadata(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect a partition that the metadata of all ranks lists."""
-    own_parameters: dict[int, frozenset[str]] = {}
+    own_parameters: dict[int, AbstractSet[str]] = {}
     for rank, snapshot in snapshots.items():
-        if snapshot.metadata is None or not snapshot.metadata.optimizer_sharded:
+        metadata = snapshot.metadata
+        # One rank without the list leaves the partition unknown.
+        if metadata is None or not metadata.optimizer_sharded:
             return None
 
-        own_parameters[rank] = _normalize_names(snapshot.metadata.optimizer_parameters)
+        own_parameters[rank] = _normalize_names(metadata.optimizer_parameters)
 
     optimizer = None
     # If each rank lists all parameters, only the states show their owners.
@@ -108,10 +114,11 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect folders of several nodes: disjoint labels, complete together."""
     all_labels: set[str] = set()
     count = 0
-    world_sizes: set[tuple[object, object]] = set()
+    world_sizes: set[tuple[Any, Any]] = set()
     for snapshot in snapshots.values():
         all_labels |= snapshot.shard_labels
         count += len(snapshot.shard_labels)
+        # The folders of one run record the same sizes.
         values = snapshot.values
         world_sizes.add((values.get("dp_world_size"), values.get("mp_world_size")))
 
@@ -129,43 +136,45 @@ def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(snapshots, optimizer)
 
 
-def _is_complete(count: int, world_sizes: Collection[tuple[object, object]]) -> bool:
+def _is_complete(count: int, world_sizes: Collection[tuple[Any, Any]]) -> bool:
     """Whether there are as many shards as ranks. world_sizes: data-parallel and model-parallel, of each folder."""
     if len(world_sizes) > 1:
         return False
 
     ((data_parallel, model_parallel),) = world_sizes
-    if not isinstance(data_parallel, int) or not isinstance(model_parallel, int):
+    # The values are of a file, so they may be anything.
+    if not are_naturals([data_parallel, model_parallel]):
         return False
 
-    return count == data_parallel * model_parallel
+    rank_count: int = data_parallel * model_parallel
+    return count == rank_count
 
 
 def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     """Detect a partition from optimizers that number their parameters, or from ranks that name them differently."""
-    lists = {snapshot.numbered for snapshot in snapshots.values()}
+    parameters_by_rank = {rank: snapshot.numbered for rank, snapshot in snapshots.items()}
+    lists = set(parameters_by_rank.values())
     longest = max(lists, key=len)
+    if len(snapshots) < 2 or not longest:
+        return None
+
     # Replicas number their parameters alike, and shapes determine their names.
-    is_named = bool(longest) and not longest[0].isdecimal()
-    if len(snapshots) < 2 or not longest or (is_named and len(lists) == 1):
+    is_named = not longest[0].isdecimal()
+    if is_named and len(lists) == 1:
         return None
 
     # Names derived from the shapes on one rank prove nothing if the ranks number different parameters.
-    numbered: dict[int, Snapshot] = {}
-    counts: dict[int, int] = {}
-    for rank, snapshot in snapshots.items():
-        numbers = {name: str(number) for number, name in enumerate(snapshot.numbered)}
-        numbered[rank] = _rename_parameters(snapshot, numbers)
-        counts[rank] = len(snapshot.numbered)
-
-    detected = _detect_by_shapes(numbered, counts)
+    optimizers = {rank: _number_parameters(snapshot) for rank, snapshot in snapshots.items()}
+    detected = _detect_by_shapes(optimizers)
     if detected.optimizer != OptimizerShards():
         return detected
 
-    if len(lists) == 1 or len(set(counts.values())) > 1:
+    # Ranks with equal lists are replicas, and names can be shared only between lists of one length.
+    counts = set(map(len, lists))
+    if len(lists) == 1 or len(counts) > 1:
         return None
 
-    shared = _share_names(numbered, [snapshot.numbered for snapshot in snapshots.values()])
+    shared = _share_names(optimizers, parameters_by_rank.values())
     optimizer = _detect_by_owner(shared)
     # Without owners, the names of each rank remain, as in the comparison of a running job.
     if optimizer is None:
@@ -174,19 +183,50 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(shared, optimizer)
 
 
-def _share_names(numbered: Mapping[int, Snapshot], lists: Iterable[tuple[str, ...]]) -> dict[int, Snapshot]:
+@dataclass(frozen=True, slots=True)
+class _NumberedOptimizer:
+    """The optimizer of a rank, which numbers its parameters from 0."""
+
+    snapshot: Snapshot
+    count: int
+    """The number of parameters."""
+    shapes: Mapping[int, _Shape]
+    """The shape of the state of each parameter that has one."""
+
+    @property
+    def has_named_state(self) -> bool:
+        """Whether the rank numbers no parameter, and has the state of parameters by name."""
+        return self.count == 0 and any(name.startswith("optimizer.") for name in self.snapshot.tensors)
+
+    def rename(self, names: Sequence[str]) -> Snapshot:
+        """Return the checkpoint with names for the numbers of parameters."""
+        return _rename_parameters(self.snapshot, _list_numbers(len(names)), names)
+
+
+def _number_parameters(snapshot: Snapshot) -> _NumberedOptimizer:
+    """Return the optimizer of a rank with numbers for all names that its shapes determined."""
+    count = len(snapshot.numbered)
+    numbered = _rename_parameters(snapshot, snapshot.numbered, _list_numbers(count))
+    shapes = _find_shapes(numbered) if count else {}
+    return _NumberedOptimizer(numbered, count, shapes)
+
+
+def _list_numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
+def _count_names(parameters: Iterable[str]) -> int:
+    return sum(not parameter.isdecimal() for parameter in parameters)
+
+
+def _share_names(optimizers: Mapping[int, _NumberedOptimizer], lists: Iterable[tuple[str, ...]]) -> dict[int, Snapshot]:
     """Name the parameters of all ranks as on the rank with the most names.
 
     The shapes of few states may determine no names, or others. Replicas number their parameters in the same order.
     lists: the parameters of the ranks, by name or number.
     """
-
-    def count_names(parameters: tuple[str, ...]) -> int:
-        return sum(not parameter.isdecimal() for parameter in parameters)
-
-    best_names = max(lists, key=count_names)
-    names = {str(number): name for number, name in enumerate(best_names)}
-    return {rank: _rename_parameters(snapshot, names) for rank, snapshot in numbered.items()}
+    best_names = max(lists, key=_count_names)
+    return {rank: optimizer.rename(best_names) for rank, optimizer in optimizers.items()}
 
 
 def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | None:
@@ -194,22 +234,22 @@ def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | Non
     if owners is None:
         return None
 
-    own_parameters = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
     return OptimizerShards(
-        own_parameters,
+        owners.by_rank,
         owned=frozenset(owners.owned),
         lost=tuple(owners.lost),
     )
 
 
-def _rename_parameters(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
-    """Rename the parameters of the optimizer. names: from old to new names."""
-    new_names = {f"optimizer.{old_name}": f"optimizer.{new_name}" for old_name, new_name in names.items()}
+def _rename_parameters(snapshot: Snapshot, old_names: Iterable[str], new_names: Iterable[str]) -> Snapshot:
+    """Rename the parameters of the optimizer, each old name to the new name at its position."""
+    new_by_old = dict(zip(old_names, new_names, strict=True))
     tensors: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
-        parameter, _, state = name.rpartition(".")
-        if parameter in new_names:
-            name = f"{new_names[parameter]}.{state}"
+        parameter, _, state = name.removeprefix("optimizer.").rpartition(".")
+        is_state = name.startswith("optimizer.")
+        if is_state and parameter in new_by_old:
+            name = f"optimizer.{new_by_old[parameter]}.{state}"
             tensor = replace(tensor, name=name)
 
         tensors[name] = tensor
@@ -222,79 +262,75 @@ def _normalize_names(parameters: Iterable[str]) -> frozenset[str]:
     return frozenset(normalize(f"optimizer.{parameter}" for parameter in parameters).values())
 
 
-def _detect_by_shapes(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> Detected:
-    """Decide by shapes whether the ranks number different parameters of one model.
+def _detect_by_shapes(optimizers: Mapping[int, _NumberedOptimizer]) -> Detected:
+    """Decide by shapes whether the ranks number different parameters of one model. optimizers: by rank."""
+    snapshots: dict[int, Snapshot] = {}
+    counts: list[int] = []
+    for rank, optimizer in optimizers.items():
+        snapshots[rank] = optimizer.snapshot
+        counts.append(optimizer.count)
 
-    counts: number of parameters by rank.
-    """
     parameters = _list_parameters(next(iter(snapshots.values())))
-    shapes_by_rank = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
     # Partitions together have at most the parameters of the model.
-    total = sum(counts.values())
-    if total > len(parameters) or not _are_of_model(shapes_by_rank.values(), parameters.values()):
+    if sum(counts) > len(parameters) or not _are_of_model(optimizers.values(), parameters.values()):
         return Detected(snapshots, OptimizerShards())
 
-    # One number with two shapes cannot be one parameter.
-    holders = [counts[rank] for rank in shapes_by_rank]
-    is_partition = _contradict_each_other(list(shapes_by_rank.values()))
-    # Replicas have the same number of parameters.
-    if total == len(parameters) and len(set(holders)) > 1:
+    has_all_parameters = sum(counts) == len(parameters)
+    is_partition = _contradict_each_other(optimizers.values())
+    # Replicas have the same number of parameters. A rank without parameters may have their state by name.
+    distinct_counts = set(counts) - {0}
+    if has_all_parameters and len(distinct_counts) > 1:
         is_partition = True
 
     # A rank without numbered parameters has no state, or the state of all parameters by name.
-    has_whole_state = any(_has_state(snapshots[rank]) for rank in snapshots if rank not in shapes_by_rank)
-    if has_whole_state or not is_partition:
-        all_ranks_have_state = len(holders) == len(counts) and all(shapes_by_rank.values())
-        is_unclear = has_whole_state or (total == len(parameters) and all_ranks_have_state)
-        unclear = Detail.UNCLEAR_PARTITIONING() if is_unclear else None
-        return Detected(snapshots, OptimizerShards(unclear=unclear))
+    has_whole_state = any(optimizer.has_named_state for optimizer in optimizers.values())
+    if is_partition and not has_whole_state:
+        return _name_partition(optimizers, parameters)
 
-    return _name_partition(snapshots, counts, parameters)
+    all_ranks_have_state = all(optimizer.shapes for optimizer in optimizers.values())
+    unclear: Message | None = None
+    if has_whole_state or (has_all_parameters and all_ranks_have_state):
+        unclear = Detail.UNCLEAR_PARTITIONING()
+
+    return Detected(snapshots, OptimizerShards(unclear=unclear))
 
 
-def _are_of_model(shapes_by_rank: Iterable[Mapping[int, _Shape]], parameters: Iterable[_Shape]) -> bool:
+def _are_of_model(optimizers: Iterable[_NumberedOptimizer], parameters: Iterable[_Shape]) -> bool:
     """Whether the model has a parameter for each state of all ranks. parameters: their shapes."""
     state_shapes: Counter[_Shape] = Counter()
-    for shapes in shapes_by_rank:
-        state_shapes.update(shapes.values())
+    for optimizer in optimizers:
+        state_shapes.update(optimizer.shapes.values())
 
     return state_shapes <= Counter(parameters)
 
 
-def _contradict_each_other(shapes_by_rank: Sequence[Mapping[int, _Shape]]) -> bool:
-    """Whether two ranks have states of different shapes under one number."""
+def _contradict_each_other(optimizers: Iterable[_NumberedOptimizer]) -> bool:
+    """Whether two ranks have states of different shapes under one number, which cannot be one parameter."""
     shape_of_number: dict[int, _Shape] = {}
-    for shapes in shapes_by_rank:
-        for number, shape in shapes.items():
+    for optimizer in optimizers:
+        for number, shape in optimizer.shapes.items():
             if shape_of_number.setdefault(number, shape) != shape:
                 return True
 
     return False
 
 
-def _has_state(snapshot: Snapshot) -> bool:
-    return any(name.startswith("optimizer.") for name in snapshot.tensors)
-
-
-def _name_partition(
-    snapshots: Mapping[int, Snapshot], counts: Mapping[int, int], parameters: Mapping[str, _Shape]
-) -> Detected:
+def _name_partition(optimizers: Mapping[int, _NumberedOptimizer], parameters: Mapping[str, _Shape]) -> Detected:
     """Name the parameters that each rank numbers from 0, by the known partition or else by their rank.
 
-    counts: number of parameters by rank.
+    optimizers: by rank.
     parameters: shapes of the parameters of the model.
     """
-    groups = {rank: _list_groups(snapshot, counts[rank]) for rank, snapshot in snapshots.items()}
-    names_by_rank = _repeat_partition(parameters, groups)
+    groups = {rank: _list_groups(optimizer) for rank, optimizer in optimizers.items()}
+    names_by_rank = repeat_partition(parameters, groups)
     renamed: dict[int, Snapshot] = {}
     own_parameters: dict[int, frozenset[str]] = {}
-    for rank, count in counts.items():
-        names = [f"(rank {rank}).{number}" for number in range(count)]
+    for rank, optimizer in optimizers.items():
+        names = [f"(rank {rank}).{number}" for number in range(optimizer.count)]
         if names_by_rank:
-            names = names_by_rank[rank][:count]
+            names = names_by_rank[rank][: optimizer.count]
 
-        new_names = {str(number): name for number, name in enumerate(names)}
-        renamed[rank] = _rename_parameters(snapshots[rank], new_names)
+        renamed[rank] = optimizer.rename(names)
         own_parameters[rank] = _normalize_names(names)
 
     return Detected(renamed, OptimizerShards(own_parameters))
@@ -302,32 +338,28 @@ def _name_partition(
 
 def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     """Return the shapes of the model's parameters in their order. Tied parameters count once, as in an optimizer."""
-    model = {name: tensor for name, tensor in snapshot.tensors.items() if not _STATE.fullmatch(name)}
-    shapes = {name: tensor.full_shape for name, tensor in model.items()}
-    # Sharing memory shows only if the file stores the model with torch.save.
-    tied: set[str] = set()
-    for _, *later_names in find_shared_tensors(model.values()):
-        tied.update(later_names)
+    model: list[Tensor] = []
+    shapes: dict[str, _Shape] = {}
+    for name, tensor in snapshot.tensors.items():
+        if not _STATE.fullmatch(name):
+            model.append(tensor)
+            shapes[name] = tensor.full_shape
 
-    parameters: dict[str, _Shape] = {}
-    for name, kind in classify_tensors(shapes, None).by_name.items():
-        if kind == "parameter" and name not in tied:
-            parameters[name] = shapes[name]
+    kinds = classify_tensors(shapes, None).by_name
+    parameters = {name: shape for name, shape in shapes.items() if kinds[name] == "parameter"}
+    # Sharing memory shows only if the file stores the model with torch.save.
+    for _, *later_names in find_shared_tensors(model):
+        for name in later_names:
+            parameters.pop(name, None)
 
     return parameters
 
 
-def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
+def _list_groups(optimizer: _NumberedOptimizer) -> list[list[_Shape | None]]:
     """List the shapes of numbered parameters by parameter group; None without a state."""
-    shapes = _find_shapes(snapshot)
-    remaining_shapes = [shapes.get(number) for number in range(count)]
+    remaining_shapes = [optimizer.shapes.get(number) for number in range(optimizer.count)]
     groups: list[list[_Shape | None]] = []
-    while True:
-        members = snapshot.values.get(f"optimizer.param_groups.{len(groups)}.(positions)")
-        if not isinstance(members, str):
-            break
-
-        size = len(members.split(",")) if members else 0
+    for size in _list_group_sizes(optimizer.snapshot):
         groups.append(remaining_shapes[:size])
         remaining_shapes = remaining_shapes[size:]
 
@@ -337,60 +369,15 @@ def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
     return groups
 
 
-def _repeat_partition(
-    parameters: Mapping[str, _Shape], groups: Mapping[int, Sequence[Sequence[_Shape | None]]]
-) -> dict[int, list[str]]:
-    """Name the parameters of each rank by ZeroRedundancyOptimizer's partition; {} if the shapes differ from it.
+def _list_group_sizes(snapshot: Snapshot) -> Iterator[int]:
+    """Yield the number of parameters of each parameter group."""
+    for number in itertools.count():
+        positions = snapshot.values.get(f"optimizer.param_groups.{number}.(positions)")
+        if not isinstance(positions, str):
+            return
 
-    Each group's parameters, sorted by size, go to the rank with the fewest elements so far (`_partition_parameters` in
-    torch/distributed/optim/zero_redundancy_optimizer.py). The sort is stable, so the order of the parameters alone
-    determines which rank gets which of several parameters with equal shapes. The result counts only if it has the
-    number of parameters and the shapes of every rank and group. A group has all parameters with the shapes of its
-    states. groups: for each rank, the shapes of its parameters by group.
-    """
-    if len({len(groups_of_rank) for groups_of_rank in groups.values()}) != 1:
-        return {}
-
-    sizes = dict.fromkeys(sorted(groups), 0)
-    names: dict[int, list[str]] = {rank: [] for rank in groups}
-    for shapes_by_rank in zip(*(groups[rank] for rank in sizes), strict=True):
-        new_names = _partition_group(parameters, shapes_by_rank, sizes)
-        for rank, shapes in zip(sizes, shapes_by_rank, strict=True):
-            if not _fit(shapes, new_names[rank], parameters):
-                return {}
-
-            names[rank] += new_names[rank]
-
-    return names
-
-
-def _partition_group(
-    parameters: Mapping[str, _Shape], shapes_by_rank: Iterable[Sequence[_Shape | None]], sizes: dict[int, int]
-) -> dict[int, list[str]]:
-    """Return the parameters of one group by rank. sizes: the elements of each rank so far; changed."""
-    group_shapes: set[_Shape | None] = set()
-    for shapes in shapes_by_rank:
-        group_shapes.update(shapes)
-
-    members = [name for name, shape in parameters.items() if None in group_shapes or shape in group_shapes]
-    # The sort is stable, as in torch.
-    members.sort(key=lambda name: math.prod(parameters[name]), reverse=True)
-    names: dict[int, list[str]] = {rank: [] for rank in sizes}
-    for name in members:
-        smallest_rank = min(sizes, key=sizes.__getitem__)
-        names[smallest_rank].append(name)
-        sizes[smallest_rank] += math.prod(parameters[name])
-
-    return names
-
-
-def _fit(shapes: Sequence[_Shape | None], names: Sequence[str], parameters: Mapping[str, _Shape]) -> bool:
-    """Whether the states of a rank have the shapes of its parameters. None stands for a parameter without a state."""
-    if len(shapes) != len(names):
-        return False
-
-    pairs = zip(shapes, names, strict=True)
-    return all(shape in (None, parameters[name]) for shape, name in pairs)
+        # The text of an empty group has no position.
+        yield len(positions.split(",")) if positions else 0
 
 
 def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
@@ -398,12 +385,16 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
         match = _STATE.fullmatch(name)
-        # A step counter has no dimensions, whatever the shape of its parameter.
-        if match is None or (not tensor.shape and match[2] == "step"):
+        if match is None:
             continue
 
-        number = int(match[1])
-        shapes[number] = max(shapes.get(number, ()), tensor.full_shape, key=math.prod)
+        # A step counter has no dimensions, whatever the shape of its parameter.
+        is_counter = tensor.shape == () and match[2] == "step"
+        if not is_counter:
+            number = int(match[1])
+            # Other states of one number per parameter have the fewest elements.
+            largest_shape = shapes.get(number, ())
+            shapes[number] = max(largest_shape, tensor.full_shape, key=math.prod)
 
     return shapes
 
@@ -414,42 +405,42 @@ def find_lost_state(optimizer: OptimizerShards, aligned: Mapping[str, Mapping[in
     No file contains the missing tensors. A single parameter without state is not reported, because it may never have
     had a gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
     """
-    states: dict[int, dict[str, str]] = {rank: {} for rank in optimizer.own_parameters}  # dtypes by rank and state
+    dtypes_by_rank: dict[int, dict[str, str]] = {rank: {} for rank in optimizer.own_parameters}
     for name, tensors in aligned.items():
         parameter, _, state = name.rpartition(".")
         for rank, tensor in tensors.items():
             if parameter in optimizer.own_parameters.get(rank, ()):
-                states[rank][state] = tensor.dtype
+                dtypes_by_rank[rank][state] = tensor.dtype
 
     dtypes: dict[str, str] = {}
-    for dtypes_of_rank in states.values():
+    for dtypes_of_rank in dtypes_by_rank.values():
         dtypes |= dtypes_of_rank
 
+    lost_states: list[LostState] = []
     for rank, parameters in optimizer.own_parameters.items():
-        if dtypes and not states[rank]:
-            for parameter in sorted(parameters):
-                yield from _describe_lost(rank, parameter, dtypes, aligned)
+        if not dtypes_by_rank[rank]:
+            lost_states += [LostState(rank, parameter, frozenset(dtypes)) for parameter in sorted(parameters)]
 
-    for lost in optimizer.lost:
-        dtypes_of_class = {state: dtype for state, dtype in dtypes.items() if state in lost.states}
-        yield from _describe_lost(lost.rank, lost.parameter, dtypes_of_class, aligned)
+    for lost in (*lost_states, *optimizer.lost):
+        yield from _describe_lost(lost, dtypes, aligned)
 
 
 def _describe_lost(
-    rank: int, parameter: str, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
+    lost: LostState, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
 ) -> Iterator[TensorDiff]:
-    """Yield a diff for each missing tensor of a state. dtypes: of the tensors of a state."""
+    """Yield a diff for each missing tensor of a state. dtypes: of the tensors of all states, by name."""
     for state, dtype in dtypes.items():
-        name = f"{parameter}.{state}"
-        if name not in aligned:
+        name = f"{lost.parameter}.{state}"
+        kind = "optimizer_step" if state == "step" else "optimizer"
+        if state in lost.states and name not in aligned:
             yield TensorDiff(
-                name,
-                "optimizer_step" if state == "step" else "optimizer",
-                dtype,
-                (),
-                "not_compared",
-                Reason.MISSING,
-                Detail.OWN_PART_MISSING(rank=rank),
-                replica_groups=((rank,),),
-                minority=(rank,),
+                name=name,
+                kind=kind,
+                dtype=dtype,
+                shape=(),
+                status="not_compared",
+                reason=Reason.MISSING,
+                detail=Detail.OWN_PART_MISSING(rank=lost.rank),
+                replica_groups=((lost.rank,),),
+                minority=(lost.rank,),
             )

@@ -92,9 +92,6 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
 
     ranks = frozenset(snapshots)
     states = _list_states(snapshots)
-    if all(state.ranks == ranks for state in states.values()):
-        return None
-
     groups = _list_groups(snapshots)
     # Without groups on all ranks, a state may belong to an optimizer in another part of a checkpoint.
     if not _are_of_optimizers(states, groups):
@@ -111,7 +108,12 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
         return None
 
     for of_class in classes:
-        owners.lost += _find_lost_turns(of_class, groups.values(), owners, sorted(ranks))
+        owners.lost += _find_lost_turns(
+            of_class,
+            groups.values(),
+            owners=owners,
+            ranks=sorted(ranks),
+        )
 
     return owners
 
@@ -194,10 +196,13 @@ def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
     confirmed: set[Ranks] = set().union(*sets_by_class)
     owners = Owners()
     for of_class, owner_sets in zip(classes, sets_by_class, strict=True):
+        candidates = owner_sets
         # The only parameter of a class, like a single matrix, has one set of owners. Other classes must confirm it.
-        is_single = len(of_class.holders) == 1
-        candidates = confirmed if is_single else owner_sets
+        if len(of_class.holders) == 1:
+            candidates = confirmed
+
         for parameter, holders in of_class.holders.items():
+            # Without a set that contains all holders, other ranks lost the state.
             expected = next(filter(holders.issubset, candidates), ranks)
             owners.add(parameter, expected, ranks)
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"]
 # Before the other words of the path are known.
@@ -40,6 +40,8 @@ _MESH = re.compile(
 )
 # Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: Mapping[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
+# Roles of numbers whose words leave no doubt that they are ranks.
+_CLEAR_WORDS = frozenset({"rank", "local"})
 _EXTENSIONS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
 _LAST_WORD = re.compile(r"[a-z_=-]*$", re.IGNORECASE)
 
@@ -129,9 +131,15 @@ class PathNumbers:
 
     def key(self) -> FileKey:
         """Return the key of the file: replicas have equal keys."""
-        starred = [position for position, role in enumerate(self.roles) if USES[role] != "run"]
-        part = [pair for pair in self.fixed() if USES[pair[0]] == "part"]
-        steps = [number for role, number in self.fixed() if role == "step"]
+        steps: list[int] = []
+        part: list[tuple[Role, int]] = []
+        for role, number in self.fixed():
+            if role == "step":
+                steps.append(number)
+            else:
+                part.append((role, number))
+
+        starred = self.list_positions("replica", "step", "part")
         return FileKey(self.without(*starred), tuple(steps), tuple(part))
 
     def without(self, *positions: int) -> str:
@@ -145,21 +153,28 @@ class PathNumbers:
 
     def without_replica(self) -> str:
         """Return the path with `*` for the numbers that distinguish replicas."""
-        return self.without(*self.list_replica_numbers())
+        return self.without(*self.list_positions("replica"))
 
-    def list_replica_numbers(self) -> list[int]:
-        """Return the positions of the numbers that distinguish replicas."""
-        return [position for position, role in enumerate(self.roles) if USES[role] == "replica"]
+    def list_positions(self, *uses: Use) -> list[int]:
+        """Return the positions of the numbers with these uses."""
+        return [position for position, role in enumerate(self.roles) if USES[role] in uses]
 
-    def with_role(self, position: int, role: Role) -> PathNumbers:
-        """Return the same numbers, one of them with another role."""
-        roles = (*self.roles[:position], role, *self.roles[position + 1 :])
-        return replace(self, roles=roles)
+    def with_role(self, role: Role, positions: Iterable[int]) -> PathNumbers:
+        """Return the same numbers, those at some positions with another role."""
+        roles = list(self.roles)
+        for position in positions:
+            roles[position] = role
+
+        return replace(self, roles=tuple(roles))
 
     def fixed(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers with equal values for all replicas: step, part and shard."""
-        pairs = zip(self.roles, self.numbers, strict=True)
-        return tuple((role, number) for role, number in pairs if USES[role] in ("step", "part"))
+        positions = self.list_positions("step", "part")
+        return tuple((self.roles[position], self.numbers[position]) for position in positions)
+
+    def select(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers at some positions."""
+        return tuple(self.numbers[position] for position in positions)
 
     def all_of(self, role: Role) -> list[int]:
         """Return the positions of this role."""
@@ -172,14 +187,16 @@ class PathNumbers:
     def number_of(self, role: Role) -> int | None:
         """Return the last number of this role."""
         position = self.find(role)
-        return None if position is None else self.numbers[position]
+        if position is None:
+            return None
+
+        return self.numbers[position]
 
     def mesh(self) -> dict[str, int]:
         """Return the coordinate by dimension of the mesh of ranks."""
         coordinate = {}
         for position in self.all_of("mesh"):
-            match = _MESH.search(self.texts[position])
-            assert match is not None
+            match = _match_mesh(self.texts[position])
             coordinate[match[1].lower()] = self.numbers[position]
 
         return coordinate
@@ -216,7 +233,13 @@ def split_path(path: str) -> PathNumbers:
         text_start = match.end()
 
     texts.append(stem[text_start:])
-    return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
+    return PathNumbers(
+        texts=tuple(texts),
+        numbers=tuple(numbers),
+        roles=_resolve_roles(roles, texts),
+        folders=tuple(folders),
+        host=host,
+    )
 
 
 def _get_text_before(stem: str, match: re.Match[str]) -> str:
@@ -248,16 +271,13 @@ def _find_role(stem: str, match: re.Match[str]) -> _PossibleRole:
 
 def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tuple[Role, ...]:
     """Resolve roles by the other words of the path."""
-    meshes: dict[int, re.Match[str]] = {}
-    for position, role in enumerate(roles):
-        match = _MESH.search(texts[position]) if role == "mesh" else None
-        if match is not None:
-            meshes[position] = match
-
+    # The text after the last number has no role.
+    mesh_words = [_match_mesh(text) for text, role in zip(texts, roles, strict=False) if role == "mesh"]
     resolved: list[Role] = []
     for position, role in enumerate(roles):
-        if position in meshes:
-            resolved.append(_resolve_mesh(meshes[position], meshes.values(), roles))
+        if role == "mesh":
+            mesh_word = _match_mesh(texts[position])
+            resolved.append(_resolve_mesh(mesh_word, mesh_words, roles))
         elif _counts_ranks(position, roles, texts):
             resolved.append("plain")
         else:
@@ -270,6 +290,13 @@ def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tupl
     return tuple(resolved)
 
 
+def _match_mesh(text: str) -> re.Match[str]:
+    """Return the word of a coordinate in a mesh at the end of the text before its number."""
+    match = _MESH.search(text)
+    assert match is not None
+    return match
+
+
 def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], roles: Sequence[_PossibleRole]) -> Role:
     """Return the role of the coordinate in a mesh.
 
@@ -278,8 +305,9 @@ def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], role
     """
     dimensions = {each_match[1].lower() for each_match in matches}
     dimension = match[1].lower()
-    has_other_dimension = not dimensions <= _AMBIGUOUS.keys()
-    if dimension in _AMBIGUOUS and not has_other_dimension and not match[2]:
+    has_word_rank = match[2] is not None
+    # Beside another dimension, an abbreviation is no epoch and no checkpoint.
+    if dimensions <= _AMBIGUOUS.keys() and not has_word_rank:
         return _AMBIGUOUS[dimension]
 
     # In a data-parallel mesh, the coordinate is the rank.
@@ -291,18 +319,23 @@ def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], role
 
 def _counts_ranks(position: int, roles: Sequence[_PossibleRole], texts: Sequence[str]) -> bool:
     """Whether a number is the number of ranks, as in rank_0-of-4."""
-    follows_rank = position > 0 and roles[position - 1] == "rank"
-    return follows_rank and roles[position] == "part" and texts[position].startswith("-of-")
+    # Before the first number, there is no rank: the slice is empty.
+    roles_of_pair = tuple(roles[position - 1 : position + 1])
+    return roles_of_pair == ("rank", "part") and texts[position].startswith("-of-")
 
 
 def _resolve_rank(role: _PossibleRole, roles: Collection[_PossibleRole]) -> Role:
     """Return the role of a number whose word may stand for a rank, if the path has no clearer word."""
+    clear_words = _CLEAR_WORDS.intersection(roles)
     if role == "short":
-        has_rank = "rank" in roles or "local" in roles
-        return "plain" if has_rank else "rank"
+        return "plain" if clear_words else "rank"
 
-    if role == "device":
-        has_rank = "rank" in roles or "local" in roles or "short" in roles
-        return "local" if "node" in roles and not has_rank else "plain"
+    if role != "device":
+        return role
 
-    return role
+    # A number after -r is clearer than the number of a device.
+    if clear_words or "short" in roles:
+        return "plain"
+
+    # Within a node, the device is the local rank.
+    return "local" if "node" in roles else "plain"

@@ -6,8 +6,11 @@ Then each number has a role in `path_numbers.USES`, and the key of each file fol
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import are_unique, partition_by
 from syncheck.layout.path_numbers import split_path
@@ -16,7 +19,7 @@ from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from syncheck.layout.path_numbers import PathNumbers, Role
     from syncheck.messages import Message
@@ -26,41 +29,28 @@ if TYPE_CHECKING:
 _OF_ONE_RANK = ("rank", "local", "mesh", "part")
 
 
-def refine_paths(snapshots: Sequence[Snapshot]) -> dict[str, PathNumbers]:
-    """Return the numbers of each path, with their roles.
+class File(NamedTuple):
+    """A file and the numbers in its path."""
 
-    - A rank in the common start of all paths, as in `exp_r3/`, belongs to the name of the run: it does not distinguish
-      the files. If the files have no tensor in common, they may be parts of this rank.
-    - An unnamed number that equals the step in each file is the step, as in `s100_rank0.pt`.
-    """
-    paths: dict[str, PathNumbers] = {}
-    for snapshot in snapshots:
-        paths[snapshot.path] = split_path(snapshot.path)
-
-    shared = _count_shared_numbers([*paths.values()])
-    if shared > 0 and _have_common_tensor(snapshots):
-        for path, numbers in paths.items():
-            paths[path] = _forget_ranks(numbers, shared)
-
-    # All files of a template have the same roles.
-    templates = partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts)
-    for members in templates.values():
-        positions = _find_saved_steps(members, paths)
-        for snapshot in members:
-            paths[snapshot.path] = _name_steps(paths[snapshot.path], positions)
-
-    return paths
+    snapshot: Snapshot
+    numbers: PathNumbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Template:
-    """Files whose paths differ only in numbers."""
+    """Files whose paths differ only in numbers, so that the numbers of all files have the same roles."""
 
-    members: list[Snapshot]
-    numbers: list[PathNumbers]
-    """The numbers in the path of each member. All members have the same roles."""
-    rank: int | None
-    """The position of the rank among the numbers; None if no number is the rank."""
+    files: Sequence[File]
+
+    @cached_property
+    def numbers(self) -> list[PathNumbers]:
+        """The numbers in the path of each file."""
+        return [file.numbers for file in self.files]
+
+    @cached_property
+    def rank(self) -> int | None:
+        """The position of the rank among the numbers; None if no number is the rank."""
+        return _find_rank(self.numbers)
 
     @property
     def has_replicas(self) -> bool:
@@ -68,14 +58,28 @@ class Template:
         return self.rank is not None or "mesh" in self.numbers[0].roles
 
 
-def find_templates(snapshots: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[Template]:
-    """Return the templates of all files. paths: the numbers of each path, by `refine_paths`."""
-    templates = []
-    for members in partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts).values():
-        numbers = [paths[snapshot.path] for snapshot in members]
-        templates.append(Template(members, numbers, _find_rank(numbers)))
+def refine_paths(snapshots: Sequence[Snapshot]) -> list[File]:
+    """Return the files with the numbers in their paths.
 
-    return templates
+    - A rank in the common start of all paths, as in `exp_r3/`, belongs to the name of the run: it does not distinguish
+      the files. If the files have no tensor in common, they may be parts of this rank.
+    - An unnamed number that equals the step in each file is the step, as in `s100_rank0.pt`.
+    """
+    files = [File(snapshot, split_path(snapshot.path)) for snapshot in snapshots]
+    shared = _count_shared_numbers(files)
+    if shared > 0 and _have_common_tensor(snapshots):
+        files = [File(file.snapshot, _forget_ranks(file.numbers, shared)) for file in files]
+
+    steps: dict[tuple[str, ...], list[int]] = {}
+    for template in find_templates(files):
+        steps[template.numbers[0].texts] = _find_saved_steps(template)
+
+    return [File(snapshot, numbers.with_role("step", steps[numbers.texts])) for snapshot, numbers in files]
+
+
+def find_templates(files: Iterable[File]) -> list[Template]:
+    """Return the templates of all files, in the order of their first files."""
+    return [Template(members) for members in partition_by(files, attrgetter("numbers.texts")).values()]
 
 
 def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
@@ -90,77 +94,79 @@ def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
     nodes = find_varying(paths, "node")
     unnamed = find_varying(paths, "plain")
     # Beside machines, an unnamed number may be a step.
-    if nodes and unnamed and not _counts_files_of_nodes(paths, unnamed[-1]):
-        unnamed = []
+    if nodes and unnamed:
+        is_local_rank = _counts_files_of_nodes(paths, unnamed[-1])
+        if not is_local_rank:
+            unnamed = []
 
-    for candidates in (in_file_name, find_varying(paths, "rank"), unnamed, nodes, rank_positions):
-        if candidates:
-            return candidates[-1]
-
-    return None
+    # The least preferred first.
+    candidates = [
+        *rank_positions,
+        *nodes,
+        *unnamed,
+        *find_varying(paths, "rank"),
+        *in_file_name,
+    ]
+    return candidates[-1] if candidates else None
 
 
 def find_varying(paths: Sequence[PathNumbers], role: Role) -> list[int]:
     """Return the positions of this role at which the numbers differ between paths with equal texts."""
     positions = []
     for position in paths[0].all_of(role):
-        if len({numbers.numbers[position] for numbers in paths}) > 1:
+        values = set(_list_values(paths, position))
+        if len(values) > 1:
             positions.append(position)
 
     return positions
 
 
+def _list_values(paths: Iterable[PathNumbers], position: int) -> list[int]:
+    """Return the number of each path at a position."""
+    return [numbers.numbers[position] for numbers in paths]
+
+
 def _counts_files_of_nodes(paths: Sequence[PathNumbers], position: int) -> bool:
     """Whether a number counts the files of each machine from 0."""
     node_positions = paths[0].all_of("node")
-    by_node = partition_by(paths, lambda numbers: _select_numbers(numbers, node_positions))
-    for paths_of_node in by_node.values():
-        counts = {numbers.numbers[position] for numbers in paths_of_node}
-        if counts != set(range(len(paths_of_node))):
-            return False
+    counts_by_node: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for numbers in paths:
+        counts_by_node[numbers.select(node_positions)].append(numbers.numbers[position])
 
-    return True
+    return all(set(counts) == set(range(len(counts))) for counts in counts_by_node.values())
 
 
-def _select_numbers(numbers: PathNumbers, positions: Sequence[int]) -> tuple[int, ...]:
-    return tuple(numbers.numbers[position] for position in positions)
-
-
-def resolve_roles(template: Template) -> tuple[list[PathNumbers], tuple[Message, ...]]:
-    """Give each number of a template with replicas its final role. Return the numbers of each member, and the reasons.
+def resolve_roles(template: Template) -> tuple[list[File], tuple[Message, ...]]:
+    """Give each number of a template with replicas its final role. Return the files, and the reasons.
 
     Numbers of machine and mesh do not separate groups. Further varying numbers do not either, if ranks are unique
     without them; then they are the machines. Otherwise, a single further number is the step of a run.
     """
     first = template.numbers[0]
-    roles = list(first.roles)
-    ranks = _find_ranks(template)
-    for position in first.all_of("rank"):
-        if position not in ranks:
-            roles[position] = "plain"
-
-    for position in ranks:
-        roles[position] = "rank"
-
     grouping: tuple[Message, ...] = (Grouping.RANKS_IN_NAMES(),)
-    if template.rank is not None and first.roles[template.rank] == "plain":
+    if template.rank in first.all_of("plain"):
         grouping = (Grouping.ONLY_NUMBER(),)
 
-    further = [position for position in find_varying(template.numbers, "plain") if position not in ranks]
-    resolved = [replace(numbers, roles=tuple(roles)) for numbers in template.numbers]
-    machines = _find_machines(resolved, further)
+    ranks = _find_ranks(template)
+    further = sorted(set(find_varying(template.numbers, "plain")) - ranks)
+    # Other ranks in the path name the run.
+    first = first.with_role("plain", first.all_of("rank")).with_role("rank", ranks)
+
+    machines = _find_machines(template.numbers, first.list_positions("replica"), further)
+    first = first.with_role("node", machines)
     if machines:
         grouping += (Grouping.OTHER_NUMBER_IS_NODE(),)
 
-    for position in machines:
-        roles[position] = "node"
+    steps = sorted(set(further).difference(machines))
+    has_named_step = "step" in first.roles
+    if len(steps) == 1 and not has_named_step:
+        (position,) = steps
+        # A path segment, as in 500/rank0, but not seed3/rank0.
+        if not first.is_glued(position):
+            first = first.with_role("step", [position])
 
-    steps = [position for position in further if position not in machines]
-    # A path segment, as in 500/rank0, but not seed3/rank0.
-    if "step" not in roles and len(steps) == 1 and not first.is_glued(steps[0]):
-        roles[steps[0]] = "step"
-
-    return [replace(numbers, roles=tuple(roles)) for numbers in template.numbers], grouping
+    files = [File(file.snapshot, replace(file.numbers, roles=first.roles)) for file in template.files]
+    return files, grouping
 
 
 def _find_ranks(template: Template) -> set[int]:
@@ -169,38 +175,37 @@ def _find_ranks(template: Template) -> set[int]:
         return set()
 
     ranks = {template.rank}
+    numbers_of_rank = _list_values(template.numbers, template.rank)
     for position in find_varying(template.numbers, "rank"):
-        if all(numbers.numbers[position] == numbers.numbers[template.rank] for numbers in template.numbers):
+        if _list_values(template.numbers, position) == numbers_of_rank:
             ranks.add(position)
 
     return ranks
 
 
-def _find_machines(paths: Sequence[PathNumbers], further: Sequence[int]) -> list[int]:
+def _find_machines(paths: Sequence[PathNumbers], replica_positions: Sequence[int], further: Sequence[int]) -> list[int]:
     """Return the further numbers without which the replicas of each group still have different numbers."""
-    replica_positions = paths[0].list_replica_numbers()
     machines: list[int] = []
     for position in further:
+        # A number of the step or the run separates files with equal ranks, and a machine does not.
         starred = (*replica_positions, *machines, position)
-        groups = partition_by(paths, lambda numbers: numbers.without(*starred))  # noqa: B023 - called at once
-        replicas = [[_select_numbers(numbers, replica_positions) for numbers in group] for group in groups.values()]
-        if all(map(are_unique, replicas)):
+        keys = [(numbers.without(*starred), numbers.select(replica_positions)) for numbers in paths]
+        if are_unique(keys):
             machines.append(position)
 
     return machines
 
 
-def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
+def _count_shared_numbers(files: Sequence[File]) -> int:
     """Return how many numbers at the start are equal in all paths; 0 if the paths differ in numbers only."""
     # Files of one rank whose names differ in numbers are its steps.
-    templates = {numbers.texts for numbers in paths}
-    if len(templates) < 2:
+    if len(find_templates(files)) < 2:
         return 0
 
     # For each path, its numbers with the text before each of them.
     starts: list[list[tuple[str, int]]] = []
-    for numbers in paths:
-        pairs = zip(numbers.texts, numbers.numbers, strict=False)
+    for file in files:
+        pairs = zip(file.numbers.texts, file.numbers.numbers, strict=False)
         starts.append(list(pairs))
 
     return len(os.path.commonprefix(starts))  # noqa: RUF071 - of lists, not of strings
@@ -208,12 +213,8 @@ def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
 
 def _have_common_tensor(snapshots: Sequence[Snapshot]) -> bool:
     """Whether one tensor is in all files. Parts of one rank, like model and optimizer, have no common tensor."""
-    first, *later = snapshots
-    common = set(normalize(first.tensors).values())
-    for snapshot in later:
-        common &= set(normalize(snapshot.tensors).values())
-
-    return len(common) > 0
+    names = [set(normalize(snapshot.tensors).values()) for snapshot in snapshots]
+    return len(set.intersection(*names)) > 0
 
 
 def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
@@ -223,36 +224,23 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
 
     shared: how many numbers belong to the name of the run.
     """
+    forgotten: list[int] = []
     for position in range(shared):
         is_rank = numbers.roles[position] in _OF_ONE_RANK
         is_named = "rank" in numbers.texts[position].lower()
         may_be_of_run = numbers.folders[position] or not is_named
         if is_rank and may_be_of_run:
-            numbers = numbers.with_role(position, "plain")
+            forgotten.append(position)
 
-    return numbers
-
-
-def _name_steps(numbers: PathNumbers, positions: Sequence[int]) -> PathNumbers:
-    """Return the numbers of a path, of which those at some positions are steps."""
-    for position in positions:
-        numbers = numbers.with_role(position, "step")
-
-    return numbers
+    return numbers.with_role("plain", forgotten)
 
 
-def _find_saved_steps(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[int]:
-    """Return the positions of unnamed numbers that differ between files and equal the step of each file.
-
-    members: files whose paths differ in numbers only.
-    paths: the numbers of each path.
-    """
+def _find_saved_steps(template: Template) -> list[int]:
+    """Return the positions of unnamed numbers that differ between files and equal the step of each file."""
     steps: list[int] = []
-    for position in paths[members[0].path].all_of("plain"):
-        by_file = [paths[snapshot.path].numbers[position] for snapshot in members]
-        is_varying = len(set(by_file)) > 1
-        # The values of many files are searched only if the number may be a step.
-        if is_varying and all(map(_stores_step, members, by_file)):
+    # The values of many files are searched only if the number may be a step.
+    for position in find_varying(template.numbers, "plain"):
+        if all(_stores_step(file.snapshot, file.numbers.numbers[position]) for file in template.files):
             steps.append(position)
 
     return steps
@@ -262,12 +250,12 @@ def _stores_step(snapshot: Snapshot, number: int) -> bool:
     """Whether a checkpoint stores this number as its step or epoch, at the top level."""
     candidates: list[str] = []
     for name, value in snapshot.values.items():
+        # Nested values are of the optimizer, the scheduler or a loop.
         is_nested = "." in name
         # True equals 1, and is no step.
-        is_same_number = type(value) is int and value == number
-        if is_same_number and not is_nested:
+        is_number = type(value) is int
+        if is_number and value == number and not is_nested:
             candidates.append(name)
 
     kind_of = make_value_classifier(candidates)
-    kinds = [kind_of(name) for name in candidates]
-    return "progress" in kinds
+    return any(kind_of(name) == "progress" for name in candidates)

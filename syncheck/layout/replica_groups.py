@@ -21,11 +21,19 @@ MLP) are excluded because some models shard them, and biases of column-parallel 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
-from syncheck.text import group_ranks, ranks_text
+from syncheck.layout.dtensors import (
+    find_coordinate,
+    find_mesh_rank,
+    is_sharded,
+    is_whole,
+    layout_text,
+    split_coordinate,
+)
+from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -38,19 +46,32 @@ if TYPE_CHECKING:
 # Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
 TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
 _PLACE = "input|post|pre|final|self|cross|attn|attention|mlp|ffn|feed_?forward|word|embeddings?|embed|layer|rms"
-_NORM = re.compile(
-    rf"(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d"
+_NORM = (
+    rf"(?:(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?"
+    r"|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d)"
 )
-_NORM_LEAVES = frozenset({"weight", "bias"})
-# TransformerEngine stores a norm in the linear layer after it.
-_FUSED = frozenset({"layer_norm_weight", "layer_norm_bias"})
-_ROUTER_LEAVES = frozenset({"weight", "bias", "expert_bias", "e_score_correction_bias"})
-_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "dense_4h_to_h"})
-_ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
+# Not in modules whose norms are over an inner dimension.
+_OUTSIDE_INNER = r"(?![^.]*(?:attn|attention|mlp|ffn|feed_?forward)\.)"
+_ROUTER_LEAF = r"(?:weight|bias|expert_bias|e_score_correction_bias)"
+# Parameters that all tensor-parallel ranks hold whole, by the last two modules and the leaf of the name.
+_REPLICATED = re.compile(
+    "|".join(
+        (
+            # TransformerEngine stores a norm in the linear layer after it.
+            r"[^.]*\.[^.]+\.layer_norm_(?:weight|bias)",
+            rf"{_OUTSIDE_INNER}[^.]*\.{_NORM}\.(?:weight|bias)",
+            rf"[^.]*\.router\.{_ROUTER_LEAF}",
+            rf"router\.[^.]*\.{_ROUTER_LEAF}",
+            r"[^.]*\.(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\.bias",
+            r"(?:self_attention|attention|inter_attention)\.dense\.bias",
+        )
+    )
+)
+# A gate is a router only beside experts.
+_GATE = re.compile(rf"[^.]*\.gate\.{_ROUTER_LEAF}")
+_STEP = re.compile(r"optimizer(?:\..*)?\.step", re.DOTALL)
 # Name segments of modules whose layers may be sharded in another way.
 _DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
-# Modules whose norms are over an inner dimension.
-_INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
 
 
 # Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
@@ -70,10 +91,10 @@ Sets = tuple[tuple[int, ...], ...]
 class Positions:
     """The mesh coordinates of the ranks of a group.
 
-    plain: in the dimensions that divide plain tensors. sharded: in the dimensions that divide DTensors besides their
-    own mesh. Both are empty if no rank has a matching coordinate. mesh_rank: the rank in the mesh of each
-    rank; they differ if files are renamed or numbered by position. stages: a pipeline stage for each rank with
-    DTensors; ranks of the same stage have most names in common.
+    plain: in the dimensions that divide plain tensors; empty if no rank has such a coordinate.
+    sharded: in the dimensions that divide DTensors besides their own mesh; empty if no rank has such a coordinate.
+    mesh_rank: the rank in the mesh of each rank; they differ if files are renamed or numbered by position.
+    stages: a pipeline stage for each rank with DTensors; ranks of the same stage have most names in common.
     """
 
     plain: Coordinates = field(default_factory=dict)
@@ -81,13 +102,19 @@ class Positions:
     mesh_rank: Mapping[int, int] = field(default_factory=dict)
     stages: Mapping[int, int] = field(default_factory=dict)
 
+    def find_stage(self, rank: int) -> tuple[int | None, _Coordinates | None]:
+        """Return what the ranks with equal DTensors have in common: the stage, and the coordinates outside meshes."""
+        return self.stages.get(rank), self.sharded.get(rank)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSets:
     """The replica groups of a tensor.
 
-    sets: ranks with the tensor whose bytes must be equal. expected: ranks required to have the tensor. kind: `DTensor`,
-    `model parallel`, or empty for a plain tensor of all ranks. layout: description of the sharding.
+    sets: ranks with the tensor whose bytes must be equal.
+    expected: ranks required to have the tensor.
+    kind: `DTensor`, `model parallel`, or empty for a plain tensor of all ranks.
+    layout: description of the sharding.
     """
 
     sets: Sets
@@ -114,40 +141,56 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
             if sharding.coordinate:
                 mesh_rank[rank] = find_mesh_rank(sharding)
 
-            if not TENSOR_PARALLEL.isdisjoint(name.lower() for name in sharding.names):
+            if _name_dimensions(sharding) & TENSOR_PARALLEL:
                 has_tensor_parallel_mesh = True
+
+    # Without any coordinate, the ranks are in no mesh.
+    if not any(plain.values()):
+        plain = {}
 
     sharded = plain
     if has_tensor_parallel_mesh:
-        sharded = {rank: _without(coordinates, TENSOR_PARALLEL) for rank, coordinates in plain.items()}
+        sharded = _reduce(plain, TENSOR_PARALLEL)
+        if not any(sharded.values()):
+            sharded = {}
 
     return Positions(
-        plain if any(plain.values()) else {},
-        sharded if any(sharded.values()) else {},
-        mesh_rank,
-        _number_stages(snapshots),
+        plain=plain,
+        sharded=sharded,
+        mesh_rank=mesh_rank,
+        stages=_number_stages(snapshots),
     )
 
 
 def _find_dividing_coordinates(snapshot: Snapshot) -> _Coordinates:
     """Return the coordinates of a rank in the dimensions along which plain tensors may differ."""
-    mesh = snapshot.mesh
-    if not mesh and snapshot.metadata is not None:
-        mesh = snapshot.metadata.mesh
-
-    dimensions = MODEL_PARALLEL
-    if not mesh:
-        # The meshes of DTensors divide plain tensors along pipelines only.
-        mesh = mesh_of(snapshot)
-        dimensions = PIPELINE
-
-    return tuple(sorted(pair for pair in mesh.items() if pair[0].lower() in dimensions))
+    # The meshes of DTensors divide plain tensors along pipelines only.
+    dimensions = MODEL_PARALLEL if _get_recorded_mesh(snapshot) else PIPELINE
+    return tuple(sorted(coordinates_in(snapshot, dimensions)))
 
 
 def _list_shardings(snapshot: Snapshot) -> list[Sharding]:
-    """Return the distinct layouts of the DTensors of a rank. Tensors share layouts."""
-    shardings = {id(tensor.sharding): tensor.sharding for tensor in snapshot.tensors.values()}
-    return [sharding for sharding in shardings.values() if sharding is not None]
+    """Return the distinct layouts of the DTensors of a rank."""
+    return _list_distinct(tensor.sharding for tensor in snapshot.tensors.values())
+
+
+def _list_distinct(shardings: Iterable[Sharding | None]) -> list[Sharding]:
+    """Return the distinct layouts. Ranks and tensors share objects, so a thousand ranks have only a few of them."""
+    by_object = {id(sharding): sharding for sharding in shardings if sharding is not None}
+    return [*by_object.values()]
+
+
+def _name_dimensions(sharding: Sharding | None) -> frozenset[str]:
+    """Return the names of the dimensions of a mesh in lower case."""
+    if sharding is None:
+        return frozenset()
+
+    return frozenset(name.lower() for name in sharding.names)
+
+
+def _reduce(coordinates: Coordinates, dimensions: frozenset[str]) -> dict[int, _Coordinates]:
+    """Return the coordinates of each rank without some dimensions. dimensions: in lower case."""
+    return {rank: _without(of_rank, dimensions) for rank, of_rank in coordinates.items()}
 
 
 def _without(coordinates: _Coordinates, dimensions: frozenset[str]) -> _Coordinates:
@@ -165,41 +208,51 @@ def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
 
     numbers: dict[frozenset[str], int] = {}
     for names in sorted(set(names_by_rank.values()), key=len, reverse=True):
-        number = len(numbers)
-        for stage_names, stage in numbers.items():
-            if 2 * len(names & stage_names) > len(names):
-                number = stage
-                break
-
-        numbers[names] = number
+        numbers[names] = _find_stage(names, numbers)
 
     return {rank: numbers[names] for rank, names in names_by_rank.items()}
 
 
+def _find_stage(names: frozenset[str], numbers: Mapping[frozenset[str], int]) -> int:
+    """Return the number of the stage with most of these names, or else the next number.
+
+    numbers: of the known stages, by their names.
+    """
+    for stage_names, number in numbers.items():
+        common_names = names & stage_names
+        if 2 * len(common_names) > len(names):
+            return number
+
+    return len(numbers)
+
+
 def mesh_of(snapshot: Snapshot) -> dict[str, int]:
     """Return the mesh coordinate of a rank by dimension, from the file name, else the metadata, else the DTensors."""
-    if snapshot.mesh:
-        return dict(snapshot.mesh)
+    recorded_mesh = _get_recorded_mesh(snapshot)
+    if recorded_mesh:
+        return dict(recorded_mesh)
 
-    if snapshot.metadata is not None and snapshot.metadata.mesh:
-        return dict(snapshot.metadata.mesh)
-
-    largest_mesh: dict[str, int] = {}
+    meshes: list[dict[str, int]] = []
     for sharding in _list_shardings(snapshot):
-        if not sharding.names or len(sharding.names) != len(sharding.coordinate):
-            continue
+        has_coordinates = 0 < len(sharding.names) == len(sharding.coordinate)
+        if has_coordinates:
+            named_coordinates = zip(sharding.names, sharding.coordinate, strict=True)
+            meshes.append(dict(sharding.beside) | dict(named_coordinates))
 
-        mesh = dict(sharding.beside)
-        mesh |= zip(sharding.names, sharding.coordinate, strict=True)
-        if len(mesh) > len(largest_mesh):
-            largest_mesh = mesh
+    return max(meshes, key=len, default={})
 
-    return largest_mesh
+
+def _get_recorded_mesh(snapshot: Snapshot) -> Mapping[str, int]:
+    """Return the mesh coordinate of a rank from the file name, else the metadata; empty without both."""
+    if snapshot.mesh or snapshot.metadata is None:
+        return snapshot.mesh
+
+    return snapshot.metadata.mesh
 
 
 def coordinates_in(snapshot: Snapshot, dimensions: frozenset[str]) -> frozenset[tuple[str, int]]:
     """Return the coordinates of a rank in some dimensions; empty if its mesh has none of them."""
-    return frozenset(at for at in mesh_of(snapshot).items() if at[0].lower() in dimensions)
+    return frozenset(pair for pair in mesh_of(snapshot).items() if pair[0].lower() in dimensions)
 
 
 def find_replica_sets(
@@ -212,21 +265,36 @@ def find_replica_sets(
 ) -> ReplicaSets:
     """Divide the ranks with a tensor into replica groups.
 
-    ranks: all ranks of the group. replicated: whether the name shows that all tensor-parallel ranks hold the whole
-    tensor; different shapes override it. tied: whether pipeline stages hold copies of the tensor.
+    ranks: all ranks of the group.
+    replicated: whether the name shows that all tensor-parallel ranks hold the whole tensor; different shapes override
+    it.
+    tied: whether pipeline stages hold copies of the tensor.
     """
     shardings: dict[int, Sharding] = {}
     for rank, tensor in tensors.items():
-        if tensor.sharding is not None and not is_whole(tensor.sharding):
-            shardings[rank] = tensor.sharding
+        sharding = tensor.sharding
+        if sharding is not None and not is_whole(sharding):
+            shardings[rank] = sharding
 
     if shardings:
-        return _find_sets_of_dtensor(shardings, tuple(tensors), ranks, positions, tied=tied)
+        return _find_sets_of_dtensor(
+            shardings,
+            present=tuple(tensors),
+            ranks=ranks,
+            positions=positions,
+            tied=tied,
+        )
 
     if not positions.plain:
         return ReplicaSets((tuple(tensors),), ranks)
 
-    return _find_sets_of_plain_tensor(tensors, ranks, positions, replicated=replicated, tied=tied)
+    return _find_sets_of_plain_tensor(
+        tensors,
+        ranks,
+        positions,
+        replicated=replicated,
+        tied=tied,
+    )
 
 
 def _find_sets_of_plain_tensor(
@@ -234,48 +302,49 @@ def _find_sets_of_plain_tensor(
 ) -> ReplicaSets:
     """Return the replica sets of a plain tensor in a mesh. Parameters as in `find_replica_sets`."""
     copied_dimensions = _find_copied_dimensions(tensors)
-    expected = _find_expected(tensors, ranks, positions.plain, copied_dimensions)
-    same_shape = len({tensor.shape for tensor in tensors.values()}) == 1
-    if replicated and same_shape:
+    # A rank is required to have the tensor if a rank with its coordinates has it.
+    coordinates = _reduce(positions.plain, copied_dimensions)
+    coordinates_with_tensor = {coordinates[rank] for rank in tensors}
+    expected = tuple(rank for rank in ranks if coordinates[rank] in coordinates_with_tensor)
+    # Different shapes prove that ranks hold parts, whatever the name suggests.
+    shapes = {tensor.shape for tensor in tensors.values()}
+    if replicated and len(shapes) == 1:
         copied_dimensions |= TENSOR_PARALLEL
 
     if tied:
         copied_dimensions |= PIPELINE
 
-    coordinates = {rank: _without(positions.plain[rank], copied_dimensions) for rank in tensors}
-    sets = tuple(tuple(members) for members in group_ranks(coordinates).values())
-    dimensions: dict[str, None] = {}
-    for rank in positions.plain:
-        dimensions |= dict.fromkeys(name for name, _ in _without(positions.plain[rank], copied_dimensions))
+    coordinates = _reduce(positions.plain, copied_dimensions)
+    sets = _divide(tensors, coordinates)
+    dimensions: dict[str, int] = {}
+    for coordinates_of_rank in coordinates.values():
+        dimensions |= coordinates_of_rank
 
     if not dimensions:
         return ReplicaSets(sets, expected)
 
-    return ReplicaSets(sets, expected, "model parallel", f"parts along {', '.join(dimensions)}")
+    return ReplicaSets(
+        sets=sets,
+        expected=expected,
+        kind="model parallel",
+        layout=f"parts along {', '.join(dimensions)}",
+    )
 
 
-def _find_expected(
-    present: Iterable[int], ranks: Iterable[int], coordinates: Coordinates, copied_dimensions: frozenset[str]
-) -> tuple[int, ...]:
-    """Return the ranks required to have a plain tensor: those with the coordinates of a rank that has it.
-
-    present: the ranks that have it.
-    """
-    coordinates_with_tensor = {_without(coordinates[rank], copied_dimensions) for rank in present}
-    expected = []
+def _divide(ranks: Iterable[int], keys: Mapping[int, Hashable]) -> Sets:
+    """Return the sets of ranks with equal keys. keys: by rank."""
+    ranks_by_key: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
-        if _without(coordinates[rank], copied_dimensions) in coordinates_with_tensor:
-            expected.append(rank)
+        ranks_by_key[keys[rank]].append(rank)
 
-    return tuple(expected)
+    return tuple(map(tuple, ranks_by_key.values()))
 
 
 def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
     """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
     dimensions: list[frozenset[str]] = []
     for tensor in tensors.values():
-        names = () if tensor.sharding is None else tensor.sharding.names
-        dimensions.append(frozenset(name.lower() for name in names))
+        dimensions.append(_name_dimensions(tensor.sharding))
 
     copied = frozenset.intersection(*dimensions)
     # All names of the dimension mean the same.
@@ -298,30 +367,38 @@ def _find_sets_of_dtensor(
     shardings: by rank, of the ranks with a shard.
     present: the ranks with the tensor, some of which may hold it whole.
     """
-    keys: dict[int, Hashable] = {}
-    for rank in present:
-        box = _identify_box(rank, shardings.get(rank))
-        if box is None:  # replica of an unknown rank
-            keys[rank] = rank
+    copied_dimensions = PIPELINE if tied else frozenset[str]()
+    # A tensor is a replica of no other rank's tensor if the position of its box is unknown.
+    keys: dict[int, Hashable] = dict(zip(present, present, strict=True))
+    for rank, sharding in shardings.items():
+        box = _identify_box(rank, sharding)
+        if box is None:
             continue
 
-        outer = [pair for pair in positions.sharded.get(rank, ()) if pair[0] not in shardings[rank].names]
-        copied_dimensions = PIPELINE if tied else frozenset[str]()
-        keys[rank] = (box, _without(tuple(outer), copied_dimensions))
+        outer = tuple(pair for pair in positions.sharded.get(rank, ()) if pair[0] not in sharding.names)
+        keys[rank] = (box, _without(outer, copied_dimensions))
 
-    sets = tuple(tuple(members) for members in group_ranks(keys).values())
-    expected = _find_expected_shards(shardings, present, ranks, positions)
-    return ReplicaSets(sets, expected, "DTensor", _describe_layout(shardings, present))
+    expected = _find_expected_shards(
+        shardings,
+        present=present,
+        ranks=ranks,
+        positions=positions,
+    )
+    return ReplicaSets(
+        sets=_divide(present, keys),
+        expected=expected,
+        kind="DTensor",
+        layout=_describe_layout(shardings, present),
+    )
 
 
-def _identify_box(rank: int, sharding: Sharding | None) -> Hashable | None:
+def _identify_box(rank: int, sharding: Sharding) -> Hashable | None:
     """Return a key that two ranks have in common if they hold the same box; None if the position is unknown."""
-    coordinate = None if sharding is None else find_coordinate(rank, sharding)
-    if sharding is None or coordinate is None:
+    coordinate = find_coordinate(rank, sharding)
+    if coordinate is None:
         return None
 
-    pairs = zip(sharding.placements, coordinate, strict=True)
-    dividing_coordinates = tuple(number for placement, number in pairs if placement != "R")
+    dividing_coordinates, _ = split_coordinate(sharding, coordinate)
     return sharding.mesh, sharding.names, sharding.placements, sharding.shape, dividing_coordinates
 
 
@@ -330,16 +407,14 @@ def _find_expected_shards(
 ) -> tuple[int, ...]:
     """Return the ranks required to have a DTensor: those of its meshes, and of the stages that have it."""
     mesh_ranks: set[int] = set()
-    # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
-    for sharding in {id(sharding): sharding for sharding in shardings.values()}.values():
+    for sharding in _list_distinct(shardings.values()):
         mesh_ranks.update(sharding.ranks)
 
-    stages = {(positions.stages.get(rank), positions.sharded.get(rank)) for rank in present}
+    stages = {positions.find_stage(rank) for rank in present if rank in positions.stages}
     expected = []
     for rank in ranks:
         is_in_mesh = positions.mesh_rank.get(rank, rank) in mesh_ranks
-        stage = (positions.stages.get(rank), positions.sharded.get(rank))
-        is_in_stage = rank in positions.stages and stage in stages
+        is_in_stage = positions.find_stage(rank) in stages
         if is_in_mesh or is_in_stage or rank in present:
             expected.append(rank)
 
@@ -348,8 +423,7 @@ def _find_expected_shards(
 
 def _describe_layout(shardings: Mapping[int, Sharding], present: Iterable[int]) -> str:
     """Describe the layout of a DTensor, and which ranks hold it whole. present: the ranks with the tensor."""
-    distinct = {id(sharding): sharding for sharding in shardings.values()}
-    texts = {layout_text(sharding) for sharding in distinct.values()}
+    texts = {layout_text(sharding) for sharding in _list_distinct(shardings.values())}
     layout = "in different layouts"
     if len(texts) == 1:
         (layout,) = texts
@@ -363,7 +437,7 @@ def _describe_layout(shardings: Mapping[int, Sharding], present: Iterable[int]) 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
     """Whether some ranks hold a shard and other ranks the whole tensor."""
-    sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
+    sharded = sum(map(is_sharded, tensors.values()))
     return 0 < sharded < len(tensors)
 
 
@@ -376,42 +450,44 @@ def find_replicated(names: Iterable[str]) -> frozenset[str]:
         if experts:
             with_experts.add(module)
 
-    return frozenset(name for name in names if _is_step(name) or _is_replicated(_get_parameter(name), with_experts))
+    replicated: set[str] = set()
+    for name in names:
+        parameter = get_parameter(name)
+        if _is_step(name) or _is_replicated(parameter) or _is_router_gate(parameter, with_experts):
+            replicated.add(name)
+
+    return frozenset(replicated)
 
 
 def _is_step(name: str) -> bool:
     """Whether a tensor counts the steps of a parameter; each shard of the parameter has the same count."""
-    return name.startswith("optimizer.") and name.endswith(".step")
+    return _STEP.fullmatch(name) is not None
 
 
-def _get_parameter(name: str) -> str:
+def get_parameter(name: str) -> str:
+    """Return the parameter with an optimizer state; other names are unchanged."""
     if not name.startswith("optimizer."):
         return name
 
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
-def _is_replicated(name: str, with_experts: Collection[str]) -> bool:
-    """Whether the name of a parameter shows that all tensor-parallel ranks hold it whole.
+def _get_ending(parameter: str) -> str:
+    """Return the last two modules and the leaf of a name; empty if a module may be sharded in another way."""
+    path, _, leaf = parameter.lower().rpartition(".")
+    if _DIVIDED.search(path):
+        return ""
 
-    with_experts: the modules with experts.
-    """
-    *modules, leaf = name.lower().split(".")
-    if not modules or any(_DIVIDED.search(module) for module in modules):
-        return False
+    *_, parent, module = ("", *path.split("."))
+    return f"{parent}.{module}.{leaf}"
 
-    module = modules[-1]
-    parent = modules[-2] if len(modules) > 1 else ""
-    if leaf in _FUSED:
-        return True
 
-    if leaf in _NORM_LEAVES and _NORM.fullmatch(module):
-        return not _INNER.fullmatch(parent)
+def _is_replicated(parameter: str) -> bool:
+    """Whether the name of a parameter shows that all tensor-parallel ranks hold it whole."""
+    return _REPLICATED.fullmatch(_get_ending(parameter)) is not None
 
-    is_router = "router" in (module, parent)
-    is_gate = module == "gate" and name.rpartition(".gate.")[0] in with_experts
-    if leaf in _ROUTER_LEAVES and (is_router or is_gate):
-        return True
 
-    is_row_parallel = module in _ROW_PARALLEL or (module == "dense" and parent in _ATTENTION)
-    return leaf == "bias" and is_row_parallel
+def _is_router_gate(parameter: str, with_experts: Collection[str]) -> bool:
+    """Whether a parameter is of the router beside experts. with_experts: the modules with experts."""
+    module = parameter.rpartition(".gate.")[0]
+    return module in with_experts and _GATE.fullmatch(_get_ending(parameter)) is not None

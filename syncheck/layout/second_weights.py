@@ -40,8 +40,8 @@ def separate_copies(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
             copies[snapshot.path] = _list_copies(snapshot, snapshots)
 
     # Replicas of a folder are compared as a whole, so a difference in a second copy counts, too.
-    have_same_copies = len(set(copies.values())) == 1
-    if have_same_copies and len(copies) > 1:
+    distinct_copies = set(copies.values())
+    if len(distinct_copies) == 1 < len(copies):
         return list(snapshots)
 
     for folder, names in copies.items():

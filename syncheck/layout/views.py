@@ -10,12 +10,15 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.layout.boxes import assemble, locate_box
+from syncheck.snapshots import Shard, contiguous_strides, ravel_index
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.pieces import split_into_boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from syncheck.snapshots import Tensor
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -23,23 +26,27 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     if math.prod(sizes) != tensor.shape[dim]:
         raise ValueError(f"{list(sizes)} are no parts of {tensor.shape[dim]}")
 
-    inner = contiguous_strides(tuple(sizes))
-    boxes = []
-    for box in list_shards(tensor):
-        local, first = box.tensor, box.start[dim]
+    shards = []
+    for shard in list_shards(tensor):
+        local = shard.tensor
+        first = shard.start[dim]
+        stride = local.strides[dim]
+        inner_strides = [stride * inner_stride for inner_stride in contiguous_strides(sizes)]
+        strides = _replace_dims(local.strides, dim, 1, inner_strides)
         for spans in split_into_boxes(sizes, first, local.shape[dim]):
-            start = tuple(span.start for span in spans)
-            size = tuple(span.stop - span.start for span in spans)
-            skipped = sum(at * stride for at, stride in zip(start, inner, strict=True)) - first
+            start, size = locate_box(spans)
+            skipped = stride * (ravel_index(start, sizes) - first)
+            shape = _replace_dims(local.shape, dim, 1, size)
             part = _restride(
                 local,
-                skipped * local.strides[dim],
-                (*local.shape[:dim], *size, *local.shape[dim + 1 :]),
-                (*local.strides[:dim], *(s * local.strides[dim] for s in inner), *local.strides[dim + 1 :]),
+                skipped=skipped,
+                shape=shape,
+                strides=strides,
             )
-            boxes.append(Shard(part, (*box.start[:dim], *start, *box.start[dim + 1 :])))
+            shards.append(Shard(part, _replace_dims(shard.start, dim, 1, start)))
 
-    return _from_shards(tensor, (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]), boxes)
+    full_shape = _replace_dims(tensor.shape, dim, 1, sizes)
+    return _from_shards(tensor, full_shape, shards)
 
 
 def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
@@ -48,103 +55,140 @@ def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
     def order(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values[dim] for dim in dims)
 
-    boxes = [
-        Shard(_restride(box.tensor, 0, order(box.tensor.shape), order(box.tensor.strides)), order(box.start))
-        for box in list_shards(tensor)
-    ]
-    return _from_shards(tensor, order(tensor.shape), boxes)
+    shards = []
+    for shard in list_shards(tensor):
+        local = shard.tensor
+        part = _restride(
+            local,
+            skipped=0,
+            shape=order(local.shape),
+            strides=order(local.strides),
+        )
+        shards.append(Shard(part, order(shard.start)))
+
+    return _from_shards(tensor, order(tensor.shape), shards)
 
 
 def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     """Return the view of `length` indices from `start` on, in dimension `dim`."""
-    boxes = []
-    for box in list_shards(tensor):
-        local, first = box.tensor, box.start[dim]
+    shards = []
+    for shard in list_shards(tensor):
+        local = shard.tensor
+        first = shard.start[dim]
         # Only the part of the box within the range remains.
-        low, high = max(start, first), min(start + length, first + local.shape[dim])
+        low = max(start, first)
+        high = min(start + length, first + local.shape[dim])
         if low >= high:
             continue
 
-        shape = (*local.shape[:dim], high - low, *local.shape[dim + 1 :])
-        part = _restride(local, (low - first) * local.strides[dim], shape, local.strides)
-        boxes.append(Shard(part, (*box.start[:dim], low - start, *box.start[dim + 1 :])))
+        skipped = (low - first) * local.strides[dim]
+        shape = _replace_dims(local.shape, dim, 1, [high - low])
+        part = _restride(
+            local,
+            skipped=skipped,
+            shape=shape,
+            strides=local.strides,
+        )
+        shards.append(Shard(part, _replace_dims(shard.start, dim, 1, [low - start])))
 
-    return _from_shards(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
+    full_shape = _replace_dims(tensor.shape, dim, 1, [length])
+    return _from_shards(tensor, full_shape, shards)
 
 
 def flatten(tensor: Tensor, dim: int) -> Tensor:
     """Return the view with dimensions `dim` and `dim + 1` as one dimension."""
-    length, inner = tensor.shape[dim : dim + 2]
-    boxes: list[Shard] = []
-    for box in list_shards(tensor):
-        local, first = box.tensor, box.start
-        rows, size = local.shape[dim : dim + 2]
+    outer_length, inner_length = tensor.shape[dim : dim + 2]
+    shards: list[Shard] = []
+    for shard in list_shards(tensor):
+        local = shard.tensor
+        rows, row_size = local.shape[dim : dim + 2]
         outer_stride, stride = local.strides[dim : dim + 2]
+        # With one element in each row, the next element is in the next row.
+        if row_size == 1 and rows > 1:
+            stride = outer_stride
+
         # Indices of a dimension are consecutive in the result if the box has all inner indices, or one outer index.
-        joined = rows == 1 or (size == inner and (size == 1 or outer_stride == size * stride))
-        for i in [0] if joined else range(rows):
-            count = rows * size if joined else size
-            step = outer_stride if size == 1 and rows > 1 else stride
+        has_whole_rows = row_size == inner_length and outer_stride == row_size * stride
+        if has_whole_rows:
+            row_size *= rows
+            rows = 1
+
+        shape = _replace_dims(local.shape, dim, 2, [row_size])
+        strides = _replace_dims(local.strides, dim, 2, [stride])
+        first_row, first_column = shard.start[dim : dim + 2]
+        for row in range(rows):
+            start = (first_row + row) * inner_length + first_column
             part = _restride(
                 local,
-                i * outer_stride,
-                (*local.shape[:dim], count, *local.shape[dim + 2 :]),
-                (*local.strides[:dim], step, *local.strides[dim + 2 :]),
+                skipped=row * outer_stride,
+                shape=shape,
+                strides=strides,
             )
-            boxes.append(Shard(part, (*first[:dim], (first[dim] + i) * inner + first[dim + 1], *first[dim + 2 :])))
+            shards.append(Shard(part, _replace_dims(shard.start, dim, 2, [start])))
 
-    return _from_shards(tensor, (*tensor.shape[:dim], length * inner, *tensor.shape[dim + 2 :]), boxes)
+    full_shape = _replace_dims(tensor.shape, dim, 2, [outer_length * inner_length])
+    return _from_shards(tensor, full_shape, shards)
 
 
 def unstack(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensor at each index of dimension 0, without this dimension."""
-    for i in range(tensor.shape[0]):
-        row = narrow(tensor, 0, i, 1)
-        boxes = [
-            Shard(_restride(box.tensor, 0, box.tensor.shape[1:], box.tensor.strides[1:]), box.start[1:])
-            for box in list_shards(row)
-        ]
-        yield _from_shards(tensor, tensor.shape[1:], boxes)
+    for index in range(tensor.shape[0]):
+        shards = []
+        for shard in list_shards(narrow(tensor, 0, index, 1)):
+            row = shard.tensor
+            part = _restride(
+                row,
+                skipped=0,
+                shape=row.shape[1:],
+                strides=row.strides[1:],
+            )
+            shards.append(Shard(part, shard.start[1:]))
+
+        yield _from_shards(tensor, tensor.shape[1:], shards)
 
 
 def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[int, ...] | None:
     """Return the index in a tensor of an element of a view of it; None if its strides do not show it."""
-
-    def holds(box: Shard, at: Sequence[int]) -> bool:
-        spans = zip(at, box.start, box.tensor.shape, strict=True)
-        return all(start <= i < start + length for i, start, length in spans)
-
-    shard = next((shard for shard in list_shards(view) if holds(shard, index)), None)
+    shard = _find_shard(view, index)
     if shard is None:
         return None
 
-    size = DTYPES[tensor.dtype].size
-    steps = zip(index, shard.start, shard.tensor.strides, strict=True)
-    offset = shard.tensor.offset + size * sum((number - start) * stride for number, start, stride in steps)
+    offset = shard.tensor.offset
+    for number, start, stride in zip(index, shard.start, shard.tensor.strides, strict=True):
+        offset += DTYPES[tensor.dtype].size * (number - start) * stride
+
     for candidate in list_shards(tensor):
         # Bytes in memory have no path.
         is_same_file = candidate.tensor.path == shard.tensor.path and candidate.tensor.data is shard.tensor.data
-        skipped, misalignment = divmod(offset - candidate.tensor.offset, size)
-        if not is_same_file or skipped < 0 or misalignment:
-            continue
-
-        position = _find_index(candidate.tensor, skipped)
-        if position is not None:
+        position = _find_index(candidate.tensor, offset)
+        if is_same_file and position is not None:
             return tuple(start + number for start, number in zip(candidate.start, position, strict=True))
 
     return None
 
 
-def _find_index(tensor: Tensor, skipped: int) -> list[int] | None:
-    """Return the index of an element of a tensor in one piece; None if no index has this offset.
+def _find_shard(tensor: Tensor, index: Sequence[int]) -> Shard | None:
+    """Return the shard with an element of a tensor."""
+    for shard in list_shards(tensor):
+        spans = zip(index, shard.start, shard.tensor.shape, strict=True)
+        if all(start <= number < start + length for number, start, length in spans):
+            return shard
 
-    skipped: elements from the first element of the tensor.
-    """
+    return None
+
+
+def _find_index(tensor: Tensor, offset: int) -> list[int] | None:
+    """Return the index of the element of a tensor in one piece at an offset in its file; None without an element."""
+    skipped, misalignment = divmod(offset - tensor.offset, DTYPES[tensor.dtype].size)
+    if skipped < 0 or misalignment:
+        return None
+
     index = [0] * len(tensor.shape)
     # The largest stride first: elements of a box do not overlap.
-    for dim in sorted(range(len(index)), key=lambda dim: -tensor.strides[dim]):
+    for dim in sorted(range(len(index)), key=tensor.strides.__getitem__, reverse=True):
         stride = tensor.strides[dim]
-        if tensor.shape[dim] > 1 and stride:
+        # All elements of an expanded dimension are one element.
+        if stride:
             index[dim] = min(skipped // stride, tensor.shape[dim] - 1)
             skipped -= index[dim] * stride
 
@@ -166,15 +210,27 @@ def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tup
 
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor, in its own order.
-    return replace(tensor, shape=shape, strides=strides, offset=offset, crc32=None, same=b"")
+    return replace(
+        tensor,
+        shape=shape,
+        strides=strides,
+        offset=offset,
+        crc32=None,
+        same=b"",
+    )
 
 
-def _from_shards(tensor: Tensor, shape: tuple[int, ...], boxes: Iterable[Shard]) -> Tensor:
-    """Return a tensor with the name and dtype of another one. boxes: cover the shape."""
-    parts = tuple(boxes)
-    if len(parts) == 1 and parts[0].tensor.shape == shape:
-        return replace(parts[0].tensor, name=tensor.name)
+def _replace_dims(values: Sequence[int], dim: int, count: int, new_values: Sequence[int]) -> tuple[int, ...]:
+    """Return the values of all dimensions, with new values in place of those of `count` dimensions from `dim` on."""
+    return (*values[:dim], *new_values, *values[dim + count :])
 
-    first = parts[0].tensor.path if parts else tensor.path
-    data = None if parts else b""
-    return Tensor(tensor.name, tensor.dtype, shape, contiguous_strides(shape), first, 0, data=data, shards=parts)
+
+def _from_shards(tensor: Tensor, shape: tuple[int, ...], shards: Sequence[Shard]) -> Tensor:
+    """Return a tensor with the name and dtype of another one. shards: cover the shape."""
+    return assemble(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=shape,
+        shards=shards,
+        path=tensor.path,
+    )

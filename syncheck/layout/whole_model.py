@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.layout import deepspeed, megatron
+from syncheck.layout import deepspeed, megatron, megatron_stacks
 from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
 from syncheck.layout.copies import find_shared_tensors
-from syncheck.layout.dtensors import find_shards, is_whole
+from syncheck.layout.dtensors import find_shards, is_sharded
 from syncheck.layout.progress import check_progress
 from syncheck.messages import Refusal
 from syncheck.snapshots import Shard
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
 _BOXES_PER_SHARD, _MOST_BOXES = 8, 1 << 16
+# Formats whose folders store partitions or stacks of tensors, and how their tensors are joined.
+_JOINED_FORMATS = {"dcp": megatron_stacks.unstack, "deepspeed": deepspeed.join}
 
 
 def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
@@ -42,12 +44,26 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     first = next(iter(snapshots.values()))
     metadata = first.metadata
     if metadata is not None:
-        metadata = replace(metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={})
+        metadata = replace(
+            metadata,
+            mesh={},
+            rank=None,
+            optimizer_sharded=False,
+            world_size=None,
+            tied={},
+        )
 
-    is_single_whole = len(snapshots) == 1 and all(map(_is_whole_tensor, first.tensors.values()))
+    is_single_whole = len(snapshots) == 1 and not any(map(is_sharded, first.tensors.values()))
     if is_single_whole:
         tensors = {name: _without_layout(tensor) for name, tensor in first.tensors.items()}
-        return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=tensors)
+        return replace(
+            first,
+            path=path,
+            mesh={},
+            metadata=metadata,
+            numbered=(),
+            tensors=tensors,
+        )
 
     # Optimizers may number their parameters, so names are needed before the tensors are joined.
     alignment = align(snapshots)
@@ -76,12 +92,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     )
 
 
-def _is_whole_tensor(tensor: Tensor) -> bool:
-    return tensor.sharding is None or is_whole(tensor.sharding)
-
-
 def _without_layout(tensor: Tensor) -> Tensor:
-    return tensor if tensor.sharding is None else replace(tensor, sharding=None)
+    if tensor.sharding is None:
+        return tensor
+
+    return replace(tensor, sharding=None)
 
 
 def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
@@ -92,6 +107,7 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
         if not name.startswith("optimizer."):
             aligned[name] = tensors_of_copy
 
+    # Joining cuts boxes, and untrusted files could make it cut any number of them.
     most = _MOST_BOXES
     for by_rank in aligned.values():
         most += sum(_BOXES_PER_SHARD + len(tensor.shards) for tensor in by_rank.values())
@@ -101,7 +117,13 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
     for name, by_rank in aligned.items():
         replica_sets = alignment.find_replica_sets(name, by_rank)
         is_unclear = alignment.optimizer.unclear is not None and name.startswith("optimizer.")
-        tensor = _join_tensor(name, by_rank, replica_sets, path, unclear=is_unclear)
+        tensor = _join_tensor(
+            name,
+            by_rank,
+            replica_sets,
+            path,
+            unclear=is_unclear,
+        )
         joined[name] = tensor if tensor.refused else _without_layout(tensor)
         box_count += len(tensor.shards)
         if box_count > most:
@@ -112,15 +134,19 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
 
 def split_folder(snapshot: Snapshot) -> dict[int, Snapshot]:
     """Return the files of all ranks of a folder, by rank, if its format is known to divide tensors by name."""
-    return megatron.split(snapshot) if snapshot.format == "megatron" else {0: snapshot}
+    if snapshot.format == "megatron":
+        return megatron.split(snapshot)
+
+    return {0: snapshot}
 
 
 def _join_folder(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
-    if snapshot.format == "dcp":
-        return megatron.unstack(snapshot)
+    join_format = _JOINED_FORMATS.get(snapshot.format)
+    if join_format is None:
+        return snapshot
 
-    return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
+    return join_format(snapshot)
 
 
 def add_tied_names(
@@ -132,7 +158,7 @@ def add_tied_names(
     listed_ties: pairs of tied names in the metadata of the files.
     """
     tensors_of_models = [normalize_keys(model.tensors) for model in models]
-    ties = [list(pair) for pair in listed_ties]
+    ties: list[Sequence[str]] = [*listed_ties]
     for tensors in tensors_of_models:
         renamed = [replace(tensor, name=name) for name, tensor in tensors.items()]
         ties += find_shared_tensors(renamed)
@@ -177,12 +203,17 @@ def _join_tensor(
             return replace(tensor, name=name)
 
     first = next(iter(by_rank.values()))
-    whole_tensors = [tensor for tensor in by_rank.values() if _is_whole_tensor(tensor)]
-    if len(whole_tensors) < len(by_rank) and (unclear or not whole_tensors):
-        return _join_boxes(name, by_rank, replica_sets, path, unclear=unclear)
-
     if unclear:
         return _refuse(first, name, replica_sets)
+
+    whole_tensors = [tensor for tensor in by_rank.values() if not is_sharded(tensor)]
+    if not whole_tensors:
+        return _join_boxes(
+            name,
+            by_rank,
+            replica_sets=replica_sets,
+            path=path,
+        )
 
     # Ranks in several sets hold different parts, and files do not show the position of plain parts.
     if len(whole_tensors) == len(by_rank) and len(replica_sets.sets) > 1:
@@ -191,12 +222,9 @@ def _join_tensor(
     return replace(whole_tensors[0], name=name)
 
 
-def _join_boxes(
-    name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
-) -> Tensor:
+def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str) -> Tensor:
     """Return the tensor that the boxes of all ranks cover. Parameters as in `_join_tensor`."""
     first = next(iter(by_rank.values()))
-    shape = first.full_shape
     set_of_rank: dict[int, int] = {}
     for number, ranks in enumerate(replica_sets.sets):
         set_of_rank |= dict.fromkeys(ranks, number)
@@ -205,10 +233,8 @@ def _join_boxes(
     set_of_box: dict[Hashable, int] = {}
     for rank, tensor in by_rank.items():
         shards_of_rank = find_shards(rank, tensor)
-        if unclear or shards_of_rank is None:
-            return _refuse(first, name, replica_sets)
-
-        if tensor.dtype != first.dtype or tensor.full_shape != shape:
+        is_same_tensor = (tensor.dtype, tensor.full_shape) == (first.dtype, first.full_shape)
+        if shards_of_rank is None or not is_same_tensor:
             return _refuse(first, name, replica_sets)
 
         shards += shards_of_rank
@@ -218,7 +244,13 @@ def _join_boxes(
             if set_of_box.setdefault(box, set_of_rank[rank]) != set_of_rank[rank]:
                 return _refuse(first, name, replica_sets)
 
-    return combine(name, first.dtype, shape, shards, path)
+    return combine(
+        name=name,
+        dtype=first.dtype,
+        shape=first.full_shape,
+        shards=shards,
+        path=path,
+    )
 
 
 def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:
@@ -234,12 +266,11 @@ def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
             values_by_name[name].append(value)
 
     joined: dict[str, Any] = {}
-    for name, (first_value, *other_values) in values_by_name.items():
-        is_on_all_ranks = len(other_values) + 1 == len(snapshots)
+    for name, values in values_by_name.items():
         # Each rank of a partitioned optimizer lists its own parameters.
-        is_equal = all(value == first_value for value in other_values)
-        if not is_membership(name) or (is_on_all_ranks and is_equal):
-            joined[name] = first_value
+        is_same_on_all_ranks = values.count(values[0]) == len(snapshots)
+        if is_same_on_all_ranks or not is_membership(name):
+            joined[name] = values[0]
 
     return joined
 
@@ -261,10 +292,17 @@ def locate_shards(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int,
     """
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
-            if not _is_whole_tensor(tensor):
-                yield name, rank, tensor, find_shards(rank, tensor)
-            elif tensor.shards:
-                yield name, rank, tensor, list(tensor.shards)
-            else:
-                start = (0,) * len(tensor.shape)
-                yield name, rank, tensor, [Shard(tensor, start)]
+            yield name, rank, tensor, _locate_tensor(rank, tensor)
+
+
+def _locate_tensor(rank: int, tensor: Tensor) -> list[Shard] | None:
+    """Return the boxes of a tensor in the file of a rank; None if their position is unknown."""
+    if is_sharded(tensor):
+        return find_shards(rank, tensor)
+
+    if tensor.shards:
+        return [*tensor.shards]
+
+    # A tensor in one piece is a box that starts at its first element.
+    start = (0,) * len(tensor.shape)
+    return [Shard(tensor, start)]

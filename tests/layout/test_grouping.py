@@ -106,7 +106,7 @@ def groups(
 ) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
     paths = [path for pattern in patterns for path in expanded(pattern)]
-    result = group_replicas([snapshot(path) for path in paths], group_by, roots)
+    result = group_replicas([snapshot(path) for path in paths], group_by, roots or {})
     positions = [[paths.index(s.path) for _, s in group.ranks] for group in result]
     assert all(group == sorted(group) for group in positions)
     assert sorted(itertools.chain(*positions)) == list(range(len(paths)))
@@ -200,6 +200,8 @@ RANKS: dict[str, list[tuple[int | None, list[int]]]] = {
     # Equal names in folders that the user passed are replicas, also if their ranks are equal.
     "{a,b}/x_rank0.pth": [(None, [0, 1])],
     "{a/rank3,b/rank5}/x.pth": [(None, [3, 5])],
+    # A file with coordinates only is the first replica, also if it is the only one.
+    "tp_rank_00_pp_rank_000/m.ckpt": [(None, [0])],
     # A single file joins the only group that lacks its rank, unless its step differs or two groups lack the rank.
     "{rank0.json,ckpts/ddp_rank1.pth}": [(None, [0, 1])],
     "{a/rank{0,1},b/rank2}.pt": [(None, [0, 1, 2])],
@@ -282,6 +284,15 @@ def test_replicas_with_different_words() -> None:
     result = groups("{new,old}/checkpoint-{500,1000}/model-00001-of-00002.bin")
     assert by_step(result) == [(500, [0, 1]), (1000, [0, 1])]
     assert {group.grouping for group in result} == {(Grouping.NO_RANKS_ONE_STEP(),)}
+
+
+def test_copies_of_folders_are_sorted_by_rank() -> None:
+    """If the folders that the user passed have ranks in their names, the replicas are in the order of the ranks."""
+    paths = ["a_rank1/w.pt", "b_rank0/w.pt"]
+    roots = {path: path.partition("/")[0] for path in paths}
+    (group,) = group_replicas([snapshot(path) for path in paths], roots=roots)
+    assert group.grouping == (Grouping.FOLDER_COPIES(),)
+    assert [(rank, s.path) for rank, s in group.ranks] == [(0, "b_rank0/w.pt"), (1, "a_rank1/w.pt")]
 
 
 @pytest.mark.parametrize("pattern", ["c/rank{}.pth", "c/rank{:05}.pth", "c/{}.pth"])
