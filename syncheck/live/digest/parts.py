@@ -36,8 +36,14 @@ def as_plain_tensors() -> Iterator[None]:
 
 def is_torch(source: Any) -> bool:
     """Whether a source is a torch tensor and not an array."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.Tensor)
+    return is_instance(source, "torch", "Tensor")
+
+
+def is_instance(value: Any, package: str, class_name: str) -> bool:
+    """Whether a value is an instance of a class of a package, without importing the package."""
+    # Nothing is an instance of one of no classes.
+    kind: Any = getattr(sys.modules.get(package), class_name, ())
+    return isinstance(value, kind)
 
 
 def is_c_order(tensor: Any) -> bool:

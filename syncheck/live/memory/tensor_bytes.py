@@ -20,6 +20,7 @@ from syncheck.live.digest.parts import (
     copy_in_c_order,
     has_storage,
     is_c_order,
+    is_instance,
     is_torch,
 )
 from syncheck.messages import SHARD_REFUSALS, Refusal
@@ -95,11 +96,11 @@ class TensorBytes:
         self._flat: Any = None
 
     def __getitem__(self, part: slice) -> bytes:
-        if self._flat is None and _is_c_order(self.source):
-            self._flat = flat_bytes(self.source)
+        if not _is_c_order(self.source):
+            return self._gather(part)
 
         if self._flat is None:
-            return self._gather(part)
+            self._flat = flat_bytes(self.source)
 
         return _to_bytes(self._flat[part])
 
@@ -146,8 +147,7 @@ class MemoryTensor(TensorLocation):
 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor or a numpy array."""
-    numpy = sys.modules.get("numpy")
-    return is_torch(value) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return is_torch(value) or is_instance(value, "numpy", "ndarray")
 
 
 def describe_tensor(value: Any) -> MemoryTensor:
@@ -155,10 +155,10 @@ def describe_tensor(value: Any) -> MemoryTensor:
 
     For a DTensor, the bytes of the local tensor and its sharding.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor):
+    if not is_torch(value):
         return _describe_array(value)
 
+    torch: Any = sys.modules["torch"]
     if _is_plain_tensor(value, torch):  # the common case
         dtype = _get_dtype(value.dtype)
         if dtype is not None:
