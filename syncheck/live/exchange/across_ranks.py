@@ -20,8 +20,9 @@ from syncheck.comparison.group_metadata import hyperparameters
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
+from syncheck.live.exchange.contents import with_digest_only
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
-from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
+from syncheck.live.exchange.manifest import exchange_manifests
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
@@ -33,8 +34,8 @@ from syncheck.tensors.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncheck.live.exchange.contents import Content, ContentKey, GroupContents
     from syncheck.live.exchange.fetching import Key
-    from syncheck.live.exchange.manifest import Content, GroupContents
     from syncheck.messages import Message
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
@@ -287,7 +288,7 @@ def _attach_bytes(
             remote_tensors += [tensor for digest, tensor in by_digest.items() if (name, digest) not in local_bytes]
 
     fetcher = Fetcher(channel, local_bytes, remote_tensors)
-    by_key: dict[tuple[bytes, bytes], Content] = {}
+    by_key: dict[ContentKey, Content] = {}
     for content_key, content in contents.by_key.items():
         tensors: dict[str, Tensor] = {}
         for name, fetched_name in contents.fetched_names(content).items():
