@@ -61,8 +61,11 @@ def has_storage(tensor: Any) -> bool:
 
     FSDP1 frees the storage of parameters between uses, but the tensors keep their shape.
     """
-    if not tensor.numel() or not (tensor.is_cpu or tensor.is_cuda):  # other devices give no address to read
+    # Other devices give no address to read.
+    has_address = tensor.is_cpu or tensor.is_cuda
+    if not tensor.numel() or not has_address:
         return True
+
     return bool(tensor.untyped_storage().nbytes() >= _required_bytes(tensor))
 
 

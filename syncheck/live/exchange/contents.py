@@ -47,12 +47,12 @@ class Row(NamedTuple):
             record = (self.crc32, 0, math.prod(self.shape) * DTYPES[self.dtype].size)
 
         return Tensor(
-            self.name,
-            self.dtype,
-            self.shape,
-            contiguous_strides(self.shape),
-            "",
-            0,
+            name=self.name,
+            dtype=self.dtype,
+            shape=self.shape,
+            strides=contiguous_strides(self.shape),
+            path="",
+            offset=0,
             refused=self.refused,
             data=b"",
             parameter=self.parameter,
@@ -119,25 +119,46 @@ def make_manifest(local: Snapshot, algorithms: Sequence[str]) -> Manifest:
             index = shardings.setdefault(replace(tensor.sharding, coordinate=()), len(shardings))
 
         row = Row(
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            tensor.refused,
-            tensor.parameter,
-            algorithm,
-            index,
-            tensor.crc32,
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            refused=tensor.refused,
+            parameter=tensor.parameter,
+            algorithm=algorithm,
+            sharding=index,
+            crc32=tensor.crc32,
         )
         rows.append(row)
 
-    metadata = local.metadata and replace(local.metadata, rank=None, host=None, mesh={}, no_sync="")
-    shared = Snapshot("", local.format, 0, {}, dict(local.values), local.stubs, metadata, local.notes, local.ties)
+    metadata = local.metadata and replace(
+        local.metadata,
+        rank=None,
+        host=None,
+        mesh={},
+        no_sync="",
+    )
+    shared = Snapshot(
+        path="",
+        format=local.format,
+        bytes=0,
+        tensors={},
+        values=dict(local.values),
+        stubs=local.stubs,
+        metadata=metadata,
+        notes=local.notes,
+        ties=local.ties,
+    )
     return Manifest(tuple(rows), tuple(shardings), shared)
 
 
 def with_digest_only(tensor: Tensor) -> Tensor:
     """Return a tensor without bytes and with its digest; the ranks have agreed on the algorithm."""
-    return replace(tensor, data=None, digest=Digest("agreed", tensor.same.hex()), same=b"")
+    return replace(
+        tensor,
+        data=None,
+        digest=Digest("agreed", tensor.same.hex()),
+        same=b"",
+    )
 
 
 class ContentKey(NamedTuple):

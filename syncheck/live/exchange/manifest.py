@@ -65,7 +65,12 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
 
     hashes = {rank: info.attributes for rank, info in rank_infos.items()}
     attributes = exchange_attributes(channel, local.attributes, hashes)
-    return GroupContents(rank_infos, contents, channel.is_world, attributes)
+    return GroupContents(
+        rank_infos=rank_infos,
+        by_key=contents,
+        is_world=channel.is_world,
+        attributes=attributes,
+    )
 
 
 def _describe_rank(channel: Channel, local: Snapshot, options: Options, key: ContentKey) -> RankInfo:

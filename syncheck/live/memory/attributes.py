@@ -172,12 +172,9 @@ class AttributeReader:
 
     def _open(self, part: Part) -> list[Part]:
         """Return the parts of a container, module or object."""
-        parts: list[Part] = []
-        for key, item in self._list_parts(part):
-            if not is_own_name(key):
-                parts.append(Part(f"{part.name}.{key}", item, part.depth + 1))
-
-        return parts
+        depth = part.depth + 1
+        items = self._list_parts(part)
+        return [Part(f"{part.name}.{key}", item, depth) for key, item in items if not is_own_name(key)]
 
     def _list_parts(self, part: Part) -> Iterable[tuple[str, Any]]:
         """Return the parts of a container, module or object with their keys."""
@@ -228,7 +225,12 @@ class AttributeReader:
         def is_skipped(node: Any) -> bool:
             return self._is_read(node) or issubclass(type(node), CODE)
 
-        return has_referent([value], _is_tensor_or_module, is_skipped, _MOST_SEARCHED)
+        return has_referent(
+            [value],
+            is_sought=_is_tensor_or_module,
+            is_skipped=is_skipped,
+            most=_MOST_SEARCHED,
+        )
 
     def _add_tensor(self, name: str, value: Any) -> None:
         """Add a tensor; a parameter that the optimizer trains belongs to the model, wherever it is held."""
@@ -289,11 +291,7 @@ def describe_modes(modules: Mapping[str, Any]) -> str:
 
     modules: by path.
     """
-    modules_off: list[str] = []
-    for path, module in modules.items():
-        if vars(module).get("training") is False:
-            modules_off.append(path or "(root)")
-
+    modules_off = [path or "(root)" for path, module in modules.items() if vars(module).get("training") is False]
     if not modules_off:
         return "on"
     if len(modules_off) == len(modules):

@@ -54,7 +54,13 @@ def is_bundle(value: Any) -> bool:
 
 def has_module(value: Any) -> bool:
     """Whether an object is a module, or a container with a module at any depth."""
-    return has_referent([value], is_module, _is_closed, sys.maxsize, _list_parts)
+    return has_referent(
+        [value],
+        is_sought=is_module,
+        is_skipped=_is_closed,
+        most=sys.maxsize,
+        list_referents=_list_parts,
+    )
 
 
 def _is_closed(value: Any) -> bool:
@@ -98,7 +104,12 @@ def has_tensor(values: Iterable[Any], skipped: Container[int] = ()) -> bool:
     def is_skipped(node: Any) -> bool:
         return id(node) in skipped or isinstance(node, CODE)
 
-    return has_referent(values, _holds_tensor, is_skipped, _MOST_SEARCHED)
+    return has_referent(
+        values,
+        is_sought=_holds_tensor,
+        is_skipped=is_skipped,
+        most=_MOST_SEARCHED,
+    )
 
 
 def get_referents(value: Any) -> list[Any]:

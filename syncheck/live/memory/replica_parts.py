@@ -11,7 +11,7 @@ from syncheck.tensors.averages import is_averaging_class
 from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # The key of an averaged copy beside the model, as in files.
 _AVERAGE = "ema"
@@ -99,16 +99,31 @@ def _holds_model(part: Any) -> bool:
 
 
 def _default_key(part: Any) -> str:
-    """Return the key that trainers use for an object of this kind."""
-    if is_module(part):
-        return "model"
+    """Return the key that trainers use for an object of this kind, by default its class name."""
+    for key, is_of_kind in _KEYS.items():
+        if is_of_kind(part):
+            return key
 
-    if is_optimizer(part) or is_optimizer_state(part):
-        return "optimizer"
+    return type(part).__name__
 
+
+def _is_any_optimizer(part: Any) -> bool:
+    return is_optimizer(part) or is_optimizer_state(part)
+
+
+def _is_scaler(part: Any) -> bool:
     # By name, because several packages have a GradScaler of their own.
-    class_name = type(part).__name__
-    if class_name.endswith("Scaler"):
-        return "scaler"
+    return type(part).__name__.endswith("Scaler")
 
-    return "lr_scheduler" if hasattr(part, "get_last_lr") else class_name
+
+def _is_scheduler(part: Any) -> bool:
+    return hasattr(part, "get_last_lr")
+
+
+# The keys of checkpoints, and which objects they have.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    "model": is_module,
+    "optimizer": _is_any_optimizer,
+    "scaler": _is_scaler,
+    "lr_scheduler": _is_scheduler,
+}

@@ -45,7 +45,14 @@ def get_sharding(tensor: Any) -> Sharding:
     """Return the sharding of a DTensor. A placement that is neither replicated nor a shard counts as a partial sum."""
     sizes, ranks, coordinate, names = _describe_mesh(tensor.device_mesh)
     placements = tuple(_format_placement(placement) for placement in tensor.placements)
-    return Sharding(sizes, ranks, placements, tuple(tensor.shape), names, coordinate)
+    return Sharding(
+        mesh=sizes,
+        ranks=ranks,
+        placements=placements,
+        shape=tuple(tensor.shape),
+        names=names,
+        coordinate=coordinate,
+    )
 
 
 def _describe_mesh(mesh: Any) -> Mesh:
@@ -142,7 +149,22 @@ class MemoryTensor(TensorLocation):
         if self.refused:
             return self
 
-        return MemoryTensor(self.dtype, self.shape, None, reason)
+        return MemoryTensor(
+            self.dtype,
+            self.shape,
+            content=None,
+            refused=reason,
+        )
+
+
+def make_refused(reason: Message) -> MemoryTensor:
+    """Return a tensor of which only the reason not to compare it is known."""
+    return MemoryTensor(
+        None,
+        (),
+        content=None,
+        refused=reason,
+    )
 
 
 def is_tensor(value: Any) -> bool:
@@ -165,7 +187,12 @@ def describe_tensor(value: Any) -> MemoryTensor:
             return MemoryTensor(dtype, tuple(value.shape), TensorBytes(value))
 
     if type(value).__name__ == "ShardedTensor":
-        return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), None, Refusal.SHARDED_TENSOR())
+        return MemoryTensor(
+            _get_dtype(value.dtype),
+            tuple(value.shape),
+            content=None,
+            refused=Refusal.SHARDED_TENSOR(),
+        )
 
     sharding = None
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
@@ -179,9 +206,21 @@ def describe_tensor(value: Any) -> MemoryTensor:
         # Asking for the shape of such a tensor raises.
         if refused.code not in (Refusal.NESTED, Refusal.LAZY):
             shape = tuple(value.shape)
-        return MemoryTensor(_get_dtype(value.dtype), shape, None, refused, sharding)
+        return MemoryTensor(
+            _get_dtype(value.dtype),
+            shape,
+            content=None,
+            refused=refused,
+            sharding=sharding,
+        )
 
-    return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), TensorBytes(value), None, sharding)
+    return MemoryTensor(
+        _get_dtype(value.dtype),
+        tuple(value.shape),
+        content=TensorBytes(value),
+        refused=None,
+        sharding=sharding,
+    )
 
 
 def _describe_array(array: Any) -> MemoryTensor:
@@ -190,7 +229,12 @@ def _describe_array(array: Any) -> MemoryTensor:
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None:
         refused = Refusal.NUMPY_DTYPE(name=f"{array.dtype.str[1:]:.20}")
-        return MemoryTensor(dtype, tuple(array.shape), None, refused)
+        return MemoryTensor(
+            dtype,
+            tuple(array.shape),
+            content=None,
+            refused=refused,
+        )
 
     return MemoryTensor(dtype, tuple(array.shape), TensorBytes(array))
 

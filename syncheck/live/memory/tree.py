@@ -37,7 +37,7 @@ from syncheck.live.memory.objects import (
 )
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.replica_parts import get_prefix, merge_parts
-from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
+from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor, make_refused
 from syncheck.messages import Refusal
 from syncheck.readers.metadata_block import get_buffers_synced
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
@@ -67,7 +67,7 @@ def list_parameters(optimizer: Any) -> list[Any]:
     """Return the parameters of all groups of an optimizer."""
     parameters: list[Any] = []
     for group in optimizer.param_groups:
-        parameters += group["params"]
+        parameters += group.get("params", ())
 
     return parameters
 
@@ -91,7 +91,7 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
         for key, number in zip(ids, saved_group.get("params") or (), strict=True):
             if key in sharded:
                 # Ranks differ in the states: a rank with an empty shard of the parameter has no states.
-                state_dict["state"][number] = {"state": MemoryTensor(None, (), None, Refusal.FLAT_PARAMETER())}
+                state_dict["state"][number] = {"state": make_refused(Refusal.FLAT_PARAMETER())}
 
     return state_dict
 
@@ -196,8 +196,7 @@ class Tree:
         converted = self._convert(optimizer.state_dict(), name, 1)
         state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
         if self.partitioned:
-            for parameter in list_parameters(optimizer):
-                self.local_parameters.append(self.names.get(id(parameter), ""))
+            self.local_parameters += [self.names.get(id(parameter), "") for parameter in list_parameters(optimizer)]
 
         # A wrapper of another optimizer (fp32 masters) is treated as a plain mapping.
         if not state_dict.keys() >= _OPTIMIZER_KEYS:
@@ -369,7 +368,13 @@ class Tree:
         modules = dict(module.named_modules(remove_duplicate=False))
         self.no_sync = self.no_sync or get_no_sync(modules.values())
         flat_prefixes = tuple(add_dot(path) for path, owner in modules.items() if is_fsdp1(owner))
-        root = _Root(get_prefix(name), {}, modules, flat_prefixes, get_transient_buffers(modules))
+        root = _Root(
+            prefix=get_prefix(name),
+            entries={},
+            modules=modules,
+            flat_prefixes=flat_prefixes,
+            transient=get_transient_buffers(modules),
+        )
         self._roots.append(root)
         self.modes[f"{root.prefix}training"] = describe_modes(modules)
         for path, owner in modules.items():
@@ -420,22 +425,25 @@ class Tree:
         if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
             self.bn_momentum[full_path] = owner.momentum
 
-        holders = list(owner.parameters(recurse=False))
+        for parameter in owner.parameters(recurse=False):
+            self._add_tensor_attributes(parameter)
+
         if is_read(owner):
             plain_path = find_plain_path(path, root.modules)
             self._owners.append((f"{root.prefix}{plain_path}".removesuffix("."), owner))
         else:
-            holders.insert(0, owner)
-
-        for holder in holders:
-            for key, value in vars(holder).items():
-                # The test of the dtype is faster, and most attributes are no tensors.
-                if hasattr(value, "dtype") and is_tensor(value):
-                    self._attributes.append((f"{get_class_name(holder)}.{key}", value))
+            self._add_tensor_attributes(owner)
 
         if has_extra_state(owner):
             name = f"{add_dot(path)}{EXTRA_STATE}"
             root.entries[name] = self._convert(owner.get_extra_state(), f"{root.prefix}{name}", 1)
+
+    def _add_tensor_attributes(self, holder: Any) -> None:
+        """Remember the tensors in the attributes of a module or parameter, which may be compared elsewhere."""
+        for key, value in vars(holder).items():
+            # The test of the dtype is faster, and most attributes are no tensors.
+            if hasattr(value, "dtype") and is_tensor(value):
+                self._attributes.append((f"{get_class_name(holder)}.{key}", value))
 
     def _read_custom_state(self, root: _Root) -> None:
         """Add the entries that the modules' own code adds to a state dict."""
