@@ -1,4 +1,4 @@
-"""What a monitor remembers of earlier checks, so that only new findings are printed in detail."""
+"""The memory of a monitor: earlier checks, so that only new findings are printed in detail."""
 
 from __future__ import annotations
 

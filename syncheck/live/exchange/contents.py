@@ -1,4 +1,4 @@
-"""The contents of ranks without the bytes of their tensors: what ranks send each other, and what all of them know."""
+"""The contents of ranks without the bytes of their tensors: messages between ranks, and the replicas they describe."""
 
 from __future__ import annotations
 

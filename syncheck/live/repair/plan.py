@@ -169,7 +169,7 @@ def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) 
 
 
 def _differs_in_structure(diff: TensorDiff) -> bool:
-    """Whether a difference of a tensor is one of shape or dtype, or a tensor that cannot be created."""
+    """Whether the shapes or dtypes of a tensor differ, or a missing tensor cannot be created."""
     if diff.reason != "missing":
         return diff.reason in ("shape", "dtype")
 

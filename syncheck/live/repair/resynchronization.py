@@ -165,15 +165,7 @@ def resync(
     # A rank that raises alone would leave the other ranks waiting in the check.
     channel.run_together(lambda: _check_arguments(channel, source, only, checking))
     options = {**checking, "only": only, "include": include, "exclude": exclude, "rng": False}
-    run_check = partial(
-        check,
-        model,
-        optimizer,
-        scaler,
-        group=group,
-        mesh=mesh,
-        **options,
-    )
+    run_check = partial(check, model, optimizer, scaler, group=group, mesh=mesh, **options)
     # The report is the same on all ranks, so all of them decide alike without another message.
     before = run_check()
     if before.verdict == "in_sync":
@@ -185,19 +177,18 @@ def resync(
     if after.verdict != "in_sync":
         raise RankFailed(_format_remaining(after))
 
-    result = _describe_repair(
-        before,
-        after,
-        source,
-        jobs,
-        copied,
-    )
+    result = _describe_repair(before, after, source, jobs, copied)
     if channel.is_leader:
-        # A failing handler would raise on this rank only.
-        with suppress(Exception):
-            logging.getLogger("syncheck").warning("%s", result.summary)
+        _log_summary(result)
 
     return result
+
+
+def _log_summary(result: Resync) -> None:
+    """Log the changes of a repair."""
+    # A failing handler would raise on this rank only.
+    with suppress(Exception):
+        logging.getLogger("syncheck").warning("%s", result.summary)
 
 
 def _describe_repair(
