@@ -36,7 +36,9 @@ def as_plain_tensors() -> Iterator[None]:
 
 def is_torch(source: Any) -> bool:
     """Whether a source is a torch tensor and not an array."""
-    return is_instance(source, "torch", "Tensor")
+    # Without `is_instance`: a check of a small model makes thousands of these calls.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.Tensor)
 
 
 def is_instance(value: Any, package: str, class_name: str) -> bool:
