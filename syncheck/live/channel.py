@@ -68,9 +68,9 @@ class _RequestFailed(Exception):
 def world_size() -> int:
     """Return the number of processes in the default process group, or 0 without a process group."""
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return 0
-    return int(dist.get_world_size())
+    # torch may be built without support for process groups.
+    has_group = dist is not None and dist.is_available() and dist.is_initialized()
+    return int(dist.get_world_size()) if has_group else 0
 
 
 class Channel:
@@ -140,8 +140,12 @@ class Channel:
             elif not isinstance(message, Failure):
                 foreign_ranks.append(rank)
 
-        if foreign_ranks or len(kinds) > 1:
-            raise self._report_mismatch(ranks_text(foreign_ranks or self.ranks))
+        if foreign_ranks:
+            raise self._report_mismatch(ranks_text(foreign_ranks))
+
+        # Nobody knows which of the ranks make the wrong call.
+        if len(kinds) > 1:
+            raise self._report_mismatch(ranks_text(self.ranks))
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
         """Broadcast a message from some ranks, and return the messages by rank. If one fails, all ranks raise.
@@ -192,7 +196,8 @@ class Channel:
                 raise combined from error
             raise
 
-        self.gather(None, _DONE)  # receives failures of ranks that failed after their last message
+        # Receives the failures of ranks that failed after their last message.
+        self.gather(None, _DONE)
         return result
 
     @property
@@ -212,7 +217,8 @@ class Channel:
 
         try:
             result = work()
-            self._broadcast(_Envelope(_DONE, pickle.dumps(result)))  # pickling fails before the message is due
+            # Pickling may fail, and then the broadcast has not begun.
+            self._broadcast(_Envelope(_DONE, pickle.dumps(result)))
         except Exception as error:
             if self.ended:
                 raise
@@ -227,7 +233,8 @@ class Channel:
 
     def request(self, rank: int, message: Any) -> Any:
         """Return another rank's response. Only for work on the leader, within `run_on_leader`."""
-        self._broadcast(_Envelope(rank, pickle.dumps(message)))  # every rank receives every request
+        # Every rank receives every request, because it waits for the result of the leader in the same call.
+        self._broadcast(_Envelope(rank, pickle.dumps(message)))
         replies: list[Any] = [None]
         with self._translate_errors():
             self._dist.recv_object_list(replies, src=rank, group=self._group)
@@ -291,11 +298,11 @@ class Channel:
         """Return the error that all ranks raise. It lists the ranks unless all failed in the same way."""
         self.ended = True
         ranks_by_text = group_ranks({rank: failure.text for rank, failure in failures.items()})
-        # Errors that all ranks have in common need no ranks, for example an invalid argument.
-        texts = list(ranks_by_text)
-        failed_alike = len(texts) == 1 and len(failures) == len(self.ranks)
-        if not failed_alike:
-            texts = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        texts = []
+        for text, ranks in ranks_by_text.items():
+            # Errors that all ranks have in common need no ranks, for example an invalid argument.
+            is_common = len(ranks) == len(self.ranks)
+            texts.append(text if is_common else f"{ranks_text(ranks)}: {text}")
 
         kind = UsageError if all(failure.usage for failure in failures.values()) else RankFailed
         return kind(one_line("; ".join(texts[:MAX_VALUES])))
@@ -303,7 +310,8 @@ class Channel:
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
         """Turn torch's communication errors into a one-line RankFailed."""
-        self.ended = True  # until the message has arrived
+        # Until the message has arrived, this rank cannot send a failure.
+        self.ended = True
         try:
             yield
         except RuntimeError as error:  # torch.distributed raises RuntimeErrors
@@ -312,7 +320,8 @@ class Channel:
                 f"rank {self.rank} cannot communicate: {_first_sentence(error)}; another rank has exited, or did not "
                 "make this call within the group's timeout; see the last output of the other ranks"
             ) from error
-        except Exception as error:  # this module sends only bytes, so torch failed to unpickle a foreign message
+        # This module sends only bytes, so torch failed to unpickle a foreign message.
+        except Exception as error:
             raise self._report_mismatch("some rank") from error
         self.ended = False
 

@@ -227,7 +227,8 @@ def _get_numpy_state(numpy: Any) -> dict[str, Any]:
     """Return the state of numpy's global generator as arrays."""
     state = numpy.random.get_state(legacy=False)
     generator_state = state["state"]
-    if "key" not in generator_state:  # not MT19937: integers of any size, in a dict
+    # Generators other than MT19937 have integers of any size, which no array holds.
+    if "key" not in generator_state:
         return {"numpy": numpy.frombuffer(hashlib.sha256(repr(state).encode()).digest(), numpy.uint8)}
 
     gauss = state["gauss"] if state["has_gauss"] else None

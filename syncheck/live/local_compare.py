@@ -25,6 +25,7 @@ from syncheck.live.memory.objects import (
     is_optimizer,
 )
 from syncheck.live.memory.tensor_bytes import describe_tensor, is_tensor
+from syncheck.live.memory.tree import list_parameters
 from syncheck.messages import Grouping
 from syncheck.tensors.names import normalize
 
@@ -56,12 +57,24 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
             unreadable += unreadable_files
         else:
             title = f"things[{position}], {class_title(value)}"
-            ranked[position] = snapshot(value, path=title, persistent=persistent, attributes=True)
+            ranked[position] = snapshot(
+                value,
+                path=title,
+                persistent=persistent,
+                attributes=True,
+            )
 
     groups: tuple[ReplicaGroup, ...] = ()
     if ranked:
         agreed = zip(ranked, agree_on_buffers(ranked.values()), strict=True)
-        groups = (ReplicaGroup("model", None, tuple(agreed), (Grouping.MEMORY(),)),)
+        groups = (
+            ReplicaGroup(
+                run="model",
+                step=None,
+                ranks=tuple(agreed),
+                grouping=(Grouping.MEMORY(),),
+            ),
+        )
 
     reference.check_reference(options.reference, groups, unreadable)
     return finish(judge(Found(groups, tuple(unreadable)), options), options)
@@ -103,7 +116,8 @@ def _check_objects(things: Sequence[Any]) -> None:
 
 def _are_parts_of_one_replica(values: Sequence[Any]) -> bool:
     """Whether objects are a model and its optimizer."""
-    return any(is_module(value) for value in values) and any(is_optimizer(value) for value in values)
+    has_module_part = any(is_module(value) for value in values)
+    return has_module_part and any(is_optimizer(value) for value in values)
 
 
 def check_unambiguous(things: Sequence[Any]) -> None:
@@ -194,10 +208,6 @@ def _make_name_role(names: Sequence[str]) -> Any:
 
 
 def _get_parameter_shapes(optimizer: Any) -> tuple[tuple[int, ...], ...]:
-    shapes = []
-    for group in optimizer.param_groups:
-        for parameter in group.get("params", ()):
-            if is_tensor(parameter):
-                shapes.append(describe_tensor(parameter).shape)
-
-    return tuple(shapes)
+    """Return the shapes of an optimizer's parameters; parameters of some optimizers are no tensors."""
+    parameters = list_parameters(optimizer)
+    return tuple(describe_tensor(parameter).shape for parameter in parameters if is_tensor(parameter))

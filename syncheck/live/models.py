@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncheck.live.exchange.fetching import Key
     from syncheck.options import DiffOptions
     from syncheck.records import Group, Report
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Snapshot, Tensor
 
 
 def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions]) -> Report:
@@ -83,7 +83,16 @@ def _take_snapshot(model: Any, rank: int | None = None) -> Snapshot:
 
 
 def _make_side(label: str, snapshots: Mapping[int, Snapshot], path: str) -> Side:
-    return Side(label, ReplicaGroup(path, None, tuple(snapshots.items()), ()), join(snapshots, path))
+    return Side(
+        label,
+        ReplicaGroup(
+            run=path,
+            step=None,
+            ranks=tuple(snapshots.items()),
+            grouping=(),
+        ),
+        join(snapshots, path),
+    )
 
 
 def _have_copies(snapshots: Iterable[Snapshot]) -> bool:
@@ -111,6 +120,10 @@ class _Exchange(NamedTuple):
     local: list[Snapshot | None]
     by_rank: dict[int, list[Snapshot | None]]
 
+    def list_local_tensors(self) -> list[Mapping[str, Tensor]]:
+        """Return this rank's tensors by side and name; none for a path."""
+        return [{} if replica is None else replica.tensors for replica in self.local]
+
     def list_snapshots(self, side: int) -> dict[int, Snapshot]:
         """Return the snapshots of one model by rank; empty for a path."""
         snapshots = {}
@@ -133,7 +146,13 @@ def _compare_on_ranks(channel: Channel, models: tuple[Any, Any], options: DiffOp
     for model in models:
         local.append(None if _is_path(model) else _take_snapshot(model, channel.rank))
 
-    exchange = _Exchange(channel, models, local, channel.gather(_without_bytes(local), "descriptions"))
+    by_rank = channel.gather(_without_bytes(local), "descriptions")
+    exchange = _Exchange(
+        channel=channel,
+        models=models,
+        local=local,
+        by_rank=by_rank,
+    )
     copies = [_compare_copies(exchange, side, options) for side in range(len(models))]
     local_bytes = _list_local_bytes(exchange)
 
@@ -161,18 +180,20 @@ def _compare_copies(exchange: _Exchange, side: int, options: DiffOptions) -> Gro
         return None
 
     # Digests are sufficient for copies, so this comparison fetches the bytes of differing tensors only.
-    report = compare_snapshots(exchange.channel, local, options, name=f"{LABELS[side]}: model")
+    report = compare_snapshots(
+        exchange.channel,
+        local,
+        options,
+        name=f"{LABELS[side]}: model",
+    )
     return report.groups[0]
 
 
 def _list_local_bytes(exchange: _Exchange) -> dict[Key, Any]:
     """Return the bytes of this rank's tensors."""
     local_bytes: dict[Key, Any] = {}
-    for side, local in enumerate(exchange.local):
-        if local is None:
-            continue
-
-        for name, tensor in local.tensors.items():
+    for side, tensors in enumerate(exchange.list_local_tensors()):
+        for name, tensor in tensors.items():
             # Refused tensors have no bytes.
             if tensor.data is not None:
                 local_bytes[_make_key(side, exchange.channel.rank, name)] = tensor.data
@@ -183,19 +204,24 @@ def _list_local_bytes(exchange: _Exchange) -> dict[Key, Any]:
 def _list_remote_tensors(exchange: _Exchange) -> list[RemoteTensor]:
     """Return the tensors of other ranks that this rank compares."""
     remote_tensors = []
-    for side, local in enumerate(exchange.local):
-        # This rank has the first copy of a plain tensor, unless its pipeline stage lacks the tensor.
-        local_names = set() if local is None else local.tensors.keys()
-        for rank, replica in exchange.list_snapshots(side).items():
-            if rank == exchange.channel.rank:
-                continue
-
+    for side, local_tensors in enumerate(exchange.list_local_tensors()):
+        other_ranks = exchange.list_snapshots(side)
+        other_ranks.pop(exchange.channel.rank, None)
+        for rank, replica in other_ranks.items():
             for name, tensor in replica.tensors.items():
-                is_needed = tensor.sharding is not None or name not in local_names
+                # This rank has the first copy of a plain tensor, unless its pipeline stage lacks the tensor.
+                is_needed = tensor.sharding is not None or name not in local_tensors
                 if is_needed and tensor.dtype in DTYPES:
                     key, digest = _make_key(side, rank, name)
                     size = tensor.numel * DTYPES[tensor.dtype].size
-                    remote_tensors.append(RemoteTensor(key, digest, rank, size))
+                    remote_tensors.append(
+                        RemoteTensor(
+                            name=key,
+                            digest=digest,
+                            rank=rank,
+                            size=size,
+                        )
+                    )
 
     return remote_tensors
 

@@ -6,13 +6,13 @@ import inspect
 import operator
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncheck.api import Options
 from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.live.channel import MAX_VALUES, Channel, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
+from syncheck.live.desync_state import DesyncState, list_failing
 from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import Note
 from syncheck.records import OutOfSync, Report
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
-    from syncheck.records import Finding, Group
 
 
 class _Settings(NamedTuple):
@@ -64,7 +63,8 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
     try:
         action(report)
     except (Exception, SystemExit) as error:
-        with suppress(SyncheckError):  # if other ranks have exited, the error of this rank matters more
+        # If other ranks have exited, the error of this rank matters more.
+        with suppress(SyncheckError):
             channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
         raise
 
@@ -72,78 +72,6 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
     failed = {rank: text for rank, text in errors.items() if text}
     if failed:
         raise RankFailed(f"on_desync raised {_format_by_value(failed)}")
-
-
-# Earlier checks that are kept to decide about a fault.
-_MOST_CHECKS = 16
-
-
-class DesyncState:
-    """The known findings, so that only new findings are printed in detail.
-
-    last_good: the last step in sync.
-    since: the first step out of sync, None while in sync.
-    """
-
-    def __init__(self, last_good: int | None = None) -> None:
-        self.last_good = last_good
-        self.since: int | None = None
-        # The names of tensors and values, by code and ranks.
-        self._reported: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-        self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
-
-    def decide(self, step: int, report: Report) -> Report:
-        """Return the report; a fault that earlier checks showed keeps one code and one cause."""
-        if report.verdict != "out_of_sync":
-            self._checks = []
-            return report
-
-        from syncheck.diagnose.course import decide_over_steps  # only needed if the ranks differ
-
-        (group,) = report.groups
-        # Groups of memory have no step of their own.
-        self._checks.append(replace(group, step=step))
-        del self._checks[:-_MOST_CHECKS]
-        findings = decide_over_steps(self._checks)[-1].findings
-        if findings == group.findings:
-            return report
-
-        return replace(report, groups=(replace(group, findings=findings),))
-
-    def update(self, step: int, report: Report) -> tuple[Finding, ...]:
-        """Record a check; return the failing findings with a new code, new ranks or new tensors."""
-        if report.verdict == "in_sync":
-            self.last_good, self.since = step, None
-            self._reported.clear()
-
-        if report.verdict != "out_of_sync":
-            return ()
-
-        if self.since is None:
-            self.since = step
-
-        new_findings = []
-        # A finding is known by its code and ranks, because its tensors may grow in number.
-        for finding in _list_failing(report):
-            key = finding.code, finding.ranks
-            names = {*finding.tensors, *finding.values}
-            reported_names = self._reported.get(key)
-            # A finding may be about no tensor and no value.
-            if reported_names is None or not names <= reported_names:
-                new_findings.append(finding)
-
-            self._reported.setdefault(key, set()).update(names)
-
-        return tuple(new_findings)
-
-
-def _list_failing(report: Report) -> list[Finding]:
-    """Return the findings that fail."""
-    failing: list[Finding] = []
-    for group in report.groups:
-        failing += [finding for finding in group.findings if finding.fails]
-
-    return failing
 
 
 ACTIONS = ("raise", "warn", "resync")
@@ -276,8 +204,21 @@ class SyncMonitor:
         if channel is None:
             return Report("undecided", ())
 
-        check_agreement(channel, _Settings(self._step, self._every, self._action, self._stop_at))
-        report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
+        check_agreement(
+            channel,
+            _Settings(
+                step=self._step,
+                every=self._every,
+                on_desync=self._action,
+                stop_at=self._stop_at,
+            ),
+        )
+        report = run_check(
+            self._objects,
+            self._cache,
+            group=self._process_group,
+            **self._checking,
+        )
         return self._state.decide(self._step, report)
 
     def close(self) -> None:
@@ -342,7 +283,13 @@ class SyncMonitor:
         if self._is_leader:
             self._print_new_facts(report)
             record = CheckRecord(
-                self._step, report, seconds, self.overhead, self._state.last_good, self._state.since, new_findings
+                step=self._step,
+                report=report,
+                seconds=seconds,
+                overhead=self.overhead,
+                last_good=self._state.last_good,
+                since=self._state.since,
+                new=new_findings,
             )
             # The text of OutOfSync has the details.
             raises = self._on_desync == "raise" and self._stops(report)
@@ -368,7 +315,7 @@ class SyncMonitor:
 
     def _stops(self, report: Report) -> bool:
         """Whether a failing finding is severe enough to stop the run. Equal on all ranks, like the report."""
-        severities = {finding.severity for finding in _list_failing(report)}
+        severities = {finding.severity for finding in list_failing(report)}
         return self._stop_at == "warning" or "error" in severities
 
     def _handle_desync(self, report: Report) -> None:
@@ -396,14 +343,20 @@ class SyncMonitor:
         try:
             with self._reporter.hide_log_output():
                 result = resync(
-                    model, optimizer, scaler, source="majority", group=self._process_group, **self._checking
+                    model,
+                    optimizer,
+                    scaler,
+                    source="majority",
+                    group=self._process_group,
+                    **self._checking,
                 )
         except UsageError as error:
             if not stops:
                 self._warn_once(f'on_desync="resync" cannot repair: {error}; these are warnings, so the run continues')
                 return
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
-            if isinstance(error.__cause__, NoMajority):  # of this rank; all ranks raise a UsageError with its text
+            # The cause is of this rank; all ranks raise a UsageError with its text.
+            if isinstance(error.__cause__, NoMajority):
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
         # The repair ends with a check in sync, so later findings are new.
@@ -413,10 +366,20 @@ class SyncMonitor:
             self._reporter.write_event("resync", step=self._step, summary=result.summary)
 
     def _end(self, exception: str | None) -> None:
-        if self._is_leader and not self._end_written:
-            self._end_written = True
-            summary = {"checks": self.checks, "overhead": round(self.overhead, 6), "exception": exception}
-            self._reporter.write_event("end", step=self._step, verdict=self.last and self.last.verdict, **summary)
+        """Write the end event once. exception: the name of the class of an exception that ended the run."""
+        if not self._is_leader or self._end_written:
+            return
+
+        self._end_written = True
+        verdict = None if self.last is None else self.last.verdict
+        self._reporter.write_event(
+            "end",
+            step=self._step,
+            verdict=verdict,
+            checks=self.checks,
+            overhead=round(self.overhead, 6),
+            exception=exception,
+        )
 
 
 def _check_arguments(
@@ -430,25 +393,32 @@ def _check_arguments(
         raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")
 
     # By methods, because neither TensorBoard nor rich is imported here.
-    is_writer = writer is None or callable(getattr(writer, "add_scalar", None))
-    if not is_writer:
+    if not _is_output(writer, "add_scalar"):
         raise UsageError(f"writer={brief(writer)}: expected an object with add_scalar(tag, value, step)")
 
-    is_console = console is None or console is False or callable(getattr(console, "print", None))
+    is_console = console is False or _is_output(console, "print")
     if not is_console:
         raise UsageError(f"console={brief(console)}: expected a rich Console, False for no output, or None for stderr")
 
+    _check_options(checking)
+
+
+def _is_output(value: Any, method: str) -> bool:
+    """Whether an output is the default or has the method to write to it."""
+    return value is None or callable(getattr(value, method, None))
+
+
+def _check_options(checking: Mapping[str, Any]) -> None:
+    """Raise UsageError for arguments that `check` does not take: now, and not at the first check, hours later."""
     parameters = inspect.signature(check).parameters.values()
     options = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    selection = {}
-    for name, value in checking.items():
+    for name in checking:
         if name not in options:
             raise UsageError(f"{name}=: no such option; syncheck.live.check takes {', '.join(options)}")
-        if name in Options.__dataclass_fields__:
-            selection[name] = value
 
-    # Now, and not at the first check, hours later.
-    make_options(**selection)
+    # The other arguments, like mesh=, are checked with all ranks.
+    selected = checking.keys() & Options.__dataclass_fields__.keys()
+    make_options(**{name: checking[name] for name in selected})
 
 
 def _read_integer(value: Any, name: str, *, least: int) -> int:

@@ -127,7 +127,12 @@ class Reporter:
         # A desync that continues is written once, and each check has the verdict.
         if record.new:
             new = describe_findings(record.new, report)
-            self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=new)
+            self.write_event(
+                "desync",
+                step=record.step,
+                in_sync_at=record.last_good,
+                findings=new,
+            )
         if self._writer is not None:
             self._try("writer", lambda: _add_scalars(self._writer, record))
 
@@ -149,7 +154,13 @@ class Reporter:
             from syncheck.report.plain import render
 
             # Unwrapped lines, so that `grep` finds names.
-            self._console.print(render(parts), end="", soft_wrap=True, markup=False, highlight=False)
+            self._console.print(
+                render(parts),
+                end="",
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
 
     def _try(self, output: str, work: Callable[[], None]) -> None:
         """Run an output that may fail; after a failure, warn and disable it."""

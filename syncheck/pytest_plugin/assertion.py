@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +27,10 @@ def explain(left: Any, right: Any) -> list[str] | None:
 
 
 def _explain(left: Any, right: Any) -> list[str] | None:
+    """Return the explanation of `explain`. Raises errors of the objects."""
     if not (_is_state_dict(left) and _is_state_dict(right)):
         return None
+
     title = f"{type(left).__name__} == {type(right).__name__}"
     from syncheck import testing
     from syncheck.errors import SyncheckError
@@ -38,11 +39,13 @@ def _explain(left: Any, right: Any) -> list[str] | None:
         report = testing.compare(left, right, across_ranks=False)
     except SyncheckError as error:
         return [title, str(error)]
+
     # Without -v, pytest shows the first eight lines only, so findings come first.
     findings = []
-    for finding in chain.from_iterable(group.findings for group in report.groups):
-        if finding.fails:
-            findings.append(f"{finding.code} ({finding.certainty}): {finding.evidence}")
+    for group in report.groups:
+        failing = [finding for finding in group.findings if finding.fails]
+        findings += [f"{finding.code} ({finding.certainty}): {finding.evidence}" for finding in failing]
+
     summary, *table = testing.message(report).splitlines()
     return [title, summary, *findings[:3], *table]
 
@@ -51,18 +54,23 @@ def explain_error(excinfo: pytest.ExceptionInfo[BaseException]) -> str | None:
     """Return help for a test in which == of state dicts raised an error; None for other errors."""
     if not any(text in str(excinfo.value) for text in _AMBIGUOUS):
         return None
+
     entry = excinfo.traceback[-1]
+    source = str(entry.statement).strip()
     try:
-        statement = ast.parse(str(entry.statement).strip()).body[0]
+        statement = ast.parse(source).body[0]
     except (SyntaxError, IndexError):
         return None
+
     compared = _find_equality(statement)
     if compared is None:
-        return HINT if "==" in str(entry.statement) else None
+        return HINT if "==" in source else None
+
     # Only plain names, because other expressions would have to be evaluated again.
     names = [side.id for side in (compared.left, *compared.comparators) if isinstance(side, ast.Name)]
     if len(names) != 2:
         return HINT
+
     values = {**entry.frame.f_globals, **entry.frame.f_locals}
     lines = explain(values.get(names[0]), values.get(names[1]))
     return HINT if lines is None else "\n".join([*lines, "", HINT])

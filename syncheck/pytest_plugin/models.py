@@ -41,7 +41,15 @@ class ModelsPlugin:
         if isinstance(collector, pytest.Session) and report.passed:
             for a, b in self.pairs:
                 name = f"syncheck-diff::{_write_side(a)}::{_write_side(b)}"
-                report.result.append(ModelsItem.from_parent(collector, name=name, nodeid=name, a=a, b=b))
+                report.result.append(
+                    ModelsItem.from_parent(
+                        collector,
+                        name=name,
+                        nodeid=name,
+                        a=a,
+                        b=b,
+                    )
+                )
         return report
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import syncheck
 from syncheck.diagnose.course import decide_over_steps
 from syncheck.diagnose.single_events import Event
-from syncheck.live.monitor import DesyncState
+from syncheck.live.desync_state import DesyncState
 from syncheck.records import Report
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from support.monitored import printer
 import syncheck
 from syncheck import errors, testing
 from syncheck.live import SyncMonitor
-from syncheck.live.monitor import DesyncState
+from syncheck.live.desync_state import DesyncState
 from syncheck.records import Counts, Finding, Report
 
 

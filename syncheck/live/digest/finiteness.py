@@ -43,13 +43,12 @@ def find_not_finite(tensors: Mapping[int, Tensor]) -> list[int]:
 
 
 def _list_floats(tensors: Mapping[int, Tensor]) -> dict[int, Any]:
-    """Return the tensors or arrays in memory that have elements, and may have NaN or infinity, by key."""
+    """Return the tensors or arrays in memory of floats, which may have NaN or infinity, by key."""
     sources: dict[int, Any] = {}
     for key, tensor in tensors.items():
         # Only data in memory has a source. Files are searched when their digests are computed.
         source = getattr(tensor.data, "source", None)
-        may_be_special = FiniteScan(tensor.dtype).is_float and tensor.numel > 0
-        if source is not None and may_be_special:
+        if source is not None and FiniteScan(tensor.dtype).is_float:
             sources[key] = source
 
     return sources

@@ -38,7 +38,10 @@ _READ_ONLY = 0x100  # PyBUF_READ of CPython's object.h
 # A separate prototype: setting the argument types of `ctypes.pythonapi.PyMemoryView_FromMemory` would change them for
 # the whole process.
 _make_view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+    ctypes.py_object,
+    ctypes.c_void_p,
+    ctypes.c_ssize_t,
+    ctypes.c_int,
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 

@@ -134,7 +134,12 @@ def _as_words(row: Any) -> Any:
 def _sum_words(words: Any, first: int) -> Any:
     """Return both sums over words. first: the index of the first word. int64 arithmetic in torch is modulo 2**64."""
     torch = sys.modules["torch"]
-    numbers = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
+    numbers = torch.arange(
+        first + 1,
+        first + 1 + len(words),
+        dtype=torch.int64,
+        device=words.device,
+    )
     a = numbers * _to_signed(STEP_A)
     a = _mix_in_place(a.add_(words), MIX_A).sum()
     b = numbers.mul_(_to_signed(STEP_B))

@@ -36,8 +36,16 @@ def as_plain_tensors() -> Iterator[None]:
 
 def is_torch(source: Any) -> bool:
     """Whether a source is a torch tensor and not an array."""
+    # Without `is_instance`: a check of a small model makes thousands of these calls.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(source, torch.Tensor)
+
+
+def is_instance(value: Any, package: str, class_name: str) -> bool:
+    """Whether a value is an instance of a class of a package, without importing the package."""
+    # Nothing is an instance of one of no classes.
+    kind: Any = getattr(sys.modules.get(package), class_name, ())
+    return isinstance(value, kind)
 
 
 def is_c_order(tensor: Any) -> bool:
@@ -55,8 +63,11 @@ def has_storage(tensor: Any) -> bool:
 
     FSDP1 frees the storage of parameters between uses, but the tensors keep their shape.
     """
-    if not tensor.numel() or not (tensor.is_cpu or tensor.is_cuda):  # other devices give no address to read
+    # Other devices give no address to read.
+    has_address = tensor.is_cpu or tensor.is_cuda
+    if not tensor.numel() or not has_address:
         return True
+
     return bool(tensor.untyped_storage().nbytes() >= _required_bytes(tensor))
 
 

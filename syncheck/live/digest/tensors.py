@@ -40,22 +40,28 @@ class _Kernel:
 
     def add(self, rows: Sequence[Row], sums: Any) -> None:
         """Add the words of rows to the sums, with the kernel or eagerly; the sums are the same."""
-        if not self.broken:
-            try:
-                from syncheck.live.digest import triton_kernel
+        if self.broken:
+            self.fallback = self.fallback or self.broken
+        elif self._run(rows, sums):
+            return
 
-                triton_kernel.add_rows(rows, sums)
-            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
-                self.fallback = f"{type(error).__name__}: {error}"
-                # Memory may be free at the next check; other errors are permanent.
-                lacks_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
-                if not lacks_memory:
-                    self.broken = self.fallback
-            else:
-                return
-
-        self.fallback = self.fallback or self.broken
         add_eagerly(rows, sums)
+
+    def _run(self, rows: Sequence[Row], sums: Any) -> bool:
+        """Run the kernel, and return whether it succeeded."""
+        try:
+            from syncheck.live.digest import triton_kernel
+
+            triton_kernel.add_rows(rows, sums)
+        except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
+            self.fallback = f"{type(error).__name__}: {error}"
+            # Memory may be free at the next check; other errors are permanent.
+            lacks_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+            if not lacks_memory:
+                self.broken = self.fallback
+            return False
+
+        return True
 
 
 KERNEL = _Kernel()
@@ -73,10 +79,13 @@ def digest_all(
 
     Raises UsageError for a tensor whose storage was freed.
     """
+    if algorithm is not None:
+        return [(algorithm, digest) for digest in digest_host.hash_on_cpu(sources, algorithm, threads)]
+
     by_device: dict[Any, list[int]] = defaultdict(list)
     with parts.as_plain_tensors():
         for i, source in enumerate(sources):
-            on_gpu = algorithm is None and parts.is_torch(source) and source.is_cuda
+            on_gpu = parts.is_torch(source) and source.is_cuda
             by_device[source.device if on_gpu else None].append(i)
 
     # Devices compute while the CPU hashes. Then each device returns all of its digests at once.
@@ -85,9 +94,7 @@ def digest_all(
     for indices in by_device.values():
         pending.append((indices, start_digests([sources[i] for i in indices], KERNEL.add)))
 
-    if algorithm is None:
-        algorithm = digest_host.default_algorithm()
-
+    algorithm = digest_host.default_algorithm()
     digests: list[tuple[str, bytes]] = [("", b"")] * len(sources)
     hashed = digest_host.hash_on_cpu([sources[i] for i in on_cpu], algorithm, threads)
     for i, digest in zip(on_cpu, hashed, strict=True):

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
@@ -20,8 +21,9 @@ from syncheck.comparison.group_metadata import hyperparameters
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
+from syncheck.live.exchange.contents import with_digest_only
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
-from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
+from syncheck.live.exchange.manifest import exchange_manifests
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
@@ -31,10 +33,11 @@ from syncheck.snapshots import Metadata
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
+    from syncheck.layout.alignment import Alignment
+    from syncheck.live.exchange.contents import Content, ContentKey, GroupContents
     from syncheck.live.exchange.fetching import Key
-    from syncheck.live.exchange.manifest import Content, GroupContents
     from syncheck.messages import Message
     from syncheck.records import Report
     from syncheck.snapshots import Sliced, Snapshot, Tensor
@@ -58,12 +61,16 @@ def compare_across_ranks(
 
     A collective call: every rank of the group must make it. It changes nothing and draws no random number.
 
-    things: the parts of this rank's replica, as in `memory.snapshot`; they may differ between ranks. group: a process
-    group of a backend with `all_gather_object`, all ranks by default. options, mesh: functions that return the options
-    and this rank's coordinate by mesh dimension; if one raises, all ranks raise. alone: whether a group of one rank is
-    undecided instead of an error. budget: maximum bytes to fetch. cache: the last report about ranks in sync.
-    Between the checks of one monitor usually only tensor bytes and plain values change; to reuse the report then halves
-    the time of a check of 2,400 small tensors. Ranks in the report are global ranks.
+    things: the parts of this rank's replica, as in `memory.snapshot`; they may differ between ranks.
+    group: a process group of a backend with `all_gather_object`, all ranks by default.
+    options, mesh: functions that return the options and this rank's coordinate by mesh dimension; if one raises, all
+        ranks raise.
+    alone: whether a group of one rank is undecided instead of an error.
+    budget: maximum bytes to fetch.
+    cache: the last report about ranks in sync. Between the checks of one monitor usually only tensor bytes and plain
+        values change; to reuse the report then halves the time of a check of 2,400 small tensors.
+
+    Ranks in the report are global ranks.
 
     Raises the same error on all ranks: UsageError for objects that cannot be compared and for options that differ
     between ranks, RankFailed for other errors on a rank.
@@ -71,24 +78,69 @@ def compare_across_ranks(
     channel = Channel(group)
 
     def work() -> Report:
-        chosen, coordinates = options(), mesh()
+        chosen = options()
+        coordinates = mesh()
         if len(channel.ranks) < 2 and not alone:
             raise UsageError("the process group has a single rank, so there is no other replica to compare with")
-        if any(isinstance(thing, (str, os.PathLike)) for thing in things):
-            raise UsageError(
-                "across ranks, only objects in memory can be compared, not paths; pass only paths and no group=, or "
-                "across_ranks=False to compare a file with objects of this rank"
-            )
-        if not things:
-            raise UsageError(NO_OBJECTS)
+
+        _check_objects(things)
         local = snapshot(*things, attributes=True)
         if coordinates:
             local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
-        return finish(compare_snapshots(channel, local, chosen, budget, cache=cache), chosen)
+
+        report = compare_snapshots(
+            channel,
+            local,
+            chosen,
+            budget,
+            cache=cache,
+        )
+        return finish(report, chosen)
 
     # Garbage collection stays enabled: pausing it would affect the whole process, and saves only about 3 % of a check
     # of 2,400 small tensors (62 instead of 64 ms for snapshot, digests and manifest).
     return channel.run_together(work)
+
+
+def _check_objects(things: Sequence[Any]) -> None:
+    """Raise UsageError for paths, and without objects."""
+    if any(isinstance(thing, (str, os.PathLike)) for thing in things):
+        raise UsageError(
+            "across ranks, only objects in memory can be compared, not paths; pass only paths and no group=, or "
+            "across_ranks=False to compare a file with objects of this rank"
+        )
+
+    if not things:
+        raise UsageError(NO_OBJECTS)
+
+
+class _Judgement(NamedTuple):
+    """How the replicas of a group are judged.
+
+    name: of the group in the report.
+    grouping: sentences about the kind of comparison.
+    budget: maximum bytes to fetch.
+    histograms: as in `api.judge`.
+    """
+
+    options: Options
+    name: str
+    grouping: tuple[Message, ...]
+    budget: int
+    histograms: bool
+
+    def judge(self, contents: GroupContents, ranks: Sequence[int] = (), *, histograms: bool = False) -> Report:
+        """Return the report about some ranks of a group, by default about all of them."""
+        members = tuple(contents.snapshots(ranks).items())
+        replicas = ReplicaGroup(
+            run=self.name,
+            step=contents.step,
+            ranks=members,
+            grouping=self.grouping,
+            paired=True,
+        )
+        reference.check_reference(self.options.reference, (replicas,))
+        return judge(Found((replicas,)), self.options, histograms=histograms)
 
 
 def compare_snapshots(
@@ -104,12 +156,44 @@ def compare_snapshots(
 ) -> Report:
     """Compare the snapshots of all ranks. To be called within `channel.run_together` on all ranks.
 
-    local: this rank's snapshot. name: of the group in the report. how: a sentence about the kind of comparison, by
-    default of objects in memory. histograms: as in `api.judge`.
+    local: this rank's snapshot.
+    budget: as in `compare_across_ranks`.
+    name: of the group in the report.
+    how: a sentence about the kind of comparison, by default of objects in memory.
+    histograms: as in `api.judge`.
+    cache: as in `compare_across_ranks`.
     """
     contents = exchange_manifests(channel, local, options)
-    report = _compare_contents(channel, local, contents, options, budget, name, how, histograms, cache)
+    grouping = _describe_grouping(contents, how or Grouping.LIVE())
+    judgement = _Judgement(
+        options=options,
+        name=name,
+        grouping=grouping,
+        budget=budget,
+        histograms=histograms,
+    )
+    has_attributes = any(contents.attributes.values())
+    # With a reference, the report also has its rank.
+    if contents.are_equal and not has_attributes and options.reference is None:
+        report = _report_in_sync(contents, judgement, {} if cache is None else cache)
+    else:
+        report = _report_differences(channel, local, contents, judgement)
+
     return _add_not_finite(report, contents)
+
+
+def _describe_grouping(contents: GroupContents, how: Message) -> tuple[Message, ...]:
+    """Return sentences about the kind of comparison, and about ranks without the fused kernel."""
+    fallbacks: dict[int, str] = {}
+    for rank, info in contents.rank_infos.items():
+        if info.fallback:
+            fallbacks[rank] = info.fallback
+
+    if not fallbacks:
+        return (how,)
+
+    reason = next(iter(fallbacks.values()))
+    return (how, Grouping.SLOW_DIGESTS(ranks=tuple(fallbacks), reason=reason))
 
 
 def _add_not_finite(report: Report, contents: GroupContents) -> Report:
@@ -124,42 +208,28 @@ def _add_not_finite(report: Report, contents: GroupContents) -> Report:
     return replace(report, groups=(replace(group, not_finite=not_finite),))
 
 
-def _compare_contents(
-    channel: Channel,
-    local: Snapshot,
-    contents: GroupContents,
-    options: Options,
-    budget: int,
-    name: str,
-    how: Message | None,
-    histograms: bool,
-    cache: dict[Any, Report] | None,
-) -> Report:
-    """Return the report about the contents of all ranks. Parameters as in `compare_snapshots`."""
-    grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
-    fallbacks = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
-    if fallbacks:
-        reason = next(iter(fallbacks.values()))
-        grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(fallbacks), reason=reason),)
-
-    has_attributes = any(contents.attributes.values())
-    # With a reference, the report also has its rank.
-    if contents.are_equal and not has_attributes and options.reference is None:
-        return _report_in_sync(contents, options, name, grouping, {} if cache is None else cache)
-
-    to_fetch = _find_differing(contents, options)
+def _report_differences(channel: Channel, local: Snapshot, contents: GroupContents, judgement: _Judgement) -> Report:
+    """Return the report about ranks that differ, or that hold different parts of the model."""
+    to_fetch = _find_differing(contents, judgement.options)
     if not to_fetch:
-        return _judge_replicas(contents, options, name, grouping)
+        return judgement.judge(contents)
 
     local_bytes = _list_local_bytes(channel, local, contents)
 
     def measure() -> Report:
-        readable, beyond = _attach_bytes(contents, channel, local_bytes, to_fetch, budget)
-        reasons = grouping
+        beyond = _find_beyond_budget(to_fetch, local_bytes, judgement.budget)
+        readable = _attach_bytes(
+            contents,
+            channel,
+            local_bytes,
+            to_fetch,
+            beyond,
+        )
+        grouping = judgement.grouping
         if beyond:
-            reasons += (Grouping.OVER_BUDGET(tensors=beyond, budget=budget),)
+            grouping += (Grouping.OVER_BUDGET(tensors=len(beyond), budget=judgement.budget),)
 
-        return _judge_replicas(readable, options, name, reasons, histograms=histograms)
+        return judgement._replace(grouping=grouping).judge(readable, histograms=judgement.histograms)
 
     return channel.run_on_leader(measure, lambda pieces: read_pieces(local_bytes, pieces))
 
@@ -176,21 +246,34 @@ def _list_local_bytes(channel: Channel, local: Snapshot, contents: GroupContents
     return local_bytes
 
 
-def _report_in_sync(
-    contents: GroupContents, options: Options, name: str, grouping: tuple[Message, ...], cache: dict[Any, Report]
-) -> Report:
+def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[Any, Report]) -> Report:
     """Return the report about equal ranks. Judges two ranks only, so the time does not grow with their number."""
     ranks = list(contents.rank_infos)
     manifest = contents.of_rank(ranks[0]).manifest
     infos = tuple((info.path, rank, info.host, info.size) for rank, info in contents.rank_infos.items())
-    key = manifest.hash_layout(), repr(options), infos, contents.is_world, name, grouping
+    key = (
+        manifest.hash_layout(),
+        repr(judgement.options),
+        infos,
+        contents.is_world,
+        judgement.name,
+        judgement.grouping,
+    )
     report = cache.get(key)
     if report is None:
-        report = _judge_replicas(contents, options, name, grouping, ranks[:2])
+        report = judgement.judge(contents, ranks[:2])
         first = report.groups[0].replicas[0]
         replicas = []
         for path, rank, host, size in infos:
-            replicas.append(replace(first, path=path, rank=rank, host=host, bytes=size))
+            replicas.append(
+                replace(
+                    first,
+                    path=path,
+                    rank=rank,
+                    host=host,
+                    bytes=size,
+                )
+            )
 
         report = replace(report, groups=(replace(report.groups[0], replicas=tuple(replicas)),))
         cache.clear()
@@ -202,58 +285,77 @@ def _report_in_sync(
     return replace(report, groups=(replace(group, evidence=evidence),))
 
 
-def _judge_replicas(
-    contents: GroupContents,
-    options: Options,
-    name: str,
-    grouping: tuple[Message, ...],
-    ranks: Sequence[int] = (),
-    *,
-    histograms: bool = False,
-) -> Report:
-    members = tuple(contents.snapshots(ranks).items())
-    replicas = ReplicaGroup(name, contents.step, members, grouping, paired=True)
-    reference.check_reference(options.reference, (replicas,))
-    return judge(Found((replicas,)), options, histograms=histograms)
-
-
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
     """Return one rank per digest of each tensor that differs within a replica set, by name and digest."""
     alignment = contents.alignment
-    differing: dict[str, Mapping[int, Tensor]] = {}
+    selected = _list_selected(alignment, options)
+    remote_tensors: dict[str, dict[bytes, RemoteTensor]] = defaultdict(dict)
     for name, tensors in alignment.tensors.items():
-        if len({tensor.same for tensor in tensors.values()}) > 1:
-            differing[name] = tensors
-    selection = build_selection(options)
-    # By default all tensors are selected, and classifying every name takes long.
-    if selection.only or selection.include or selection.exclude:
-        selected = selected_kinds(alignment, selection)
-        differing = {name: tensors for name, tensors in differing.items() if name in selected}
-    remote_tensors: dict[str, dict[bytes, RemoteTensor]] = {}
-    for name, tensors in differing.items():
+        digests = {tensor.same for tensor in tensors.values()}
+        if len(digests) < 2 or name not in selected:
+            continue
+
         source = alignment.find_source(name)
         for ranks in alignment.find_replica_sets(name, tensors).comparable:
             members = {rank: tensors[rank] for rank in ranks}
             for by_digest in _find_distinct_bytes(source, members):
-                remote_tensors.setdefault(source, {}).update(by_digest)
+                remote_tensors[source].update(by_digest)
+
     return remote_tensors
+
+
+def _list_selected(alignment: Alignment, options: Options) -> Container[str]:
+    """Return the names of the tensors that the options select."""
+    selection = build_selection(options)
+    # By default all tensors are selected, and classifying every name takes long.
+    if selection.only or selection.include or selection.exclude:
+        return selected_kinds(alignment, selection)
+
+    return alignment.tensors.keys()
 
 
 def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[bytes, RemoteTensor]]:
     """Return the first rank of each digest, for each dtype and shape of which several digests exist.
 
-    source: the name under which ranks exchange the bytes. members: a replica set, by rank.
+    source: the name under which ranks exchange the bytes.
+    members: a replica set, by rank.
     """
     # Only ranks with equal dtype and shape can be compared with each other.
-    by_form: dict[Any, dict[bytes, RemoteTensor]] = {}
+    by_form: dict[Any, dict[bytes, RemoteTensor]] = defaultdict(dict)
     # The first of several equal ranks remains.
     for rank in reversed(members):
         tensor = members[rank]
         if tensor.same:
             size = tensor.numel * DTYPES[tensor.dtype].size
-            remote = RemoteTensor(source, tensor.same, rank, size)
-            by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
+            remote = RemoteTensor(
+                name=source,
+                digest=tensor.same,
+                rank=rank,
+                size=size,
+            )
+            by_form[tensor.dtype, tensor.shape][tensor.same] = remote
+
     return [by_digest for by_digest in by_form.values() if len(by_digest) > 1]
+
+
+def _find_beyond_budget(
+    to_fetch: Mapping[str, Mapping[bytes, RemoteTensor]], local_bytes: Container[Key], budget: int
+) -> set[str]:
+    """Return the names of the tensors beyond the budget, which have digests only. The smallest tensors come first."""
+
+    def get_size(name: str) -> int:
+        return sum(tensor.size for tensor in to_fetch[name].values())
+
+    beyond: set[str] = set()
+    for name in sorted(to_fetch, key=get_size):
+        for tensor in to_fetch[name].values():
+            if tensor.key not in local_bytes:
+                budget -= tensor.size
+
+        if budget < 0:
+            beyond.add(name)
+
+    return beyond
 
 
 def _attach_bytes(
@@ -261,33 +363,17 @@ def _attach_bytes(
     channel: Channel,
     local_bytes: Mapping[Key, Sliced],
     to_fetch: Mapping[str, Mapping[bytes, RemoteTensor]],
-    budget: int,
-) -> tuple[GroupContents, int]:
-    """Return the contents with readable bytes for differing tensors within the budget.
-
-    The second result is the number of tensors beyond the budget, which have digests only.
-    """
-
-    def get_size(name: str) -> int:
-        return sum(tensor.size for tensor in to_fetch[name].values())
-
-    beyond: set[str] = set()
-    for name in sorted(to_fetch, key=get_size):
-        for digest, remote_tensor in to_fetch[name].items():
-            if (name, digest) not in local_bytes:
-                budget -= remote_tensor.size
-
-        if budget < 0:
-            beyond.add(name)
-
+    beyond: Container[str],
+) -> GroupContents:
+    """Return the contents with readable bytes for differing tensors. beyond: names of tensors that are not fetched."""
     # In the order of the comparison, so that one message fetches neighboring tensors.
     remote_tensors: list[RemoteTensor] = []
     for name, by_digest in to_fetch.items():
         if name not in beyond:
-            remote_tensors += [tensor for digest, tensor in by_digest.items() if (name, digest) not in local_bytes]
+            remote_tensors += [tensor for tensor in by_digest.values() if tensor.key not in local_bytes]
 
     fetcher = Fetcher(channel, local_bytes, remote_tensors)
-    by_key: dict[tuple[bytes, bytes], Content] = {}
+    by_key: dict[ContentKey, Content] = {}
     for content_key, content in contents.by_key.items():
         tensors: dict[str, Tensor] = {}
         for name, fetched_name in contents.fetched_names(content).items():
@@ -301,4 +387,4 @@ def _attach_bytes(
 
         by_key[content_key] = content.with_tensors(tensors)
 
-    return replace(contents, by_key=by_key), len(beyond)
+    return replace(contents, by_key=by_key)

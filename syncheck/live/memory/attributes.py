@@ -14,18 +14,18 @@ import sys
 from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import FunctionType, MemberDescriptorType, ModuleType, NoneType
+from functools import lru_cache, partial
+from types import FunctionType, MemberDescriptorType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import digest_all
-from syncheck.live.memory.objects import add_dot, get_referents
+from syncheck.live.memory.objects import CODE, add_dot, has_referent
 from syncheck.live.memory.origins import is_unread_class, list_internal_names, list_packages, reads_only_values
 from syncheck.live.memory.tensor_bytes import describe_tensor
 from syncheck.tensors.value_kinds import METRIC, is_own_name
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from syncheck.live.memory.tensor_bytes import MemoryTensor
 
@@ -100,21 +100,18 @@ class AttributeReader:
         path: of the module, empty for a root.
         """
         prefix = add_dot(path)
-        internal_names = list_internal_names()
-        is_layer = reads_only_values(module)
+        attributes = _list_attributes(module)
         metric_states = _list_metric_states(module)
         if metric_states is not None:
             prefix = f"{METRIC}{prefix}"
-
-        for name, value in vars(module).items():
-            if name in internal_names or name.startswith("__") or is_own_name(name):
-                continue
-
             # The other attributes of a metric are its counters and caches.
-            is_cache = metric_states is not None and name not in metric_states
+            attributes = {name: value for name, value in attributes.items() if name in metric_states}
+
+        is_layer = reads_only_values(module)
+        for name, value in attributes.items():
             # torch's layers hold functions and objects that are no part of the model.
-            is_tool = is_layer and not _is_plain(value) and not _is_tensor(value)
-            if not is_cache and not is_tool:
+            is_tool = is_layer and not _is_value(value)
+            if not is_tool:
                 self._walk(Part(f"{prefix}{name}", value, 0))
 
     def finish(self) -> Attributes:
@@ -160,25 +157,24 @@ class AttributeReader:
         if _is_plain(value):
             self.attributes.values[part.name] = _make_plain(value)
             return []
-        if id(value) in self._compared:
+        # An object with two names is read under the first of them.
+        if self._is_read(value):
             return []
         if _is_tensor(value):
             self._add_tensor(part.name, value)
             return []
-        # An object with two names is read under the first of them.
-        if id(value) in self._opened:
-            return []
 
         return self._open(part)
 
+    def _is_read(self, value: Any) -> bool:
+        """Whether an object is compared anyway, or was read under another name."""
+        return id(value) in self._compared or id(value) in self._opened
+
     def _open(self, part: Part) -> list[Part]:
         """Return the parts of a container, module or object."""
-        parts: list[Part] = []
-        for key, item in self._list_parts(part):
-            if not is_own_name(key):
-                parts.append(Part(f"{part.name}.{key}", item, part.depth + 1))
-
-        return parts
+        depth = part.depth + 1
+        items = self._list_parts(part)
+        return [Part(f"{part.name}.{key}", item, depth) for key, item in items if not is_own_name(key)]
 
     def _list_parts(self, part: Part) -> Iterable[tuple[str, Any]]:
         """Return the parts of a container, module or object with their keys."""
@@ -188,7 +184,7 @@ class AttributeReader:
             return self._read_container(part)
         if _is_module(value):
             return _list_module_items(value)
-        if issubclass(kind, (type, ModuleType)) or is_unread_class(kind):
+        if issubclass(kind, CODE) or is_unread_class(kind):
             return []
 
         fields = read_fields(value)
@@ -225,23 +221,16 @@ class AttributeReader:
 
     def _hides_tensor(self, value: Any) -> bool:
         """Whether a function, an iterator or the like refers to a tensor or module that is not compared."""
-        pending: list[Any] = [value]
-        visited: set[int] = set()
-        while pending:
-            node = pending.pop()
-            is_read = id(node) in self._compared or id(node) in self._opened
-            # Classes and modules of Python refer to most of the program.
-            if is_read or id(node) in visited or issubclass(type(node), (type, ModuleType)):
-                continue
 
-            # A search that takes too long counts as a tensor.
-            if _is_tensor(node) or _is_module(node) or len(visited) > _MOST_SEARCHED:
-                return True
+        def is_skipped(node: Any) -> bool:
+            return self._is_read(node) or issubclass(type(node), CODE)
 
-            visited.add(id(node))
-            pending += get_referents(node)
-
-        return False
+        return has_referent(
+            [value],
+            is_sought=_is_tensor_or_module,
+            is_skipped=is_skipped,
+            most=_MOST_SEARCHED,
+        )
 
     def _add_tensor(self, name: str, value: Any) -> None:
         """Add a tensor; a parameter that the optimizer trains belongs to the model, wherever it is held."""
@@ -302,17 +291,25 @@ def describe_modes(modules: Mapping[str, Any]) -> str:
 
     modules: by path.
     """
-    modules_off: list[str] = []
-    for path, module in modules.items():
-        if vars(module).get("training") is False:
-            modules_off.append(path or "(root)")
-
+    modules_off = [path or "(root)" for path, module in modules.items() if vars(module).get("training") is False]
     if not modules_off:
         return "on"
     if len(modules_off) == len(modules):
         return "off"
 
     return _shorten(f"off in {', '.join(modules_off)}")
+
+
+def _list_attributes(module: Any) -> dict[str, Any]:
+    """Return the attributes of a module that neither torch nor Python sets, and that may be equal on all ranks."""
+    internal_names = list_internal_names()
+    attributes: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        is_internal = name in internal_names or name.startswith("__")
+        if not is_internal and not is_own_name(name):
+            attributes[name] = value
+
+    return attributes
 
 
 def _list_metric_states(module: Any) -> Container[str] | None:
@@ -344,6 +341,15 @@ def _is_tensor(value: Any) -> bool:
 def _is_module(value: Any) -> bool:
     """Whether a value is a module of torch."""
     return _is_of_package(type(value), "torch.nn", "Module")
+
+
+def _is_tensor_or_module(value: Any) -> bool:
+    return _is_tensor(value) or _is_module(value)
+
+
+def _is_value(value: Any) -> bool:
+    """Whether a value is a number, a text or a tensor, and no other object."""
+    return _is_plain(value) or _is_tensor(value)
 
 
 def _is_of_package(kind: type, package: str, base_name: str) -> bool:
@@ -417,19 +423,43 @@ def _make_plain(value: Any) -> Any:
     kind = type(value)
     if kind in _NUMBERS:
         return value
-    if issubclass(kind, enum.Enum):
-        return _shorten(f"{kind.__name__}.{value._name_}")
-    if issubclass(kind, str):
-        return _shorten(_DEVICE.sub(r"\1", str.__str__(value)))
-    if issubclass(kind, (bytes, bytearray)):
-        return _shorten(bytes(value).hex())
 
-    # A subclass of a number, whose own methods are not called.
-    for base in _NUMBERS:
+    for base, make_plain in _PLAIN_FORMS:
         if issubclass(kind, base):
-            return base(base.__repr__(value))
+            return make_plain(value)
 
     return repr(value)
+
+
+def _name_member(member: enum.Enum) -> str:
+    """Return the name of a member of an enumeration, with its class."""
+    return _shorten(f"{type(member).__name__}.{member._name_}")
+
+
+def _mask_device(text: str) -> str:
+    """Return a text in bounded length, without the number of a device."""
+    return _shorten(_DEVICE.sub(r"\1", str.__str__(text)))
+
+
+def _format_bytes(data: bytes | bytearray) -> str:
+    """Return bytes as a text in bounded length."""
+    return _shorten(bytes(data).hex())
+
+
+def _copy_number(base: type[int | float | complex], number: Any) -> Any:
+    """Return an instance of a subclass as a plain number, without methods of its class."""
+    return base(base.__repr__(number))
+
+
+# How to format a value, by its class; the first match counts, because a member of an enumeration may be a number, too.
+_PLAIN_FORMS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
+    (enum.Enum, _name_member),
+    (str, _mask_device),
+    ((bytes, bytearray), _format_bytes),
+    (int, partial(_copy_number, int)),
+    (float, partial(_copy_number, float)),
+    (complex, partial(_copy_number, complex)),
+)
 
 
 def _shorten(text: str) -> str:

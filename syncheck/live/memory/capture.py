@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
 from syncheck.live.memory.objects import add_dot, class_title, is_readable
-from syncheck.live.memory.tensor_bytes import MemoryTensor
+from syncheck.live.memory.tensor_bytes import MemoryTensor, make_refused
 from syncheck.live.memory.tree import Tree
 from syncheck.messages import Note, Refusal
 from syncheck.readers.bookkeeping import remove_bookkeeping
@@ -51,8 +51,8 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
     flat = flatten(tree.root, path)
     # Listed as tensors that are not compared, so that a report does not claim to be complete.
     for name, class_name in tree.hidden:
-        hidden = MemoryTensor(None, (), None, Refusal.IN_UNREAD_OBJECT(name=class_name))
-        flat.tensors[flat.unique_name(name, flat.tensors)] = hidden
+        unique_name = flat.unique_name(name, flat.tensors)
+        flat.tensors[unique_name] = make_refused(Refusal.IN_UNREAD_OBJECT(name=class_name))
 
     tensors = {}
     for name, description in flat.tensors.items():
@@ -75,14 +75,14 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
 
     return remove_bookkeeping(
         Snapshot(
-            path,
-            FORMAT,
-            _sum_bytes(tensors.values()),
-            tensors,
-            values,
-            tuple(sorted(tree.stubs)),
-            metadata,
-            (Note.NOT_READ_IN_FULL(objects=", ".join(unread)),) if unread else (),
+            path=path,
+            format=FORMAT,
+            bytes=_sum_bytes(tensors.values()),
+            tensors=tensors,
+            values=values,
+            stubs=tuple(sorted(tree.stubs)),
+            metadata=metadata,
+            notes=(Note.NOT_READ_IN_FULL(objects=", ".join(unread)),) if unread else (),
             attributes=attribute_values,
         )
     )
@@ -122,12 +122,12 @@ def _get_buffers(snapshot: Snapshot) -> tuple[str, ...] | None:
 
 def _make_tensor(name: str, description: TensorLocation, path: str, parameter: bool) -> Tensor:
     return Tensor(
-        name,
-        description.dtype.name if description.dtype else "unknown",
-        description.shape,
-        description.strides,
-        path,
-        0,
+        name=name,
+        dtype=description.dtype.name if description.dtype else "unknown",
+        shape=description.shape,
+        strides=description.strides,
+        path=path,
+        offset=0,
         refused=description.refused,
         data=description.content if isinstance(description, MemoryTensor) else None,
         parameter=parameter,

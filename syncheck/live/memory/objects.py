@@ -15,7 +15,7 @@ from syncheck.live.channel import world_size
 from syncheck.live.memory.tensor_bytes import holds_shard, is_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from syncheck.snapshots import NoSync
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 EXTRA_STATE = "_extra_state"
 # Limit of a search for tensors. An object that refers to more, like a logger, counts as holding a tensor.
 _MOST_SEARCHED = 20_000
+# Classes and modules of Python, which refer to most of the program.
+CODE = (type, ModuleType)
 _FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
 
 
@@ -47,24 +49,23 @@ def is_optimizer(value: Any) -> bool:
 
 def is_bundle(value: Any) -> bool:
     """Whether an object is a list or tuple of parts of one replica, for example (model, optimizer)."""
-    return isinstance(value, (list, tuple)) and any(is_module(part) or is_stateful(part) for part in value)
+    return isinstance(value, (list, tuple)) and any(has_state(part) for part in value)
 
 
 def has_module(value: Any) -> bool:
     """Whether an object is a module, or a container with a module at any depth."""
-    pending = [value]
-    visited: set[int] = set()
-    while pending:
-        node = pending.pop()
-        if is_module(node):
-            return True
+    return has_referent(
+        [value],
+        is_sought=is_module,
+        is_skipped=_is_closed,
+        most=sys.maxsize,
+        list_referents=_list_parts,
+    )
 
-        is_closed = is_tensor(node) or is_stateful(node)
-        if id(node) not in visited and not is_closed:
-            visited.add(id(node))
-            pending += _list_parts(node)
 
-    return False
+def _is_closed(value: Any) -> bool:
+    """Whether an object is no module, and holds tensors instead of modules."""
+    return not is_module(value) and _holds_tensor(value)
 
 
 def _list_parts(value: Any) -> Iterable[Any]:
@@ -84,7 +85,7 @@ def get_attributes(value: Any) -> dict[str, Any]:
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy do
     attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
     # The attributes of code are most of the program.
-    is_code = isinstance(value, (type, ModuleType, FunctionType))
+    is_code = isinstance(value, (*CODE, FunctionType))
     dictionary = getattr(value, "__dict__", None)
     if isinstance(dictionary, dict) and not is_code:
         attributes |= dictionary
@@ -99,33 +100,16 @@ def has_tensor(values: Iterable[Any], skipped: Container[int] = ()) -> bool:
 
     skipped: ids of objects that are not searched.
     """
-    pending = list(values)
-    visited: set[int] = set()
-    while pending:
-        node = pending.pop()
-        is_skipped = id(node) in visited or id(node) in skipped
-        if is_skipped or isinstance(node, (type, ModuleType)):
-            continue
 
-        if _holds_tensor(node):
-            return True
+    def is_skipped(node: Any) -> bool:
+        return id(node) in skipped or isinstance(node, CODE)
 
-        visited.add(id(node))
-        # A search that takes too long counts as a tensor.
-        if len(visited) > _MOST_SEARCHED:
-            return True
-
-        pending += get_referents(node)
-
-    return False
-
-
-def _holds_tensor(value: Any) -> bool:
-    """Whether an object is a tensor or storage, or holds tensors by its interface."""
-    if is_tensor(value) or type(value).__name__ == "UntypedStorage":
-        return True
-
-    return is_module(value) or is_stateful(value)
+    return has_referent(
+        values,
+        is_sought=_holds_tensor,
+        is_skipped=is_skipped,
+        most=_MOST_SEARCHED,
+    )
 
 
 def get_referents(value: Any) -> list[Any]:
@@ -139,9 +123,48 @@ def get_referents(value: Any) -> list[Any]:
     return gc.get_referents(value)
 
 
+def has_referent(
+    values: Iterable[Any],
+    is_sought: Callable[[Any], bool],
+    is_skipped: Callable[[Any], bool],
+    most: int,
+    list_referents: Callable[[Any], Iterable[Any]] = get_referents,
+) -> bool:
+    """Whether some objects, or objects to which they refer at any depth, are sought.
+
+    is_sought, is_skipped: functions of an object. What a skipped object refers to is not searched.
+    most: number of objects to search. A search that takes longer counts as a success.
+    list_referents: a function that returns the objects to which an object refers.
+    """
+    pending = list(values)
+    visited: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if id(node) in visited or is_skipped(node):
+            continue
+
+        if is_sought(node) or len(visited) >= most:
+            return True
+
+        visited.add(id(node))
+        pending += list_referents(node)
+
+    return False
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether an object is a tensor or storage, or holds tensors by its interface."""
+    return is_tensor(value) or type(value).__name__ == "UntypedStorage" or has_state(value)
+
+
 def is_readable(value: Any) -> bool:
     """Whether an object may hold tensors: a module, an object with a `state_dict()`, a container or a tensor."""
-    return is_module(value) or is_stateful(value) or is_tensor(value) or isinstance(value, (Mapping, list, tuple))
+    return has_state(value) or is_data(value)
+
+
+def is_data(value: Any) -> bool:
+    """Whether an object is a state dict, a container or a tensor."""
+    return isinstance(value, (Mapping, list, tuple)) or is_tensor(value)
 
 
 def class_title(value: Any) -> str:
@@ -156,6 +179,11 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
 
 
+def has_state(value: Any) -> bool:
+    """Whether an object is a module, or has a `state_dict()`."""
+    return is_module(value) or is_stateful(value)
+
+
 def get_custom_state(modules: Mapping[str, Any], names: Container[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the entries that the modules' own code adds to a state dict, by name, and the methods not called.
 
@@ -165,18 +193,14 @@ def get_custom_state(modules: Mapping[str, Any], names: Container[str]) -> tuple
     modules: by path, without sharded modules.
     names: of entries that exist already.
     """
-    torch: Any = sys.modules.get("torch")
     added: dict[str, Any] = {}
     not_called: list[str] = []
-    if torch is None:
-        return added, not_called
-
     for path, module in modules.items():
         state: dict[str, Any] = {}
-        if _overrides(module, "_save_to_state_dict", torch):
+        if _overrides(module, "_save_to_state_dict"):
             module._save_to_state_dict(state, "", True)  # noqa: SLF001
 
-        if _has_own_state_dict(module, torch):
+        if _has_own_state_dict(module):
             if world_size() > 1:
                 kind = type(module)
                 not_called.append(f"{kind.__module__}.{kind.__qualname__}.state_dict()"[:120])
@@ -192,16 +216,20 @@ def get_custom_state(modules: Mapping[str, Any], names: Container[str]) -> tuple
     return added, not_called
 
 
-def _overrides(module: Any, method: str, torch: Any) -> bool:
-    """Whether the class of a module has its own version of a method of torch's modules."""
+def _overrides(module: Any, method: str) -> bool:
+    """Whether the class of a module has its own version of a method of torch's modules. Without torch, none has."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+
     inherited = getattr(torch.nn.Module, method)
     return getattr(type(module), method, inherited) is not inherited
 
 
-def _has_own_state_dict(module: Any, torch: Any) -> bool:
+def _has_own_state_dict(module: Any) -> bool:
     """Whether a module's own `state_dict` method or hooks may add entries."""
     has_hooks = any(getattr(module, name, None) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
-    return has_hooks or _overrides(module, "state_dict", torch)
+    return has_hooks or _overrides(module, "state_dict")
 
 
 def is_fsdp1(module: Any) -> bool:
@@ -222,12 +250,7 @@ def is_sharded(module: Any) -> bool:
 
 def has_extra_state(module: Any) -> bool:
     """Whether a module's class defines an extra state, which its state dict contains."""
-    torch: Any = sys.modules.get("torch")
-    method = getattr(type(module), "get_extra_state", None)
-    if torch is None or method is None:
-        return False
-
-    return method is not torch.nn.Module.get_extra_state
+    return _overrides(module, "get_extra_state")
 
 
 def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.memory.objects import add_dot, is_bundle, is_module, is_optimizer, is_stateful
-from syncheck.live.memory.tensor_bytes import is_tensor
+from syncheck.live.memory.objects import add_dot, has_state, is_bundle, is_data, is_module, is_optimizer
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
 from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # The key of an averaged copy beside the model, as in files.
 _AVERAGE = "ema"
@@ -43,17 +42,14 @@ def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
         else:
             named_parts.append((key, value))
 
-    return [(name, part) for name, part in named_parts if is_module(part) or is_stateful(part)]
+    return [(name, part) for name, part in named_parts if has_state(part)]
 
 
 def merge_parts(parts: tuple[Any, ...]) -> Any:
     """Store the parts of a replica under the keys that trainers use. A single part remains as it is."""
     if len(parts) == 1 and not is_bundle(parts[0]):
         (part,) = parts
-        if _is_data(part):
-            return part
-
-        return {_default_key(part): part}
+        return part if is_data(part) else {_default_key(part): part}
 
     all_parts: list[Any] = []
     for part in parts:
@@ -63,9 +59,8 @@ def merge_parts(parts: tuple[Any, ...]) -> Any:
     by_key: dict[str, list[Any]] = {}
     data: dict[str, Any] = {}
     for number, part in enumerate(all_parts):
-        if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
-            by_key.setdefault("optimizer", []).append(part)
-        elif _is_data(part):
+        # With other keys beside it, the whole tree would look like the state of an optimizer.
+        if is_data(part) and not is_optimizer_state(part):
             data[f"things.{number}"] = part
         else:
             key = _AVERAGE if id(part) in averages else _default_key(part)
@@ -85,11 +80,6 @@ def merge_parts(parts: tuple[Any, ...]) -> Any:
     return tree
 
 
-def _is_data(part: Any) -> bool:
-    """Whether a part is a state dict, a container or a tensor, and not an object with a state."""
-    return isinstance(part, (Mapping, list, tuple)) or is_tensor(part)
-
-
 def _find_averages(parts: Sequence[Any]) -> frozenset[int]:
     """Return the ids of the objects that average a model, if the model is another one of the parts."""
     averages: set[int] = set()
@@ -101,10 +91,7 @@ def _find_averages(parts: Sequence[Any]) -> frozenset[int]:
             averages.add(id(part))
 
     # An average alone is the model.
-    if not has_model:
-        return frozenset()
-
-    return frozenset(averages)
+    return frozenset(averages) if has_model else frozenset()
 
 
 def _holds_model(part: Any) -> bool:
@@ -112,16 +99,31 @@ def _holds_model(part: Any) -> bool:
 
 
 def _default_key(part: Any) -> str:
-    """Return the key that trainers use for an object of this kind."""
-    if is_module(part):
-        return "model"
+    """Return the key that trainers use for an object of this kind, by default its class name."""
+    for key, is_of_kind in _KEYS.items():
+        if is_of_kind(part):
+            return key
 
-    if is_optimizer(part):
-        return "optimizer"
+    return type(part).__name__
 
+
+def _is_any_optimizer(part: Any) -> bool:
+    return is_optimizer(part) or is_optimizer_state(part)
+
+
+def _is_scaler(part: Any) -> bool:
     # By name, because several packages have a GradScaler of their own.
-    class_name = type(part).__name__
-    if class_name.endswith("Scaler"):
-        return "scaler"
+    return type(part).__name__.endswith("Scaler")
 
-    return "lr_scheduler" if hasattr(part, "get_last_lr") else class_name
+
+def _is_scheduler(part: Any) -> bool:
+    return hasattr(part, "get_last_lr")
+
+
+# The keys of checkpoints, and which objects they have.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    "model": is_module,
+    "optimizer": _is_any_optimizer,
+    "scaler": _is_scaler,
+    "lr_scheduler": _is_scheduler,
+}

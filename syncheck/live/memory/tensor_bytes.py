@@ -20,6 +20,7 @@ from syncheck.live.digest.parts import (
     copy_in_c_order,
     has_storage,
     is_c_order,
+    is_instance,
     is_torch,
 )
 from syncheck.messages import SHARD_REFUSALS, Refusal
@@ -44,7 +45,14 @@ def get_sharding(tensor: Any) -> Sharding:
     """Return the sharding of a DTensor. A placement that is neither replicated nor a shard counts as a partial sum."""
     sizes, ranks, coordinate, names = _describe_mesh(tensor.device_mesh)
     placements = tuple(_format_placement(placement) for placement in tensor.placements)
-    return Sharding(sizes, ranks, placements, tuple(tensor.shape), names, coordinate)
+    return Sharding(
+        mesh=sizes,
+        ranks=ranks,
+        placements=placements,
+        shape=tuple(tensor.shape),
+        names=names,
+        coordinate=coordinate,
+    )
 
 
 def _describe_mesh(mesh: Any) -> Mesh:
@@ -95,11 +103,11 @@ class TensorBytes:
         self._flat: Any = None
 
     def __getitem__(self, part: slice) -> bytes:
-        if self._flat is None and _is_c_order(self.source):
-            self._flat = flat_bytes(self.source)
+        if not _is_c_order(self.source):
+            return self._gather(part)
 
         if self._flat is None:
-            return self._gather(part)
+            self._flat = flat_bytes(self.source)
 
         return _to_bytes(self._flat[part])
 
@@ -141,13 +149,27 @@ class MemoryTensor(TensorLocation):
         if self.refused:
             return self
 
-        return MemoryTensor(self.dtype, self.shape, None, reason)
+        return MemoryTensor(
+            self.dtype,
+            self.shape,
+            content=None,
+            refused=reason,
+        )
+
+
+def make_refused(reason: Message) -> MemoryTensor:
+    """Return a tensor of which only the reason not to compare it is known."""
+    return MemoryTensor(
+        None,
+        (),
+        content=None,
+        refused=reason,
+    )
 
 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor or a numpy array."""
-    numpy = sys.modules.get("numpy")
-    return is_torch(value) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return is_torch(value) or is_instance(value, "numpy", "ndarray")
 
 
 def describe_tensor(value: Any) -> MemoryTensor:
@@ -155,17 +177,22 @@ def describe_tensor(value: Any) -> MemoryTensor:
 
     For a DTensor, the bytes of the local tensor and its sharding.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor):
+    if not is_torch(value):
         return _describe_array(value)
 
+    torch: Any = sys.modules["torch"]
     if _is_plain_tensor(value, torch):  # the common case
         dtype = _get_dtype(value.dtype)
         if dtype is not None:
             return MemoryTensor(dtype, tuple(value.shape), TensorBytes(value))
 
     if type(value).__name__ == "ShardedTensor":
-        return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), None, Refusal.SHARDED_TENSOR())
+        return MemoryTensor(
+            _get_dtype(value.dtype),
+            tuple(value.shape),
+            content=None,
+            refused=Refusal.SHARDED_TENSOR(),
+        )
 
     sharding = None
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
@@ -179,9 +206,21 @@ def describe_tensor(value: Any) -> MemoryTensor:
         # Asking for the shape of such a tensor raises.
         if refused.code not in (Refusal.NESTED, Refusal.LAZY):
             shape = tuple(value.shape)
-        return MemoryTensor(_get_dtype(value.dtype), shape, None, refused, sharding)
+        return MemoryTensor(
+            _get_dtype(value.dtype),
+            shape,
+            content=None,
+            refused=refused,
+            sharding=sharding,
+        )
 
-    return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), TensorBytes(value), None, sharding)
+    return MemoryTensor(
+        _get_dtype(value.dtype),
+        tuple(value.shape),
+        content=TensorBytes(value),
+        refused=None,
+        sharding=sharding,
+    )
 
 
 def _describe_array(array: Any) -> MemoryTensor:
@@ -190,7 +229,12 @@ def _describe_array(array: Any) -> MemoryTensor:
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None:
         refused = Refusal.NUMPY_DTYPE(name=f"{array.dtype.str[1:]:.20}")
-        return MemoryTensor(dtype, tuple(array.shape), None, refused)
+        return MemoryTensor(
+            dtype,
+            tuple(array.shape),
+            content=None,
+            refused=refused,
+        )
 
     return MemoryTensor(dtype, tuple(array.shape), TensorBytes(array))
 

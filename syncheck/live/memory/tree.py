@@ -11,12 +11,14 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import UsageError
+from syncheck.live.digest.parts import is_instance
 from syncheck.live.memory.attributes import AttributeReader, describe_modes
 from syncheck.live.memory.objects import (
+    CODE,
     EXTRA_STATE,
     add_dot,
     get_attributes,
@@ -25,6 +27,7 @@ from syncheck.live.memory.objects import (
     get_referents,
     get_transient_buffers,
     has_extra_state,
+    has_state,
     has_tensor,
     is_fsdp1,
     is_module,
@@ -34,9 +37,10 @@ from syncheck.live.memory.objects import (
 )
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.replica_parts import get_prefix, merge_parts
-from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
+from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor, make_refused
 from syncheck.messages import Refusal
 from syncheck.readers.metadata_block import get_buffers_synced
+from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
 
 if TYPE_CHECKING:
@@ -63,7 +67,7 @@ def list_parameters(optimizer: Any) -> list[Any]:
     """Return the parameters of all groups of an optimizer."""
     parameters: list[Any] = []
     for group in optimizer.param_groups:
-        parameters += group["params"]
+        parameters += group.get("params", ())
 
     return parameters
 
@@ -81,34 +85,33 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
     are_named = all(id(parameter) in names for parameter in list_parameters(optimizer))
     for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         ids = [id(parameter) for parameter in group["params"]]
-        if are_named and "param_names" not in saved_group:
-            saved_group["param_names"] = [names[key] for key in ids]
+        if are_named:
+            saved_group.setdefault("param_names", [names[key] for key in ids])
 
         for key, number in zip(ids, saved_group.get("params") or (), strict=True):
             if key in sharded:
                 # Ranks differ in the states: a rank with an empty shard of the parameter has no states.
-                state_dict["state"][number] = {"state": MemoryTensor(None, (), None, Refusal.FLAT_PARAMETER())}
+                state_dict["state"][number] = {"state": make_refused(Refusal.FLAT_PARAMETER())}
 
     return state_dict
 
 
 def _has_equal_groups(state_dict: Any, optimizer: Any) -> bool:
     """Whether a state dict has torch's keys, and groups with as many parameters as the groups of the optimizer."""
-    if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
+    if not is_optimizer_state(state_dict):
         return False
 
-    saved_groups = state_dict.get("param_groups")
-    if not isinstance(saved_groups, list):
-        return False
-
-    saved_sizes = [len(group.get("params") or ()) for group in saved_groups]
+    saved_sizes = [len(group.get("params") or ()) for group in state_dict["param_groups"]]
     return saved_sizes == [len(group["params"]) for group in optimizer.param_groups]
 
 
 # Below the limit of `readers.pickles.tree`, because this module uses recursion.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
-_CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_EXACT_OR_NONE = (*_EXACT, NoneType)
+_CODE_AND_FUNCTIONS = (*CODE, FunctionType, MethodType, BuiltinFunctionType)
+# The keys of an optimizer's state dict.
+_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 
 class _Root(NamedTuple):
@@ -193,12 +196,11 @@ class Tree:
         converted = self._convert(optimizer.state_dict(), name, 1)
         state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
         if self.partitioned:
-            for parameter in list_parameters(optimizer):
-                self.local_parameters.append(self.names.get(id(parameter), ""))
+            self.local_parameters += [self.names.get(id(parameter), "") for parameter in list_parameters(optimizer)]
 
-        is_wrapper = "state" not in state_dict or "param_groups" not in state_dict
-        if is_wrapper:
-            target.clear()  # a wrapper of another optimizer (fp32 masters), treated as a plain mapping
+        # A wrapper of another optimizer (fp32 masters) is treated as a plain mapping.
+        if not state_dict.keys() >= _OPTIMIZER_KEYS:
+            target.clear()
 
         target.update(state_dict)
 
@@ -249,7 +251,7 @@ class Tree:
         if depth > MAX_DEPTH:
             raise UsageError(f"{name[:80]}: containers are nested more than {MAX_DEPTH} levels deep")
 
-        if node is None or type(node) in _EXACT:
+        if type(node) in _EXACT_OR_NONE:
             return node
 
         if type(node).__name__ == "UntypedStorage":
@@ -266,8 +268,7 @@ class Tree:
                 self._searched.append((name, node, get_referents(node)))
                 return kind.__str__(node) if kind is str else kind(node)
 
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(node, numpy.generic):
+        if is_instance(node, "numpy", "generic"):
             # Like the file reader: numbers that `struct` can pack, otherwise bytes.
             is_number = node.dtype.kind in "fiub" and node.itemsize <= 8
             return node.item() if is_number else node.tobytes()
@@ -299,7 +300,7 @@ class Tree:
         if _is_plain_container(node):
             return
 
-        if not (is_module(node) or is_stateful(node) or isinstance(node, (type, ModuleType))):
+        if not has_state(node) and not isinstance(node, CODE):
             self._searched.append((name, node, get_referents(node)))
 
     def _convert_object(self, node: Any, name: str, depth: int) -> Any:
@@ -325,7 +326,7 @@ class Tree:
                 self.averaged.append(name)
             return self._convert(node.state_dict(), name, depth + 1)
 
-        if isinstance(node, _CODE):
+        if isinstance(node, _CODE_AND_FUNCTIONS):
             return None
 
         return self._convert_items(self._list_fields(node).items(), name, depth)
@@ -367,7 +368,13 @@ class Tree:
         modules = dict(module.named_modules(remove_duplicate=False))
         self.no_sync = self.no_sync or get_no_sync(modules.values())
         flat_prefixes = tuple(add_dot(path) for path, owner in modules.items() if is_fsdp1(owner))
-        root = _Root(get_prefix(name), {}, modules, flat_prefixes, get_transient_buffers(modules))
+        root = _Root(
+            prefix=get_prefix(name),
+            entries={},
+            modules=modules,
+            flat_prefixes=flat_prefixes,
+            transient=get_transient_buffers(modules),
+        )
         self._roots.append(root)
         self.modes[f"{root.prefix}training"] = describe_modes(modules)
         for path, owner in modules.items():
@@ -418,22 +425,25 @@ class Tree:
         if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
             self.bn_momentum[full_path] = owner.momentum
 
-        holders = list(owner.parameters(recurse=False))
+        for parameter in owner.parameters(recurse=False):
+            self._add_tensor_attributes(parameter)
+
         if is_read(owner):
             plain_path = find_plain_path(path, root.modules)
             self._owners.append((f"{root.prefix}{plain_path}".removesuffix("."), owner))
         else:
-            holders.insert(0, owner)
-
-        for holder in holders:
-            for key, value in vars(holder).items():
-                # The test of the dtype is faster, and most attributes are no tensors.
-                if hasattr(value, "dtype") and is_tensor(value):
-                    self._attributes.append((f"{get_class_name(holder)}.{key}", value))
+            self._add_tensor_attributes(owner)
 
         if has_extra_state(owner):
             name = f"{add_dot(path)}{EXTRA_STATE}"
             root.entries[name] = self._convert(owner.get_extra_state(), f"{root.prefix}{name}", 1)
+
+    def _add_tensor_attributes(self, holder: Any) -> None:
+        """Remember the tensors in the attributes of a module or parameter, which may be compared elsewhere."""
+        for key, value in vars(holder).items():
+            # The test of the dtype is faster, and most attributes are no tensors.
+            if hasattr(value, "dtype") and is_tensor(value):
+                self._attributes.append((f"{get_class_name(holder)}.{key}", value))
 
     def _read_custom_state(self, root: _Root) -> None:
         """Add the entries that the modules' own code adds to a state dict."""

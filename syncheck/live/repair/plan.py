@@ -14,7 +14,7 @@ from syncheck.text import group_ranks, names_text, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Finding, Report, TensorDiff, ValueDiff
+    from syncheck.records import Finding, Group, Report, TensorDiff, ValueDiff
 
     Ranks = tuple[int, ...]
 
@@ -58,7 +58,12 @@ class Job:
     def targets(self) -> Ranks:
         """The ranks that differ from the source."""
         (healthy,) = [ranks for ranks in self.sets if self.source in ranks]
-        return tuple(rank for rank in self.ranks if rank not in healthy)
+        return tuple(sorted(set(self.ranks).difference(healthy)))
+
+    @property
+    def lacks_tensor(self) -> bool:
+        """Whether a tensor, and not a value, is missing on some ranks."""
+        return self.kind != "value" and bool(self.absent)
 
     @property
     def sends_bytes(self) -> bool:
@@ -82,9 +87,8 @@ def plan_repair(report: Report, source: int | str) -> tuple[Job, ...]:
     Raises UsageError without a source, and if the ranks differ in structure.
     """
     group = report.groups[0]
-    tolerated = _list_tolerated(group.findings)
-    diffs = [diff for diff in group.tensors if diff.out_of_sync and diff.name not in tolerated]
-    values = [value for value in group.values if value.counts and value.name not in tolerated]
+    diffs = _list_failing_tensors(group)
+    values = _list_failing_values(group)
     _refuse_structure(diffs, values)
 
     ranks = tuple(sorted(group.ranks))
@@ -96,16 +100,31 @@ def plan_repair(report: Report, source: int | str) -> tuple[Job, ...]:
         if not jobs_of_tensor:
             names_without_copies.add(diff.name)
 
-    unsourced += [_make_value_job(value, ranks) for value in values]
+    for value in values:
+        unsourced.append(_make_value_job(value, ranks))
+
     jobs = _set_sources(unsourced, source)
-    if group.shards:  # a report has no replica groups for a missing tensor
-        names_without_copies.update(job.name for job in jobs if job.absent and job.kind != "value")
+    # A report with shards has no replica groups for a missing tensor.
+    if group.shards:
+        names_without_copies.update(job.name for job in jobs if job.lacks_tensor)
 
     if names_without_copies:
         names = _join_names(sorted(names_without_copies))
         raise UsageError(f"no other rank has a copy of {names}; load it from a checkpoint")
 
     return jobs
+
+
+def _list_failing_tensors(group: Group) -> list[TensorDiff]:
+    """Return the tensors out of sync that the options do not tolerate."""
+    tolerated = _list_tolerated(group.findings)
+    return [diff for diff in group.tensors if diff.out_of_sync and diff.name not in tolerated]
+
+
+def _list_failing_values(group: Group) -> list[ValueDiff]:
+    """Return the values out of sync that the options do not tolerate."""
+    tolerated = _list_tolerated(group.findings)
+    return [value for value in group.values if value.counts and value.name not in tolerated]
 
 
 def _list_tolerated(findings: Iterable[Finding]) -> set[str]:
@@ -134,10 +153,7 @@ def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) 
     """Raise UsageError for differences in structure: shapes, dtypes, names, parameter groups."""
     different = []
     for diff in diffs:
-        # Entries of dictionaries can be created, parameters and buffers cannot.
-        may_create = diff.kind in OPTIMIZER or _is_extra(diff.name)
-        is_missing = diff.reason == "missing" and not may_create
-        if is_missing or diff.reason in ("shape", "dtype"):
+        if _differs_in_structure(diff):
             different.append(f"{diff.name} ({diff.reason}: {diff.detail})")
 
     for value in values:
@@ -150,6 +166,16 @@ def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) 
             f"{_join_names(different)}. Build the same model and optimizer on every rank, or load a checkpoint, and "
             "call resync again"
         )
+
+
+def _differs_in_structure(diff: TensorDiff) -> bool:
+    """Whether the shapes or dtypes of a tensor differ, or a missing tensor cannot be created."""
+    if diff.reason != "missing":
+        return diff.reason in ("shape", "dtype")
+
+    # Entries of dictionaries can be created, parameters and buffers cannot.
+    may_create = diff.kind in OPTIMIZER or _is_extra(diff.name)
+    return not may_create
 
 
 def _is_extra(name: str) -> bool:
@@ -166,26 +192,47 @@ def _make_tensor_jobs(diff: TensorDiff, ranks: Ranks) -> list[Job]:
 
     jobs = []
     for members in groups:
-        absent_members = tuple(rank for rank in members if rank in absent)
+        absent_members = tuple(sorted(absent.intersection(members)))
         # Clusters of other replica groups hold other parts of the tensor.
         sets = [equal for equal in diff.clusters if equal and set(equal) <= set(members)]
         if absent_members:
             sets.append(absent_members)
 
         if len(sets) > 1:
-            jobs.append(Job(diff.name, kind, members, largest_first(sets), absent_members, groups))
+            jobs.append(
+                Job(
+                    name=diff.name,
+                    kind=kind,
+                    ranks=members,
+                    sets=largest_first(sets),
+                    absent=absent_members,
+                    groups=groups,
+                )
+            )
 
     return jobs
 
 
 def _make_value_job(value: ValueDiff, ranks: Ranks) -> Job:
     """Return the job of a value. A report does not distinguish None from a missing value."""
-    by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
-    # repr, so that NaN equals NaN
-    texts = {rank: repr(value_of_rank) for rank, value_of_rank in by_rank.items()}
+    texts: dict[int, str] = {}
+    absent: list[int] = []
+    for rank in ranks:
+        value_of_rank = value.by_rank.get(rank)
+        # repr, so that NaN equals NaN
+        texts[rank] = repr(value_of_rank)
+        if value_of_rank is None:
+            absent.append(rank)
+
     sets = [tuple(equal) for equal in group_ranks(texts).values()]
-    absent = tuple(rank for rank in ranks if by_rank[rank] is None)
-    return Job(value.name, "value", ranks, largest_first(sets), absent, (ranks,))
+    return Job(
+        name=value.name,
+        kind="value",
+        ranks=ranks,
+        sets=largest_first(sets),
+        absent=tuple(absent),
+        groups=(ranks,),
+    )
 
 
 def _choose_source(job: Job, source: int | str, jobs: Sequence[Job]) -> int:
@@ -196,13 +243,14 @@ def _choose_source(job: Job, source: int | str, jobs: Sequence[Job]) -> int:
     if source in job.ranks:
         return int(source)
 
-    sizes = {len(members) for members in job.groups}
+    # Replica groups of a mesh have the same order, so the ranks at one position form one complete replica.
+    have_equal_sizes = len({len(members) for members in job.groups}) == 1
     for members in job.groups:
-        # Replica groups of a mesh have the same order, so the ranks at one position form one complete replica.
-        if source in members and len(sizes) == 1:
+        if have_equal_sizes and source in members:
             return job.ranks[members.index(int(source))]
 
-    return _choose_from_majorities(job.ranks, [vote for vote in jobs if set(vote.ranks) & set(job.ranks)])
+    votes = [vote for vote in jobs if not set(vote.ranks).isdisjoint(job.ranks)]
+    return _choose_from_majorities(job.ranks, votes)
 
 
 def _choose_from_majorities(ranks: Ranks, votes: Sequence[Job]) -> int:
@@ -214,13 +262,7 @@ def _choose_from_majorities(ranks: Ranks, votes: Sequence[Job]) -> int:
     # A single tensor without a majority is sufficient to doubt the rank that looks healthy.
     tied = [job for job in votes if not job.majority]
     if tied:
-        text = f"no majority: {_join_names(job.name for job in tied)}; choose the healthy rank with source=RANK"
-        if all(job.kind in BUFFERS for job in tied):
-            text += (
-                ". Under plain DDP each rank has its own BatchNorm statistics: source=0 copies the statistics of rank "
-                "0, only=('params', 'optimizer') skips them"
-            )
-        raise NoMajority(text)
+        raise NoMajority(_describe_ties(tied))
 
     faulty_tensors: dict[int, str] = {}
     for job in votes:
@@ -236,6 +278,19 @@ def _choose_from_majorities(ranks: Ranks, votes: Sequence[Job]) -> int:
         f"no rank of {ranks_text(ranks)} is in the majority for all tensors: {_join_names(texts)}; choose one with "
         "source=RANK"
     )
+
+
+def _describe_ties(jobs: Sequence[Job]) -> str:
+    """Return the text of the error for jobs without a majority."""
+    names = _join_names(job.name for job in jobs)
+    text = f"no majority: {names}; choose the healthy rank with source=RANK"
+    if {job.kind for job in jobs} <= BUFFERS:
+        text += (
+            ". Under plain DDP each rank has its own BatchNorm statistics: source=0 copies the statistics of rank "
+            "0, only=('params', 'optimizer') skips them"
+        )
+
+    return text
 
 
 def _join_names(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import RankFailed, UsageError
@@ -91,8 +92,8 @@ class Resync:
             "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
         }  # fmt: skip
         targets: set[int] = set()
-        for changes in changes_by_verb.values():
-            targets.update(*(change.ranks for change in changes))
+        for change in chain(*changes_by_verb.values()):
+            targets.update(change.ranks)
 
         origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
         all_targets = sorted(targets)
@@ -161,52 +162,62 @@ def resync(
         group = group_of(mesh)
 
     channel = Channel(group)
-    parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
+    # A rank that raises alone would leave the other ranks waiting in the check.
     channel.run_together(lambda: _check_arguments(channel, source, only, checking))
-
-    def run_check() -> Report:
-        options = {**checking, "only": only, "include": include, "exclude": exclude, "rng": False}
-        return check(model, optimizer, scaler, group=group, mesh=mesh, **options)
-
+    options = {**checking, "only": only, "include": include, "exclude": exclude, "rng": False}
+    run_check = partial(check, model, optimizer, scaler, group=group, mesh=mesh, **options)
     # The report is the same on all ranks, so all of them decide alike without another message.
     before = run_check()
     if before.verdict == "in_sync":
         return Resync(before, before)
 
+    parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
     jobs, copied = channel.run_together(lambda: _repair(channel, group, parts, before, source))
     after = run_check()
     if after.verdict != "in_sync":
         raise RankFailed(_format_remaining(after))
 
-    result = Resync(
-        before,
-        after,
-        {job.ranks: job.source for job in jobs},
-        _format_choice(source, jobs),
-        copied,
-        **_list_changes(jobs),
-    )
+    result = _describe_repair(before, after, source, jobs, copied)
     if channel.is_leader:
-        with suppress(Exception):  # a failing handler would raise on this rank only
-            logging.getLogger("syncheck").warning("%s", result.summary)
+        _log_summary(result)
 
     return result
 
 
-def _list_changes(jobs: Sequence[Job]) -> dict[str, tuple[Changed, ...]]:
-    """Return the changes of values and entries, by fields of `Resync`."""
-    values, created, removed = [], [], []
-    for job in jobs:
-        if job.kind == "value":
-            # Without targets, the value was None on some ranks and missing on other ranks.
-            if job.targets:
-                values.append(Changed(job.name, job.targets))
-        elif not job.sends_bytes:
-            removed.append(Changed(job.name, job.targets))
-        elif job.absent:
-            created.append(Changed(job.name, job.absent))
+def _log_summary(result: Resync) -> None:
+    """Log the changes of a repair."""
+    # A failing handler would raise on this rank only.
+    with suppress(Exception):
+        logging.getLogger("syncheck").warning("%s", result.summary)
 
-    return {"values": tuple(values), "created": tuple(created), "removed": tuple(removed)}
+
+def _describe_repair(
+    before: Report, after: Report, source: int | str, jobs: Sequence[Job], copied: tuple[Copied, ...]
+) -> Resync:
+    """Return the result of a repair. source: as in `resync`."""
+    values = []
+    created = []
+    removed = []
+    for job in jobs:
+        change = Changed(job.name, job.targets)
+        if job.kind != "value" and not job.sends_bytes:
+            removed.append(change)
+        elif job.lacks_tensor:
+            created.append(Changed(job.name, job.absent))
+        # Without targets, the value was None on some ranks and missing on other ranks.
+        elif job.kind == "value" and job.targets:
+            values.append(change)
+
+    return Resync(
+        before,
+        after,
+        sources={job.ranks: job.source for job in jobs},
+        why=_format_choice(source, jobs),
+        copied=copied,
+        values=tuple(values),
+        created=tuple(created),
+        removed=tuple(removed),
+    )
 
 
 def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
@@ -215,21 +226,28 @@ def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], c
     if unknown:
         raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
 
+    _check_source(channel, source)
+    if "rng" in only:
+        raise UsageError("only='rng': RNG states differ by design, so resync does not change them")
+
+
+def _check_source(channel: Channel, source: int | str) -> None:
+    """Raise UsageError on all ranks for an invalid source, or if the ranks have different sources."""
     sources = channel.gather(source, "source")
     # repr, because the values may not be hashable.
     if len({repr(value) for value in sources.values()}) > 1:
         texts = [f"{brief(value, 20)} on rank {rank}" for rank, value in sources.items()]
         raise UsageError(f"source= differs between ranks: {names_text(texts, SHOWN)}")
 
-    is_rank = isinstance(source, int) and not isinstance(source, bool)
-    if source != MAJORITY and not is_rank:
+    if source == MAJORITY:
+        return
+
+    # True is an int, and no rank.
+    if not isinstance(source, int) or isinstance(source, bool):
         raise UsageError(f'source={brief(source)}: must be "majority" or a rank number')
 
-    if is_rank and source not in channel.ranks:
+    if source not in channel.ranks:
         raise UsageError(f"source={source} is not in the group; choose from {ranks_text(sorted(channel.ranks))}")
-
-    if "rng" in only:
-        raise UsageError("only='rng': RNG states differ by design, so resync does not change them")
 
 
 class _Offer(NamedTuple):
@@ -259,7 +277,8 @@ def _repair(
         _exchange_entries(channel, state, jobs, offers)
         _exchange_tensors(channel, state, jobs, offers)
     except Exception as error:
-        if channel.ended and not channel.broken:  # all ranks raise the same error already
+        # All ranks raise the same error already.
+        if channel.ended and not channel.broken:
             raise
         raise RankFailed(_format_failure(error, jobs)) from error
 
@@ -267,7 +286,14 @@ def _repair(
     for job in jobs:
         if job.sends_bytes:
             size, _ = offers[job.source].sizes[job.name]
-            copied.append(Copied(job.name, job.source, job.targets, size))
+            copied.append(
+                Copied(
+                    name=job.name,
+                    source=job.source,
+                    ranks=job.targets,
+                    bytes=size,
+                )
+            )
 
     return jobs, tuple(copied)
 
@@ -275,7 +301,10 @@ def _repair(
 def _check_targets(rank: int, state: ReplicaState, jobs: Sequence[Job]) -> None:
     """Look up everything that this rank sends or sets. Raises UsageError if it cannot."""
     for job in jobs:
-        if job.sets_entry and rank in job.ranks:
+        if rank not in job.ranks:
+            continue
+
+        if job.sets_entry:
             state.find_holder(job.name)
         elif _takes_part(rank, job):
             state.find_tensor(job.name, writable=rank != job.source)
@@ -310,17 +339,20 @@ def _exchange_entries(channel: Channel, state: ReplicaState, jobs: Sequence[Job]
     # All ranks take part in each exchange, because a collective call waits for all of them.
     for (source, entry), ranks in receivers.items():
         messages = channel.share(partial(state.dump_entry, entry), [source], "entries")
-        if channel.rank in ranks and channel.rank != source:
+        if channel.rank in ranks - {source}:
             state.load_entry(entry, messages[source])
 
 
 def _exchange_tensors(channel: Channel, state: ReplicaState, jobs: Sequence[Job], offers: Mapping[int, _Offer]) -> None:
-    """Overwrite tensors with the bytes of the sources. Tensors in entries are set already."""
+    """Overwrite tensors with the bytes of the sources."""
     tensors = []
     for job in jobs:
-        if job.sends_bytes and not job.sets_entry:
-            tensor = state.find_tensor(job.name) if _takes_part(channel.rank, job) else None
-            tensors.append((tensor, job.source, offers[job.source].sizes[job.name]))
+        # Tensors in entries are set already.
+        if job.sets_entry:
+            continue
+
+        tensor = state.find_tensor(job.name) if _takes_part(channel.rank, job) else None
+        tensors.append((tensor, job.source, offers[job.source].sizes[job.name]))
 
     broadcast_tensors(channel, tensors)
 
@@ -346,8 +378,15 @@ def _format_choice(source: int | str, jobs: Sequence[Job]) -> str:
 
 def _format_remaining(after: Report) -> str:
     group = after.groups[0]
-    names = [diff.name for diff in group.tensors if diff.out_of_sync]
-    names += [value.name for value in group.values if value.counts]
+    names = []
+    for diff in group.tensors:
+        if diff.out_of_sync:
+            names.append(diff.name)
+
+    for value in group.values:
+        if value.counts:
+            names.append(value.name)
+
     return (
         f"still out of sync after resync: {names_text(names, SHOWN)}; possible causes: state_dict() returns copies "
         "that load_state_dict() ignores, tensors are tied on some ranks only, or new differences have appeared"

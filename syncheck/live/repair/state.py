@@ -43,11 +43,12 @@ class ReplicaState:
     def find_tensor(self, name: str, *, writable: bool = False) -> Any:
         """Return a live tensor by name. Raises UsageError if its bytes cannot be read, or written."""
         tensor = self._tensors.get(name)
-        if tensor is None or not isinstance(tensor.data, TensorBytes):
+        data = getattr(tensor, "data", None)
+        if not isinstance(data, TensorBytes):
             reason = getattr(tensor, "refused", None) or "not in memory"
             raise UsageError(f"{name} has no bytes to copy ({reason})")
 
-        source = tensor.data.source
+        source = data.source
         if not is_torch(source):
             return _share_array(name, source, writable=writable)
 
@@ -196,7 +197,8 @@ def _iterate_optimizer(name: str, optimizer: Any, parameter_names: Mapping[int, 
 
         names = group.get("param_names") or [parameter_names.get(id(parameter), "") for parameter in group["params"]]
         for parameter, parameter_name in zip(group["params"], names, strict=False):
-            if not hasattr(parameter, "placements"):  # the state of a DTensor cannot be sent alone
+            # The state of a DTensor cannot be sent alone.
+            if not hasattr(parameter, "placements"):
                 yield f"{name}.{parameter_name}", _hold_state(local.state, parameter)
 
 

@@ -23,9 +23,11 @@ _TESTS = re.compile(r"(?:^|[^a-z])tests?(?:[^a-z]|$)|^conftest\.py$", re.IGNOREC
 class CheckpointArguments:
     """The checkpoints to judge.
 
-    paths: files, folders and globs. ids: items to run, empty for all. source: option or ini value with the paths.
-    not_judged: folders with checkpoints from which only tests are collected. unused: why the checkpoints of the ini
-    file are ignored; empty if they are judged or if there are none.
+    paths: files, folders and globs.
+    ids: items to run, empty for all.
+    source: option or ini value with the paths.
+    not_judged: folders with checkpoints from which only tests are collected.
+    unused: why the checkpoints of the ini file are ignored; empty if they are judged or if there are none.
     """
 
     paths: tuple[str, ...] = ()
@@ -36,7 +38,11 @@ class CheckpointArguments:
 
 
 class Role(NamedTuple):
-    """What a positional path is for. judged: it has checkpoints to judge. collected: pytest collects tests from it."""
+    """What a positional path is for.
+
+    judged: it has checkpoints to judge.
+    collected: pytest collects tests from it.
+    """
 
     judged: bool
     collected: bool
@@ -47,30 +53,50 @@ def select_checkpoints(config: pytest.Config) -> CheckpointArguments:
 
     Raises UsageError for a path or glob without a match.
     """
-    start = config.invocation_params.dir
-    is_typed = config.args_source == pytest.Config.ArgsSource.ARGS
-    ids, paths = [], []
-    for argument in config.args if is_typed else []:
-        if _is_id(argument, start):
-            ids.append(argument)
-        else:
-            paths.append(argument)
+    ids, paths = _split_arguments(config)
     if config.getoption("syncheck"):
         selection = _select_option(config, ids, paths)
     elif paths:
-        return CheckpointArguments(unused=_unused(config, "paths were given"))
-    elif is_same(start, config.rootpath):
-        # Like testpaths, the ini value applies to runs from the rootdir without paths. Ids of items are not paths.
-        checkpoints = tuple(config.getini("syncheck_checkpoints"))
-        selection = CheckpointArguments(checkpoints, tuple(ids), "syncheck_checkpoints")
-        if checkpoints and ids:
-            _set_arguments(config, [])
+        selection = CheckpointArguments(unused=_unused(config, "paths were given"))
     else:
-        return CheckpointArguments(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
+        selection = _select_ini_value(config, ids)
+
+    start = config.invocation_params.dir
     for path in selection.paths:
         if not _exists(path, start):
             raise pytest.UsageError(f"{selection.source} {path or repr(path)}: no such file or folder in {start}")
+
     return selection
+
+
+def _split_arguments(config: pytest.Config) -> tuple[list[str], list[str]]:
+    """Return the positional arguments of the command line: ids of checkpoint items, and paths."""
+    ids: list[str] = []
+    paths: list[str] = []
+    # Without arguments, pytest has replaced them by testpaths or the folder.
+    if config.args_source != pytest.Config.ArgsSource.ARGS:
+        return ids, paths
+
+    for argument in config.args:
+        if _is_id(argument, config.invocation_params.dir):
+            ids.append(argument)
+        else:
+            paths.append(argument)
+
+    return ids, paths
+
+
+def _select_ini_value(config: pytest.Config, ids: list[str]) -> CheckpointArguments:
+    """Return the checkpoints of the ini value. Like testpaths, it applies to runs from the rootdir without paths."""
+    if not is_same(config.invocation_params.dir, config.rootpath):
+        return CheckpointArguments(unused=_unused(config, f"pytest was not started in {config.rootpath}"))
+
+    checkpoints = tuple(config.getini("syncheck_checkpoints"))
+    # Ids of items are not paths from which pytest collects tests.
+    if checkpoints and ids:
+        _set_arguments(config, [])
+
+    return CheckpointArguments(checkpoints, tuple(ids), "syncheck_checkpoints")
 
 
 def _select_option(config: pytest.Config, ids: list[str], paths: list[str]) -> CheckpointArguments:
@@ -80,26 +106,36 @@ def _select_option(config: pytest.Config, ids: list[str], paths: list[str]) -> C
     """
     checkpoints: list[str] = list(config.getoption("syncheck"))
     option_values = tuple(checkpoints)
-    not_judged, collected = [], []
+    not_judged = []
+    collected = []
     for path in paths:
         role = _find_role(config, path, option_values)
         if role.judged:
             checkpoints.append(path)
         elif _holds_checkpoint(config.invocation_params.dir / path):
             not_judged.append(path)
+
         if role.collected:
             collected.append(path)
+
     _set_arguments(config, collected)
-    unused = _unused(config, "--syncheck was given")
-    return CheckpointArguments(tuple(checkpoints), tuple(ids), not_judged=tuple(not_judged), unused=unused)
+    return CheckpointArguments(
+        paths=tuple(checkpoints),
+        ids=tuple(ids),
+        not_judged=tuple(not_judged),
+        unused=_unused(config, "--syncheck was given"),
+    )
 
 
 def _exists(path: str, start: Path) -> bool:
     """Whether a path exists, or a glob matches a file."""
+    # An empty path is the start folder to `os.path`.
     if not path:
         return False
+
     if _is_glob(path, start):
         return bool(glob.glob(path, root_dir=start, recursive=True))
+
     return os.path.lexists(start / path)
 
 
@@ -138,24 +174,36 @@ def _find_role(config: pytest.Config, argument: str, option_values: Sequence[str
     """
     start = config.invocation_params.dir
     path = start / argument
+    # The id of a test.
     if "::" in argument:
         return Role(judged=False, collected=True)
+
     if not path.is_dir():
         is_checkpoint = path.is_file() and path.suffix != ".py" and _holds_checkpoint(path)
         return Role(judged=is_checkpoint, collected=not is_checkpoint)
+
     names = _list_names(path)
+    has_checkpoints = _holds_checkpoint(path)
     has_tests = any(_may_be_tests(config, name) for name in names)
-    if not _holds_checkpoint(path):
-        if not has_tests:
-            raise pytest.UsageError(f"{argument}: this folder contains neither checkpoints nor tests")
+    if not has_tests and not has_checkpoints:
+        raise pytest.UsageError(f"{argument}: this folder contains neither checkpoints nor tests")
+
+    if not has_checkpoints:
         return Role(judged=False, collected=True)
+
     if not _match_any(names, config.getini("python_files")):
         return Role(judged=True, collected=has_tests)
-    # The shell has expanded a glob only if no glob, and no path inside the folder, arrived unexpanded.
-    folder = os.path.abspath(path)
+
+    return Role(judged=_may_be_expanded(path, option_values, start), collected=True)
+
+
+def _may_be_expanded(folder: Path, option_values: Sequence[str], start: Path) -> bool:
+    """Whether the shell may have expanded a glob to a folder: no glob, and no path inside it, arrived unexpanded."""
+    # `..` in a path may lead into the folder.
+    resolved_folder = os.path.abspath(folder)
     has_glob = any(_is_glob(value, start) for value in option_values)
-    is_parent = any(Path(os.path.abspath(start / value)).is_relative_to(folder) for value in option_values)
-    return Role(judged=not has_glob and not is_parent, collected=True)
+    is_parent = any(Path(os.path.abspath(start / value)).is_relative_to(resolved_folder) for value in option_values)
+    return not has_glob and not is_parent
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -164,6 +212,7 @@ def _list_names(folder: Path) -> list[str]:
     for _, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         names += files
+
     return names
 
 
@@ -177,6 +226,7 @@ def _may_be_tests(config: pytest.Config, name: str) -> bool:
     patterns = [*config.getini("python_files"), *(config.getoption("doctestglob", None) or ())]
     if config.getoption("doctestmodules", False):
         patterns.append("*.py")
+
     return _TESTS.search(name) is not None or _match_any([name], patterns)
 
 

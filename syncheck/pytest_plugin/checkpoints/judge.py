@@ -78,12 +78,14 @@ class Judge:
         if self._at_once or self._report is not None:
             with contextlib.suppress(CheckpointError):
                 return self.report(), number
+
         # The steps of a run are compared together, because some findings need all steps.
         run = self.checkpoints.groups[number].run
         numbers = self._numbers[run]
         if run not in self._runs:
             groups = tuple(self.checkpoints.groups[i] for i in numbers)
             self._runs[run] = self._compare(replace(self.checkpoints, groups=groups, unreadable=()))
+
         return _raise_error(self._runs[run]), numbers.index(number)
 
     def _compare(self, checkpoints: api.Found) -> Report | CheckpointError:
@@ -103,8 +105,10 @@ def _raise_error(result: Report | CheckpointError) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of an item. headline: its line in pytest's short summary. body: the text of a failure or skip.
+    """Outcome of an item.
 
+    headline: its line in pytest's short summary.
+    body: the text of a failure or skip.
     properties: for JUnit and for the summary; strings only, because workers send them to another process.
     """
 
@@ -118,37 +122,52 @@ def judge_planned(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item, and compare its run if necessary."""
     if planned.unreadable is not None:
         return _failed(f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}")
-    assert planned.group is not None
+
     if planned.item == ALONE:
         return _judge_alone(planned, judge)
+
+    assert planned.group is not None
     try:
         group, broken_files = judge.group(planned.group)
     except CheckpointError as error:
         return _failed(f"could not tell: {error}")
+
     if broken_files:
-        files = "; ".join(f"{file.path}: {file.reason}" for file in broken_files)
+        files = "; ".join([f"{file.path}: {file.reason}" for file in broken_files])
         return _failed(f"could not tell: unreadable since the run began: {files}")
+
+    return _judge_group(group, planned)
+
+
+def _judge_group(group: Group, planned: Planned) -> Outcome:
+    """Judge one item of a compared group."""
     part, reason = judge_item(group, planned.item, planned.siblings)
     properties = _properties(group, planned, part)
     if part.verdict == "out_of_sync":
-        body = failure.group_text(part, Hint.ALL_ROWS_IN_HTML)
-        return _failed(headline([finding for finding in part.findings if finding.fails]), properties, body)
+        failing = [finding for finding in part.findings if finding.fails]
+        return _failed(headline(failing), properties, failure.group_text(part, Hint.ALL_ROWS_IN_HTML))
+
     if not reason:
         return Outcome("passed", properties=properties)
+
     if group.verdict == "undecided":
         return _failed(f"could not tell: {reason}", properties)
-    return Outcome("skipped", shorten(reason, _MOST), shorten(reason, _MOST), properties)
+
+    text = shorten(reason, _MOST)
+    return Outcome("skipped", headline=text, body=text, properties=properties)
 
 
 def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
+    """Return the outcome for a file without a replica."""
     assert planned.group is not None
     replicas = judge.checkpoints.groups[planned.group]
     path = replicas.ranks[0][1].path
     headline = f"could not tell: no replica to compare with: {path}"
+    grouping = "; ".join([str(sentence) for sentence in replicas.grouping])
     links = [alias.path for alias in judge.checkpoints.aliases if alias.of == path]
-    grouping = "; ".join(str(sentence) for sentence in replicas.grouping)
     if links:
         grouping += f"; links to this file: {names_text(links)}"
+
     advice = str(Hint.GROUP_FILES())
     return _failed(headline, body=f"{headline}\n{shorten(grouping, _MOST)}\n{advice}")
 
@@ -157,7 +176,12 @@ def _failed(
     headline: str, properties: tuple[tuple[str, str], ...] = (("syncheck_verdict", "undecided"),), body: str = ""
 ) -> Outcome:
     headline = shorten(headline, _MOST)
-    return Outcome("failed", headline, body or headline, properties)
+    return Outcome(
+        "failed",
+        headline=headline,
+        body=body or headline,
+        properties=properties,
+    )
 
 
 def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str, str], ...]:
@@ -165,20 +189,26 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
     if group.fixed:
         properties["fixed"] = shorten("; ".join(words.fixed_lines([group])), 1000)
+
     notes = [str(note) for note in group.notes]
     not_finite = words.describe_not_finite(group)
     if not_finite is not None:
         notes.insert(0, str(not_finite))
+
     if notes:
         properties["notes"] = shorten("; ".join(notes), 500)
+
     properties |= _unjudged(group, planned)
     properties |= _list_codes(part)
     for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
         properties[name] = str(getattr(part.counts, name))
+
+    # Tensors of other dtypes or shapes differ without a measured difference.
     measured = [diff for diff in tables.sort_worst_first(part.tensors) if diff.max_abs is not None]
     if measured:
         properties["max_abs"] = f"{measured[0].max_abs:.6g}"
         properties["worst"] = shorten(measured[0].name, _MOST)
+
     return tuple((f"syncheck_{name}", value) for name, value in properties.items())
 
 
@@ -188,10 +218,10 @@ def _list_codes(part: Group) -> dict[str, str]:
     codes: dict[str, dict[str, None]] = defaultdict(dict)
     for finding in part.findings:
         codes["findings"][finding.code] = None
-        if finding.allowed:
-            codes["allowed"][finding.code] = None
-        if finding.accepted:
-            codes["accepted"][finding.code] = None
+        for label in ("allowed", "accepted"):
+            if getattr(finding, label):
+                codes[label][finding.code] = None
+
     return {name: ",".join(codes_of_name) for name, codes_of_name in codes.items()}
 
 
@@ -201,8 +231,16 @@ def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
     for kind, counts in group.kinds.items():
         if counts.not_compared and item_of(kind) not in planned.siblings:
             parts.append(f"{kind} {counts.not_compared}/{counts.tensors} not compared")
+
     if group.left_out:
         parts.append(f"{group.left_out} tensors excluded by options")
+
+    properties = {}
+    if parts:
+        properties["not_judged"] = "; ".join(parts)
+
     values = tables.values_text([value for value in group.values if not value.counts])
-    properties = {"not_judged": "; ".join(parts), "values_that_differ": shorten(values, 500)}
-    return {name: value for name, value in properties.items() if value}
+    if values:
+        properties["values_that_differ"] = shorten(values, 500)
+
+    return properties

@@ -63,7 +63,8 @@ def relative_id(start: Path, root: Path, nodeid: str) -> str:
 def plan_items(checkpoints: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:
     """Return the items of all groups, then the items of unreadable files. Every given file has an item.
 
-    start: the folder to which paths are relative. root: pytest's rootdir, to which ids are relative.
+    start: the folder to which paths are relative.
+    root: pytest's rootdir, to which ids are relative.
     """
     owners: dict[str, set[str]] = defaultdict(set)
     planned: list[Planned] = []
@@ -76,14 +77,36 @@ def plan_items(checkpoints: api.Found, options: api.Options, start: Path, root: 
         # With one step only, the id does not contain the step, because it changes with each training.
         if steps[replicas.run] > 1 and replicas.step is not None:
             run = f"{run}-step-{replicas.step}"
+
         owner = _add_owner(_id_part(run), owners[folder_in_id])
         items = _list_items(replicas, options)
-        planned += [Planned(folder, folder_in_id, owner, item, items, number) for item in items]
+        for item in items:
+            planned.append(
+                Planned(
+                    folder=folder,
+                    folder_in_id=folder_in_id,
+                    owner=owner,
+                    item=item,
+                    siblings=items,
+                    group=number,
+                )
+            )
+
     for file in checkpoints.unreadable:
         folder = Path(os.path.abspath(start / file.path)).parent
         folder_in_id = _folder_part(folder, root)
         owner = _add_owner(_id_part(os.path.basename(file.path)), owners[folder_in_id])
-        planned.append(Planned(folder, folder_in_id, owner, READABLE, (READABLE,), unreadable=file))
+        planned.append(
+            Planned(
+                folder=folder,
+                folder_in_id=folder_in_id,
+                owner=owner,
+                item=READABLE,
+                siblings=(READABLE,),
+                unreadable=file,
+            )
+        )
+
     return planned
 
 
@@ -105,10 +128,12 @@ def _folders(checkpoints: api.Found, start: Path) -> dict[str, Path]:
 
 
 def _folder(paths: Iterable[str], start: Path) -> Path:
+    """Return the folder of the files of a run, above the folders of steps and ranks."""
     folders = [os.path.dirname(os.path.abspath(start / path)) for path in paths]
     folder = Path(os.path.commonpath(folders))
-    while folder != start and start in folder.parents and _STEP_OR_RANK.fullmatch(folder.name):
+    while start in folder.parents and _STEP_OR_RANK.fullmatch(folder.name):
         folder = folder.parent
+
     return folder
 
 

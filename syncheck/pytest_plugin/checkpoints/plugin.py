@@ -34,11 +34,21 @@ class Checkpoints(pytest.Collector):
         """Return the runs of a folder, the items of a run."""
         if isinstance(self.parent, Checkpoints):
             return [
-                CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
+                CheckpointItem.from_parent(
+                    self,
+                    name=planned.item,
+                    planned=planned,
+                    judge=self.judge,
+                )
                 for planned in self.planned
             ]
         return [
-            Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
+            Checkpoints.from_parent(
+                self,
+                name=owner,
+                planned=planned,
+                judge=self.judge,
+            )
             for owner, planned in _group_by(self.planned, "owner").items()
         ]
 
@@ -72,6 +82,7 @@ class CheckpointItem(pytest.Item):
         self._headline = outcome.headline
         if outcome.status == "failed":
             pytest.fail(outcome.body, pytrace=False)
+
         if outcome.status == "skipped":
             pytest.skip(outcome.body)
 
@@ -102,21 +113,30 @@ def header_lines(config: pytest.Config) -> list[str]:
     selection = config.stash.get(SELECTION, None)
     if selection is None:
         return []
-    lines = []
-    if selection.not_judged or selection.unused:
-        # Most runs do not need the texts.
-        from syncheck.pytest_plugin.texts import PytestText
 
-        for path in selection.not_judged:
-            lines.append(str(PytestText.NOT_COMPARED(path=path)))
-        if selection.unused:
-            lines.append(str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
-    lines += _project_options(config)
+    lines = [*_list_warnings(selection), *_project_options(config)]
+    # Most runs have no line, and do not need the module.
     if not lines:
         return []
+
     from syncheck.text import one_line
 
     return [one_line(line) for line in lines]
+
+
+def _list_warnings(selection: CheckpointArguments) -> list[str]:
+    """Return sentences about checkpoints that are not judged."""
+    if not selection.not_judged and not selection.unused:
+        return []
+
+    # Most runs do not need the texts.
+    from syncheck.pytest_plugin.texts import PytestText
+
+    lines = [str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged]
+    if selection.unused:
+        lines.append(str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+
+    return lines
 
 
 def _project_options(config: pytest.Config) -> list[str]:
@@ -125,6 +145,7 @@ def _project_options(config: pytest.Config) -> list[str]:
     # The configuration is not imported in projects that do not use syncheck.
     if not any(_mentions_syncheck(folder) for folder in folders):
         return []
+
     from syncheck import config as project
     from syncheck.errors import SyncheckError
     from syncheck.options import Options
@@ -134,9 +155,11 @@ def _project_options(config: pytest.Config) -> list[str]:
     except SyncheckError as error:
         # Only tests of checkpoints and tests with the fixture fail.
         return [f"syncheck: {error}"]
+
     applied = project.list_applied(values, Options, options.read_options(config))
     if not applied or path is None:
         return []
+
     parts = [f"{name} {options.format_value(values[name])}" for name in applied]
     return [f"syncheck: options from {os.path.relpath(path, config.rootpath)}: {'; '.join(parts)}"]
 
@@ -151,6 +174,8 @@ def _mentions_syncheck(folder: Path) -> bool:
 
 
 _MOST_IDS = 6
+# Exit codes of runs that pytest has not interrupted.
+_FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def configure(config: pytest.Config) -> None:
@@ -162,24 +187,37 @@ def configure(config: pytest.Config) -> None:
     # In a rank's session, there are no checkpoints to judge: the outer session judges them.
     if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
         return
+
     selection = select_checkpoints(config)
     config.stash[SELECTION] = selection
     outputs: list[str] = config.getoption("syncheck_output")
-    if selection.paths:
-        from syncheck.errors import SyncheckError
+    if not selection.paths:
+        _refuse_outputs(config, outputs)
+        return
 
-        try:
-            plugin = _plugin(config, selection, outputs)
-        except SyncheckError as error:
-            # One line and exit code 4.
-            raise pytest.UsageError(str(error)) from None
-        config.pluginmanager.register(plugin, "syncheck-checkpoints")
-    elif outputs or config.getoption("syncheck_update_baseline"):
-        from syncheck.pytest_plugin.texts import PytestText
+    from syncheck.errors import SyncheckError
 
-        if config.getoption("syncheck_update_baseline"):
-            raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
-        raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
+    try:
+        plugin = _plugin(config, selection, outputs)
+    except SyncheckError as error:
+        # One line and exit code 4.
+        raise pytest.UsageError(str(error)) from None
+
+    config.pluginmanager.register(plugin, "syncheck-checkpoints")
+
+
+def _refuse_outputs(config: pytest.Config, outputs: list[str]) -> None:
+    """Raise UsageError for options that write a file, in a run without checkpoints."""
+    updates = config.getoption("syncheck_update_baseline")
+    if not outputs and not updates:
+        return
+
+    from syncheck.pytest_plugin.texts import PytestText
+
+    if updates:
+        raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
+
+    raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
 
 
 def _plugin(config: pytest.Config, selection: CheckpointArguments, outputs: list[str]) -> CheckpointPlugin:
@@ -200,11 +238,21 @@ def _plugin(config: pytest.Config, selection: CheckpointArguments, outputs: list
         if updates:
             _require_all_checkpoints(compare_options, selection)
         api.check_baseline(compare_options, update=updates)
-        _protect_inputs(config, outputs, selection, compare_options.baseline)
+        _protect_inputs(
+            config,
+            written=outputs,
+            selection=selection,
+            baseline=compare_options.baseline,
+        )
         checkpoints = api.find(*selection.paths, options=compare_options)
     # pytest does not resolve a link in --rootdir.
     root = start if is_same(start, config.rootpath) else config.rootpath
-    planned = plan_items(checkpoints, compare_options, start, root)
+    planned = plan_items(
+        checkpoints,
+        compare_options,
+        start,
+        root,
+    )
     # A worker of pytest-xdist writes no file.
     needs_report = (bool(outputs) or updates) and not _is_worker(config)
     judge = Judge(
@@ -215,7 +263,12 @@ def _plugin(config: pytest.Config, selection: CheckpointArguments, outputs: list
         histograms=needs_report and needs_histograms(outputs),
         accepting=updates,
     )
-    return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, updates=updates)
+    return CheckpointPlugin(
+        judge,
+        _select_items(planned, selection, config),
+        outputs,
+        updates=updates,
+    )
 
 
 def _protect_inputs(
@@ -223,18 +276,23 @@ def _protect_inputs(
 ) -> None:
     """Raise OptionError, before the comparison, if an output file would replace an input or a checkpoint.
 
-    written: the reports. baseline: the file to read or to update.
+    written: the reports.
+    baseline: the file to read or to update.
     """
     from syncheck.readers.outputs import protect_all
 
     named = [("output", path) for path in written]
     inputs = list(selection.paths)
-    if baseline is not None and config.getoption("syncheck_update_baseline"):
-        named.append(("baseline", baseline))
-    elif baseline is not None:
-        inputs.append(baseline)
-    for side in chain.from_iterable(config.getoption("syncheck_diff") or ()):
+    if baseline is not None:
+        # An update writes the baseline, and every other run reads it.
+        if config.getoption("syncheck_update_baseline"):
+            named.append(("baseline", baseline))
+        else:
+            inputs.append(baseline)
+
+    for side in chain.from_iterable(config.getoption("syncheck_diff")):
         inputs += side.split(",")
+
     # Tests may create the folders of the outputs.
     protect_all(named, inputs)
 
@@ -253,20 +311,29 @@ def _select_items(planned: list[Planned], selection: CheckpointArguments, config
     """Return the items whose ids were given, or all items."""
     if not selection.ids:
         return planned
+
+    selected: set[str] = set()
+    for nodeid in selection.ids:
+        start = config.invocation_params.dir
+        matching = [item.nodeid for item in planned if _matches_id(item, nodeid, start)]
+        if not matching:
+            raise _make_id_error(nodeid, planned, config)
+
+        selected.update(matching)
+
+    return [item for item in planned if item.nodeid in selected]
+
+
+def _make_id_error(nodeid: str, planned: list[Planned], config: pytest.Config) -> pytest.UsageError:
+    """Return the error for an id that selects no item, with the ids of the items."""
     from syncheck.pytest_plugin.checkpoints.plan import relative_id
     from syncheck.pytest_plugin.texts import PytestText
     from syncheck.text import names_text
 
     start = config.invocation_params.dir
-    selected: set[str] = set()
-    for nodeid in selection.ids:
-        matching = [item.nodeid for item in planned if _matches_id(item, nodeid, start)]
-        if not matching:
-            available = [relative_id(start, config.rootpath, item.nodeid) for item in planned]
-            tests = names_text(available, _MOST_IDS)
-            raise pytest.UsageError(str(PytestText.NO_SUCH_TEST(nodeid=nodeid, tests=tests)))
-        selected.update(matching)
-    return [item for item in planned if item.nodeid in selected]
+    available = [relative_id(start, config.rootpath, item.nodeid) for item in planned]
+    tests = names_text(available, _MOST_IDS)
+    return pytest.UsageError(str(PytestText.NO_SUCH_TEST(nodeid=nodeid, tests=tests)))
 
 
 def _matches_id(item: Planned, nodeid: str, start: Path) -> bool:
@@ -319,7 +386,14 @@ class CheckpointPlugin:
         if isinstance(collector, pytest.Session) and report.passed:
             for folder, planned in _group_by(self.planned, "folder_in_id").items():
                 fields = {"name": folder, "nodeid": folder, "path": planned[0].folder}
-                report.result.append(Checkpoints.from_parent(collector, **fields, planned=planned, judge=self.judge))
+                report.result.append(
+                    Checkpoints.from_parent(
+                        collector,
+                        **fields,
+                        planned=planned,
+                        judge=self.judge,
+                    )
+                )
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -338,15 +412,19 @@ class CheckpointPlugin:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report. After a run of several processes this compares again, because no process compared all."""
-        finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-        if exitstatus not in finished or session.config.getoption("collectonly") or _is_worker(session.config):
+        # Workers of pytest-xdist write nothing, and an interrupted run is not complete.
+        writes = exitstatus in _FINISHED and not _is_worker(session.config)
+        if not writes or session.config.getoption("collectonly"):
             return
+
         for path in self.outputs:
             with self._record_errors():
                 self._write(path)
+
         if self.updates:
             with self._record_errors():
                 self.updated = self._update_baseline()
+
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
@@ -390,17 +468,26 @@ class CheckpointPlugin:
 
         order = {item.nodeid: number for number, item in enumerate(self.planned)}
         groups = summary.collect_groups(terminalreporter, order)
+        # A run that only collects has neither.
         if not groups and not self.errors and not self.written:
             return
+
         terminalreporter.write_sep("=", "syncheck")
         summary.write_groups(terminalreporter, groups)
         summary.write_notes(terminalreporter, groups)
         options_text = summary.describe_options(self.judge.options)
         if options_text:
             terminalreporter.line(f"options in effect: {options_text}")
+
+        self._write_files(terminalreporter)
+
+    def _write_files(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print which files were written, and which could not be written."""
         if self.updated:
             terminalreporter.line(f"baseline written: {self.updated}")
+
         for path in self.written:
             terminalreporter.line(f"report written: {path}")
+
         for error in self.errors:
             terminalreporter.line(f"ERROR: {error}", red=True, bold=True)

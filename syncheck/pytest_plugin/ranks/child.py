@@ -35,7 +35,12 @@ def main(descriptor: int) -> None:
     # A process forked by a test must not send messages or keep the connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, messages), name="syncheck", daemon=True).start()
+    threading.Thread(
+        target=_listen,
+        args=(connection, messages),
+        name="syncheck",
+        daemon=True,
+    ).start()
 
     def send(message: dict[str, Any]) -> None:
         if os.getpid() != pid:

@@ -35,7 +35,10 @@ class RanksFailed(Exception):
 
 
 class Failure(NamedTuple):
-    """A failure of a rank. phase: " in setup" or " in teardown", empty for the call."""
+    """A failure of a rank.
+
+    phase: " in setup" or " in teardown", empty for the call.
+    """
 
     phase: str
     text: str
@@ -49,8 +52,9 @@ def describe_failure(item: pytest.Item, results: Sequence[Result], time_limit: s
     by_location: dict[tuple[str, ...], list[Result]] = {}
     for result in _sort_by_failure(results):
         by_location.setdefault(_locate(result), []).append(result)
+
+    first = None
     if time_limit or not by_location:
-        first = None
         representation = _describe_states(item, results, time_limit or "the ranks ended differently")
     else:
         # The lowest rank that failed at the first location, because the order of the failures is random.
@@ -58,9 +62,13 @@ def describe_failure(item: pytest.Item, results: Sequence[Result], time_limit: s
         first = min(first_ranks, key=_get_rank)
         first_ranks.remove(first)
         representation = _represent_first(item, first, len(results))
-    for equal in filter(None, by_location.values()):
-        text = _describe_later(equal, first, item.config.get_verbosity())
-        representation.addsection(f"{_ranks(equal)}: failed too", text)
+
+    for equal in by_location.values():
+        # The first rank may be the only one at its location.
+        if equal:
+            text = _describe_later(equal, first, item.config.get_verbosity())
+            representation.addsection(f"{_ranks(equal)}: failed too", text)
+
     _add_stacks(representation, results)
     return RanksFailed(representation)
 
@@ -81,25 +89,31 @@ def _get_rank(result: Result) -> int:
 def _describe_later(equal: Sequence[Result], first: Result | None, verbosity: int) -> str:
     """Return the text about ranks with one failure, which is not shown yet.
 
-    equal: the ranks. first: the rank whose failure is shown in full; None after a time limit.
+    equal: the ranks.
+    first: the rank whose failure is shown in full; None after a time limit.
     """
+    location = ""
     if first is not None:
         first_text = _mask_rank(_full_text(first))
-        if all(_mask_rank(_full_text(result)) == first_text for result in equal):
+        if {_mask_rank(_full_text(result)) for result in equal} == {first_text}:
             return "with the same failure\n"
+
+        if _locate(equal[0]) == _locate(first):
+            location = "at the same location\n"
+
     missing = 2 - verbosity
     if missing <= 0:
-        return "\n".join(_full_text(result) for result in equal)
-    is_same_location = first is not None and _locate(equal[0]) == _locate(first)
-    location = "at the same location\n" if is_same_location else ""
+        return "\n".join([_full_text(result) for result in equal])
+
     return f"{location}{_short_text(equal[0])}use -{'v' * missing} to see the full failure\n"
 
 
 def describe_disagreement(item: pytest.Item, kinds: dict[str, list[int]], results: Sequence[Result]) -> RanksFailed:
     """Return the failure of a test with different outcomes on the ranks."""
-    headline = "; ".join(f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items())
+    headline = "; ".join([f"{kind} on {ranks_text(ranks)}" for kind, ranks in kinds.items()])
     if len(kinds) > 1:
         headline = f"the ranks disagree on the outcome: {headline}"
+
     representation = _represent_text(item, [f"{headline}\n"], headline)
     _add_stacks(representation, results)
     return RanksFailed(representation)
@@ -107,33 +121,43 @@ def describe_disagreement(item: pytest.Item, kinds: dict[str, list[int]], result
 
 def _add_stacks(representation: ExceptionChainRepr, results: Sequence[Result]) -> None:
     """Add the stacks of the ranks that had not finished."""
-    some_not_ready = any(result.ready is None for result in results)
+    all_ready = all(result.ready is not None for result in results)
     for result in results:
         if result.over:
             continue
+
         # A rank starts the test when all ranks are ready.
-        if result.ready is not None and some_not_ready:
+        if all_ready or result.ready is None:
+            title, text = _describe_unfinished(result)
+        else:
             title = f"rank {result.rank}: had not started the test"
-            representation.addsection(title, "waiting for the other ranks\n")
-            continue
-        stack = _trim_stacks(result.output("stacks")) or "no stack available\n"
-        phase = " the teardown of its fixtures after a failure" if result.failed else ""
-        title = f"rank {result.rank}: had not finished{phase}; its stack, innermost call first"
-        representation.addsection(title, stack)
+            text = "waiting for the other ranks\n"
+
+        representation.addsection(title, text)
+
+
+def _describe_unfinished(result: Result) -> tuple[str, str]:
+    """Return the title and the text of a section about a rank that had not finished."""
+    phase = " the teardown of its fixtures after a failure" if result.failed else ""
+    stack = _trim_stacks(result.output("stacks"))
+    title = f"rank {result.rank}: had not finished{phase}; its stack, innermost call first"
+    return title, stack or "no stack available\n"
 
 
 def _represent_first(item: pytest.Item, result: Result, world: int) -> ExceptionChainRepr:
     """Return the representation made by the rank's pytest, after a line with the rank and before later failures."""
     first, *later = _list_failures(result)
     title = f"rank {result.rank} of {world} failed{first.phase}:\n"
-    report = _find_failed_report(result)
-    if report is not None and isinstance(report.longrepr, ExceptionChainRepr):
-        representation = _add_title(report.longrepr, title, result.rank)
+    original = _find_representation(result)
+    if original is not None:
+        representation = _add_title(original, title, result.rank)
     else:
         headline = f"rank {result.rank}: {_summary(first.text)}"
         representation = _represent_text(item, [title, f"{first.text}\n"], headline)
+
     for failure in later:
         representation.addsection(f"rank {result.rank}: failed{failure.phase} too", f"{failure.text}\n")
+
     return representation
 
 
@@ -142,10 +166,12 @@ def _add_title(original: ExceptionChainRepr, title: str, rank: int) -> Exception
     *before, (traceback, crash, description) = original.chain
     if crash is not None:
         crash = ReprFileLocation(crash.path, crash.lineno, f"rank {rank}: {crash.message}")
+
     first = ReprTraceback([ReprEntryNative([title])], None, "native")
     representation = ExceptionChainRepr([(first, None, None), *before, (traceback, crash, description)])
     for name, content, separator in original.sections:
         representation.addsection(name, content, separator)
+
     return representation
 
 
@@ -163,6 +189,13 @@ def _list_failed_reports(result: Result) -> list[pytest.TestReport]:
     return [report for report in result.reports if report.outcome == "failed"]
 
 
+def _find_representation(result: Result) -> ExceptionChainRepr | None:
+    """Return pytest's representation of the first failed phase; None if it is a text, or if no phase failed."""
+    report = _find_failed_report(result)
+    longrepr = None if report is None else report.longrepr
+    return longrepr if isinstance(longrepr, ExceptionChainRepr) else None
+
+
 def _find_failed_report(result: Result) -> pytest.TestReport | None:
     """Return the report of the first failed phase, or None."""
     failed = _list_failed_reports(result)
@@ -175,11 +208,19 @@ def _list_failures(result: Result) -> list[Failure]:
     for report in _list_failed_reports(result):
         phase = "" if report.when == "call" else f" in {report.when}"
         failures.append(Failure(phase, report.longreprtext))
-    for problem in result.problems:
+
+    for problem in _list_problems(result):
         failures.append(Failure("", problem))
-    if result.left_with is not None:
-        failures.append(Failure("", result.describe_exit()))
+
     return failures
+
+
+def _list_problems(result: Result) -> list[str]:
+    """Return the failures of a rank outside the test: problems of its session, and the end of its process."""
+    if result.left_with is None:
+        return result.problems
+
+    return [*result.problems, result.describe_exit()]
 
 
 def _short_text(result: Result) -> str:
@@ -190,10 +231,10 @@ def _short_text(result: Result) -> str:
             lines += _list_locations(report.longrepr)
         else:
             lines += report.longreprtext.splitlines()[-MOST_LINES:]
-    for problem in result.problems:
+
+    for problem in _list_problems(result):
         lines += problem.splitlines()[-MOST_LINES:]
-    if result.left_with is not None:
-        lines.append(result.describe_exit())
+
     return "\n".join(lines) + "\n"
 
 
@@ -204,26 +245,30 @@ def _list_locations(representation: ExceptionChainRepr) -> list[str]:
         location = entry.reprfileloc if isinstance(entry, ReprEntry) else None
         if location is not None:
             lines.append(f"{location.path}:{location.lineno}")
+
     crash = representation.reprcrash
     if crash is not None:
-        for line in crash.message.splitlines()[:MOST_LINES]:
-            lines.append(f"E   {line}")
+        lines += [f"E   {line}" for line in crash.message.splitlines()[:MOST_LINES]]
+
     return lines
 
 
 def _describe_states(item: pytest.Item, results: Sequence[Result], headline: str) -> ExceptionChainRepr:
     """Represent a failure without a failed rank: which ranks had ended, and which had not."""
     ended = [result for result in results if result.clean]
-    stuck = [result for result in results if not result.over and not result.failed]
+    stuck = [result for result in results if result.stuck]
     lines = [f"{headline}\n"]
     if ended:
         lines.append(f"{_ranks(ended)} of {len(results)} had ended\n")
+
     if stuck:
         lines.append(f"{_ranks(stuck)} of {len(results)} had not finished\n")
+
     if ended and stuck:
         lines.append(
             "a collective may be waiting for a rank after its end; check for collectives called on some ranks only\n"
         )
+
     return _represent_text(item, lines, headline)
 
 
@@ -241,9 +286,11 @@ def _summary(text: str) -> str:
 def _locate(result: Result) -> tuple[str, ...]:
     """Return the location and the type of a rank's first failure; the text of a failure without a location."""
     report = _find_failed_report(result)
-    if report is None or not isinstance(report.longrepr, ExceptionChainRepr) or report.longrepr.reprcrash is None:
+    representation = _find_representation(result)
+    crash = None if representation is None else representation.reprcrash
+    if report is None or crash is None:
         return (_mask_rank(_full_text(result)),)
-    crash = report.longrepr.reprcrash
+
     error_type = re.split(r"\W", crash.message, maxsplit=1)[0]
     return (report.when, crash.path, str(crash.lineno), error_type)
 
@@ -257,12 +304,15 @@ def _trim_stacks(stacks: str) -> str:
     """Remove the frames of pytest below the test, and threads without other frames."""
     threads = []
     for thread in re.split(r"\n(?=Thread 0x|Current thread 0x)", stacks):
+        # The thread that receives messages is not part of the test.
         if _LISTENER.search(thread):
             continue
-        head, *frames = thread.splitlines() or [""]
-        frames_of_test = _take_frames_of_test(frames)
+
+        head, _, frames = thread.partition("\n")
+        frames_of_test = _take_frames_of_test(frames.splitlines())
         if frames_of_test:
             threads.append("\n".join([head, *frames_of_test]) + "\n")
+
     return "".join(threads) or stacks
 
 
@@ -273,4 +323,5 @@ def _take_frames_of_test(frames: Sequence[str]) -> list[str]:
         if _FRAMEWORK.search(frame):
             break
         frames_of_test.append(frame)
+
     return frames_of_test

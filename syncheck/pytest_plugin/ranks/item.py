@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_STREAMS = ("stdout", "stderr")
+_STRICT_XPASS = "passed against strict xfail"
+# Outcomes beside an expected failure: ranks that have not finished may be waiting for the rank that failed.
+_NO_FAILURE_BESIDE_XFAIL = frozenset({"xfailed", "passed", _STRICT_XPASS, "not finished"})
+# "not run": another plugin prevented the test in the rank's session.
+_NEVER_ALONE = frozenset({"not run", "not finished"})
+
+
 class Tail:
     """Prints new complete lines of the ranks' output at every call. live: whether to print at all."""
 
@@ -41,9 +49,9 @@ class Tail:
     def __call__(self) -> None:
         """Print new lines."""
         for result in self._results:
-            for stream in ("stdout", "stderr"):
-                for line in self._read_lines(result, stream):
-                    getattr(sys, stream).write(f"[rank {result.rank}] {line}\n")
+            for stream in _STREAMS:
+                lines = [f"[rank {result.rank}] {line}\n" for line in self._read_lines(result, stream)]
+                getattr(sys, stream).writelines(lines)
 
     def _read_lines(self, result: Result, stream: str) -> list[str]:
         """Return the lines that were written since the last call; an incomplete line only after the end of the rank."""
@@ -53,8 +61,10 @@ class Tail:
                 content = file.read()
         except OSError:
             return []
+
         if not result.over:
             content = content[: content.rfind(b"\n") + 1]
+
         self._printed[result.rank, stream] += len(content)
         return content.decode(errors="replace").splitlines()
 
@@ -108,12 +118,16 @@ def _run(item: Any) -> None:
     assert marker is not None
     if marker.group and util.find_spec("torch") is None:
         pytest.fail("tests on several ranks require torch: pip install 'syncheck[live]'", pytrace=False)
-    for attempt in range(1, STARTS + 1):
-        results, time_limit = _run_once(item, marker)
+
+    results, time_limit = _run_once(item, marker)
+    for attempt in range(1, STARTS):
         reason = "" if time_limit else failed_start(results)
-        if not reason or attempt == STARTS:
+        if not reason:
             break
+
         item.user_properties.append((RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
+        results, time_limit = _run_once(item, marker)
+
     _judge(item, results, time_limit)
 
 
@@ -127,18 +141,27 @@ def _run_once(item: Any, marker: Marker) -> tuple[list[Result], str]:
         folder = shared / f"rank{rank}"
         folder.mkdir()
         results.append(Result(rank, folder))
+
     (shared / "shared").mkdir()
-    tasks = _make_tasks(item, shared, world, limit, group=marker.group)
+    tasks = _make_tasks(
+        item,
+        shared,
+        world,
+        limit,
+        group=marker.group,
+    )
     live = item.config.getoption("capture", "") == "no"
     tail = Tail(results, live=live)
     time_limit = ""
     try:
         time_limit = item.config.stash[POOL].run(tasks, results, limit, tail)
-    except pytest.fail.Exception as error:  # the time limit of another plugin, for example pytest-timeout
+    # The time limit of another plugin, for example pytest-timeout.
+    except pytest.fail.Exception as error:
         time_limit = str(error)
     finally:
         tail()
         _add_sections(item, results, output=not live)
+
     return results, time_limit
 
 
@@ -151,6 +174,7 @@ def _make_folder(item: pytest.Item) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         item.config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         return folder
+
     created: Path = factory.mktemp(name)
     return created
 
@@ -221,22 +245,25 @@ def _environment(world: int) -> dict[str, str]:
 
 def _files(item: pytest.Item, start: Path) -> list[str]:
     """Return the files of all tests on ranks in this run, as arguments of pytest."""
+    # The file of the running test is always among them.
     files = {os.path.relpath(item.path, start)}
     for item_on_ranks in item.session.items:
         if isinstance(item_on_ranks, OnRanks):
             path = os.path.relpath(item_on_ranks.path, start)
             # pytest interprets brackets in an argument as parameters of a test.
-            if "[" not in path and "::" not in path:
+            if re.search(r"\[|::", path) is None:
                 files.add(path)
+
     return sorted(files)
 
 
 def _coverage_settings(config: pytest.Config) -> dict[str, Any] | None:
     """Return the settings of pytest-cov in this run, or None if it is not active."""
-    controller = getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
+    controller: Any = getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
     measured = getattr(controller, "cov", None)
-    if controller is None or measured is None:
+    if measured is None:
         return None
+
     return {
         "data_file": os.path.abspath(measured.config.data_file),
         "config_file": controller.cov_config or True,
@@ -247,25 +274,33 @@ def _coverage_settings(config: pytest.Config) -> dict[str, Any] | None:
 
 def _add_sections(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None:
     """Add the ranks' output, logs, warnings and properties to the item. output: whether to add stdout and stderr."""
-    recorded_warnings: set[tuple[Any, ...]] = set()
+    # The keys of a dictionary, to record a warning of several ranks once and in their order.
+    distinct_warnings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for result in results:
         if output:
             _add_output(item, result)
-        # The last report includes the sections of all earlier reports.
-        for title, text in result.reports[-1].sections if result.reports else ():
-            if "log" in title:
-                item.add_report_section(title.split()[-1], f"log rank {result.rank}", text)
+
+        _add_logs(item, result)
         for warning in result.warnings:
-            key = tuple(warning.values())
-            if key not in recorded_warnings:
-                recorded_warnings.add(key)
-                _record_warning(item, warning)
+            distinct_warnings.setdefault(tuple(warning.values()), warning)
+
+    for warning in distinct_warnings.values():
+        _record_warning(item, warning)
+
     _add_properties(item, results)
+
+
+def _add_logs(item: pytest.Item, result: Result) -> None:
+    """Add the log messages of a rank."""
+    for title, text in result.sections:
+        if "log" in title:
+            phase = title.split()[-1]
+            item.add_report_section(phase, f"log rank {result.rank}", text)
 
 
 def _add_output(item: pytest.Item, result: Result) -> None:
     """Add what a rank has written to stdout and stderr."""
-    for stream in ("stdout", "stderr"):
+    for stream in _STREAMS:
         text = result.output(stream)
         if text:
             item.add_report_section("call", f"{stream} rank {result.rank}", text)
@@ -277,6 +312,7 @@ def _add_properties(item: pytest.Item, results: Sequence[Result]) -> None:
     for rank, properties in properties_of.items():
         for entry in properties:
             name, value = entry
+            # Values may not be hashable.
             ranks = [number for number, recorded in properties_of.items() if entry in recorded]
             if len(ranks) < len(results):
                 item.user_properties.append((f"{name}[rank {rank}]", value))
@@ -285,14 +321,24 @@ def _add_properties(item: pytest.Item, results: Sequence[Result]) -> None:
 
 
 def _record_warning(item: pytest.Item, warning: dict[str, Any]) -> None:
-    category = getattr(builtins, warning["category"], None) or getattr(pytest, warning["category"], None)
-    # A class of another library is not imported for its name.
-    if not isinstance(category, type) or not issubclass(category, Warning):
-        category = UserWarning
-    message = warnings.WarningMessage(category(warning["text"]), category, warning["file"], warning["line"])
+    """Record a warning of a rank as a warning of the test."""
+    category = _find_category(warning["category"])
+    message = warnings.WarningMessage(
+        message=category(warning["text"]),
+        category=category,
+        filename=warning["file"],
+        lineno=warning["line"],
+    )
     item.ihook.pytest_warning_recorded.call_historic(
         kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
     )
+
+
+def _find_category(name: str) -> type[Warning]:
+    """Return the class of a warning of Python or pytest. A class of another library is not imported for its name."""
+    category: Any = getattr(builtins, name, None) or getattr(pytest, name, None)
+    is_category = isinstance(category, type) and issubclass(category, Warning)
+    return category if is_category else UserWarning
 
 
 def _judge(item: pytest.Item, results: Sequence[Result], time_limit: str) -> None:
@@ -305,22 +351,26 @@ def _judge(item: pytest.Item, results: Sequence[Result], time_limit: str) -> Non
         kind_of_rank[result.rank] = outcome.kind
         # The reason of the first rank stands for all.
         reasons.setdefault(outcome.kind, outcome.reason)
+
     ranks_of_kind = group_ranks(kind_of_rank)
-    kinds = ranks_of_kind.keys()
-    # The other ranks may be waiting for the failed rank.
-    if "xfailed" in kinds and kinds <= {"xfailed", "passed", "passed against strict xfail", "not finished"}:
+    kinds = frozenset(ranks_of_kind)
+    if "xfailed" in kinds and kinds <= _NO_FAILURE_BESIDE_XFAIL:
         pytest.xfail(reasons["xfailed"])
-    if time_limit or kinds & {"failed", "not finished"}:
-        if kinds <= {"skipped", "not finished"} and not time_limit:
-            raise describe_disagreement(item, ranks_of_kind, results)
+
+    # After a skip on some ranks, the other ranks wait for them, and no rank has failed.
+    is_unfinished = "not finished" in kinds and not kinds <= {"skipped", "not finished"}
+    if time_limit or "failed" in kinds or is_unfinished:
         raise describe_failure(item, results, time_limit)
-    # "not run": another plugin prevented the test in the rank's session.
-    if len(kinds) > 1 or "not run" in kinds:
+
+    if len(kinds) > 1 or kinds & _NEVER_ALONE:
         raise describe_disagreement(item, ranks_of_kind, results)
-    if "skipped" in kinds:
-        raise pytest.skip.Exception(reasons["skipped"], _use_item_location=True)
-    if "passed against strict xfail" in kinds and not _outer_is_strict(item):
-        raise describe_failure(item, results, reasons["passed against strict xfail"])
+
+    (kind,) = kinds
+    if kind == "skipped":
+        raise pytest.skip.Exception(reasons[kind], _use_item_location=True)
+
+    if kind == _STRICT_XPASS and not _outer_is_strict(item):
+        raise describe_failure(item, results, reasons[kind])
 
 
 class Outcome(NamedTuple):
@@ -334,26 +384,34 @@ def _find_outcome(result: Result) -> Outcome:
     """Return the outcome on a rank. The first report with another outcome than "passed" decides."""
     if result.failed:
         return Outcome("failed")
-    reports = [report for report in result.reports if is_main_report(report)]
-    for report in reports:
+
+    phases_passed = set()
+    main_reports = [report for report in result.reports if is_main_report(report)]
+    for report in main_reports:
         if report.outcome == "skipped":
             return _describe_skip(report)
+
         if is_strict_xpass(report):
-            return Outcome("passed against strict xfail", str(report.longrepr))
+            return Outcome(_STRICT_XPASS, str(report.longrepr))
+
+        phases_passed.add(report.when)
+
     if not result.done:
         return Outcome("not finished")
-    was_called = any(report.when == "call" and report.outcome == "passed" for report in reports)
-    return Outcome("passed" if was_called else "not run")
+
+    return Outcome("passed" if "call" in phases_passed else "not run")
 
 
 def _describe_skip(report: pytest.TestReport) -> Outcome:
     """Return the outcome of a skipped test, or of a test that failed as expected."""
     if hasattr(report, "wasxfail"):
         return Outcome("xfailed", str(report.wasxfail))
+
     reason: Any = report.longrepr
     # (file, line, reason), converted to a list by JSON.
     if isinstance(reason, (list, tuple)):
         reason = reason[2]
+
     return Outcome("skipped", str(reason).removeprefix("Skipped: "))
 
 

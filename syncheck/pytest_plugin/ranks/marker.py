@@ -24,10 +24,12 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Arguments of the marker. ranks: numbers of ranks. several: whether `ranks` was a list.
+    """Arguments of the marker.
 
-    timeout: seconds, None for the default of the run. group: whether to create a process group; if not, torch is not
-    imported.
+    ranks: numbers of ranks.
+    several: whether `ranks` was a list.
+    timeout: seconds, None for the default of the run.
+    group: whether to create a process group; if not, torch is not imported.
     """
 
     ranks: tuple[int, ...]
@@ -56,21 +58,31 @@ def ranks_of(item: Any) -> int:
 
 
 def _read(args: Sequence[Any], kwargs: Mapping[str, Any], node: str) -> Marker:
+    """Return the arguments of a marker. Fails the test if one is invalid. node: the id of the test."""
     arguments = dict(kwargs)
     if args:
         arguments.setdefault("ranks", args[0])
+
     unknown = sorted(arguments.keys() - {"ranks", "timeout", "group"})
     if unknown or len(args) > 1:
         _fail(node, f"has no argument {', '.join(unknown) or args[1]!r}; it takes ranks, timeout and group")
+
     ranks = arguments.get("ranks", 2)
     several = isinstance(ranks, (list, tuple))
     numbers = tuple(ranks) if several else (ranks,)
     if not _are_different_numbers(numbers):
         _fail(node, f"ranks={ranks!r}: must be a number from 1 to {MOST_RANKS}, or a list of different numbers")
+
     timeout = arguments.get("timeout")
     if timeout is not None and not _is_duration(timeout):
         _fail(node, f"timeout={timeout!r}: must be a number of seconds above 0")
-    return Marker(numbers, several, timeout, bool(arguments.get("group", True)))
+
+    return Marker(
+        ranks=numbers,
+        several=several,
+        timeout=timeout,
+        group=bool(arguments.get("group", True)),
+    )
 
 
 def _are_different_numbers(numbers: Sequence[object]) -> bool:

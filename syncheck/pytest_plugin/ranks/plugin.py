@@ -49,26 +49,24 @@ class RanksPlugin:
         # Inside a rank, run the test itself.
         if not marked or config.pluginmanager.hasplugin("syncheck-rank"):
             return
-        from syncheck.pytest_plugin.ranks import item as on_ranks
-        from syncheck.pytest_plugin.ranks.pool import Pool
 
-        def load_report(data: object) -> pytest.TestReport:
-            report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
-            return report
+        from syncheck.pytest_plugin.ranks import item as on_ranks
 
         config.stash[on_ranks.LIMIT] = default_timeout(config)
         if on_ranks.POOL not in config.stash:
-            pool = Pool(config.invocation_params.dir, load_report)
-            config.stash[on_ranks.POOL] = pool
-            config.add_cleanup(pool.close)
+            _create_pool(config)
+
         for item in marked:
             on_ranks.run_on_ranks(item)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Raise UsageError for --pdb and --trace, because ranks have no terminal."""
         marked = _list_marked(session.items)
+        if not marked:
+            return
+
         for option in ("usepdb", "trace"):
-            if marked and session.config.getoption(option, False):
+            if session.config.getoption(option, False):
                 from syncheck.pytest_plugin.texts import PytestText
 
                 name = f"--{option.removeprefix('use')}"
@@ -77,20 +75,42 @@ class RanksPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the tests whose ranks had to be started again, even if they passed."""
         for report in chain.from_iterable(terminalreporter.stats.values()):
+            # `stats` also contains warnings and deselected items, which have no properties.
             if getattr(report, "when", "") != "call":
                 continue
+
             for name, reason in report.user_properties:
                 if name == RETRIED:
                     terminalreporter.write_line(f"{report.nodeid}: {reason}; the ranks were started again")
 
 
+def _create_pool(config: pytest.Config) -> None:
+    """Create the processes of this run. They are killed at its end."""
+    from syncheck.pytest_plugin.ranks import item as on_ranks
+    from syncheck.pytest_plugin.ranks.pool import Pool
+
+    def load_report(data: object) -> pytest.TestReport:
+        report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
+        return report
+
+    pool = Pool(config.invocation_params.dir, load_report)
+    config.stash[on_ranks.POOL] = pool
+    config.add_cleanup(pool.close)
+
+
 def parametrize_ranks(metafunc: pytest.Metafunc) -> None:
     """Create one test for each entry of `ranks=[2, 4]`."""
     marker = read_marker(metafunc.definition)
-    if marker is not None and marker.several:
-        metafunc.fixturenames.append(PARAMETER)
-        ids = [f"{number}ranks" for number in marker.ranks]
-        metafunc.parametrize(PARAMETER, marker.ranks, ids=ids, indirect=True)
+    if marker is None or not marker.several:
+        return
+
+    metafunc.fixturenames.append(PARAMETER)
+    metafunc.parametrize(
+        PARAMETER,
+        marker.ranks,
+        ids=[f"{number}ranks" for number in marker.ranks],
+        indirect=True,
+    )
 
 
 def get_rank(request: pytest.FixtureRequest) -> Rank:

@@ -40,7 +40,12 @@ def make_rank(task: dict[str, Any]) -> Rank:
     """Return the value of the fixture `syncheck_rank`."""
     from syncheck.testing import Rank
 
-    return Rank(task["rank"], task["world_size"], Path(task["shared"]), _seed(task))
+    return Rank(
+        rank=task["rank"],
+        world_size=task["world_size"],
+        shared=Path(task["shared"]),
+        seed=_seed(task),
+    )
 
 
 def _seed(task: dict[str, Any]) -> int:
@@ -55,7 +60,13 @@ def _join(task: dict[str, Any]) -> None:
     dist: Any = import_module("torch.distributed")
     timeout = timedelta(seconds=task["limit"] + EXTRA_TIMEOUT)
     store = dist.FileStore(task["store"], task["world_size"])
-    dist.init_process_group("gloo", store=store, rank=task["rank"], world_size=task["world_size"], timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=task["rank"],
+        world_size=task["world_size"],
+        timeout=timeout,
+    )
 
 
 def destroy() -> None:

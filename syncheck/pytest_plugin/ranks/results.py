@@ -13,6 +13,7 @@ from syncheck.pytest_plugin.ranks.process import LOST_CONNECTION
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     import pytest
 
@@ -49,15 +50,25 @@ class Result:
         self.reports.append(report)
         if report.outcome == "failed" and not is_strict_xpass(report):
             self.fail()
-        elif report.outcome == "skipped" and is_main_report(report) and self.left_early_at is None:
-            self.left_early_at = time.monotonic()
+        elif report.outcome == "skipped" and is_main_report(report):
+            self._leave_early()
 
     def fail(self) -> None:
         """Record the time of the first failure."""
         if self.failed_at is None:
             self.failed_at = time.monotonic()
+
+        self._leave_early()
+
+    def _leave_early(self) -> None:
+        """Record when the rank left the test before its end."""
         if self.left_early_at is None:
-            self.left_early_at = self.failed_at
+            self.left_early_at = time.monotonic()
+
+    @property
+    def sections(self) -> list[tuple[str, str]]:
+        """The titles and texts that pytest captured. The last report includes the sections of all earlier reports."""
+        return self.reports[-1].sections if self.reports else []
 
     @property
     def over(self) -> bool:
@@ -74,21 +85,19 @@ class Result:
         """Whether the rank finished the test without a failure."""
         return self.done and not self.failed
 
+    @property
+    def stuck(self) -> bool:
+        """Whether the rank neither finished the test nor failed."""
+        return not self.over and not self.failed
+
     def output(self, stream: str) -> str:
         """Return at most MOST_OUTPUT bytes of `stdout`, `stderr` or `stacks`."""
-        half = MOST_OUTPUT // 2
         try:
             with (self.folder / stream).open("rb") as file:
-                omitted = file.seek(0, os.SEEK_END) - MOST_OUTPUT
-                file.seek(0)
-                if omitted <= 0:
-                    data = file.read(MOST_OUTPUT)
-                else:
-                    beginning = file.read(half)
-                    file.seek(-half, os.SEEK_END)
-                    data = beginning + f"\n... {omitted} bytes omitted ...\n".encode() + file.read(half)
+                data = _read_ends(file)
         except OSError:
             return ""
+
         return data.decode(errors="replace")
 
     def describe_exit(self) -> str:
@@ -97,31 +106,56 @@ class Result:
         when = "before the test started" if self.ready is None else "during the test"
         if self.left_with == LOST_CONNECTION:
             return f"its process lost the connection to pytest {when}; check for code closing file descriptors"
+
         if self.left_with >= 0:
             return f"its process exited with code {self.left_with} {when}"
-        try:
-            name = signal.Signals(-self.left_with).name
-        except ValueError:
-            name = f"signal {-self.left_with}"
+
+        name = _name_signal(-self.left_with)
         hint = " (unless you sent it, the machine may have run out of memory)" if name == "SIGKILL" else ""
         return f"its process was killed by {name} {when}{hint}"
+
+    @property
+    def was_importing(self) -> bool:
+        """Whether the process may have failed in the import of the test module, before it joined the process group."""
+        # A process that has run a test has imported the module, unless it reports a problem.
+        may_import = len(self.problems) > 0 or not self.reused
+        return may_import and not self.joining
+
+    def describe_failed_start(self) -> str:
+        """Return why the rank did not start."""
+        reason = self.problems[0].strip() if self.problems else self.describe_exit()
+        return f"rank {self.rank}: {reason}"
+
+
+def _read_ends(file: BinaryIO) -> bytes:
+    """Return the bytes of a file; of a long file, the beginning and the end."""
+    half = MOST_OUTPUT // 2
+    omitted = file.seek(0, os.SEEK_END) - MOST_OUTPUT
+    file.seek(0)
+    if omitted <= 0:
+        return file.read(MOST_OUTPUT)
+
+    beginning = file.read(half)
+    file.seek(-half, os.SEEK_END)
+    return beginning + f"\n... {omitted} bytes omitted ...\n".encode() + file.read(half)
+
+
+def _name_signal(number: int) -> str:
+    """Return the name of a signal; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def failed_start(results: Sequence[Result]) -> str:
     """Return why the ranks did not start; "" if they did, or if code of the test may have failed."""
-    if all(result.ready is not None for result in results):
+    have_started = all(result.ready is not None for result in results)
+    failed = [result for result in results if result.failed]
+    if have_started or any(result.was_importing for result in failed):
         return ""
-    reasons = []
-    for result in results:
-        if not result.failed:
-            continue
-        # Before a rank joins the process group, it imports the test module, which may fail.
-        was_importing = not result.joining and (result.problems or not result.reused)
-        if was_importing:
-            return ""
-        reason = result.problems[0].strip() if result.problems else result.describe_exit()
-        reasons.append(f"rank {result.rank}: {reason}")
-    return "; ".join(reasons)
+
+    return "; ".join([result.describe_failed_start() for result in failed])
 
 
 def is_main_report(report: pytest.TestReport) -> bool:
