@@ -23,15 +23,15 @@ def explain_os_error(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {error.strerror}") from error
 
 
-def refuse(*cases: tuple[object, str]) -> None:
-    """Raise UserError with the message of the first case that applies. cases: whether each applies, and its message."""
-    for applies, message in cases:
-        if applies:
-            raise UserError(message)
-
-
 class RankError(UserError):
     """An error on a single rank, which prints it."""
+
+
+def refuse(*cases: tuple[object, str], error: type[UserError] = UserError) -> None:
+    """Raise the error with the message of the first case that applies. cases: whether each applies, and its message."""
+    for applies, message in cases:
+        if applies:
+            raise error(message)
 
 
 class Stopped(Exception):

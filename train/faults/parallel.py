@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -11,6 +11,8 @@ from train.faults.reduction import CLIP, LocalGradients
 from train.methods.ep import Ep, is_expert
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -27,10 +29,11 @@ class NormNotReduced(Fault):
     summary = "norms get the gradient of this rank's tokens only (needs --sequence-parallel)"
     code = "SYN231"
     methods = ("tp",)
-
-    def _check(self) -> None:
-        if not self.settings.sequence_parallel:
-            self.refuse("requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--sequence-parallel": (
+            "requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm"
+        ),
+    }
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Declare partial gradients as complete, which skips the all-reduce in `Tp.backward`."""
@@ -79,7 +82,6 @@ class ExpertReplicatedWrongly(LocalGradients):
     methods = ("ep",)
 
     def _check(self) -> None:
-        super()._check()
         if self.ctx.mesh.size("data") < 2:
             self.refuse(f"experts have no replicas on {self.ctx.world_size} ranks; start {2 * self.ctx.world_size}")
 

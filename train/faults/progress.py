@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from train.faults.base import Fault
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -73,10 +75,9 @@ class ScalerDiverged(SkippedStep):
 
     summary = "only one rank's loss scaler detects an overflow, skips a step and halves its scale (needs --amp fp16)"
     code = "SYN216"
-
-    def _check(self) -> None:
-        if self.settings.amp != "fp16":
-            self.refuse(f"--amp {self.settings.amp} has no loss scaler; add --amp fp16")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--amp fp16": "--amp {amp} has no loss scaler; add --amp fp16",
+    }
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Halve the scale, as GradScaler.update() does after an overflow."""
@@ -144,10 +145,9 @@ class AverageNotUpdated(Fault):
     summary = "one rank stops updating its moving average of the weights (needs --ema)"
     code = "SYN219"
     when = "half"
-
-    def _check(self) -> None:
-        if self.settings.ema is None:
-            self.refuse("the run has no average; add --ema 0.9")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--ema": "the run has no average; add --ema 0.9",
+    }
 
     def should_update_average(self, step: int) -> bool:
         """Stop at the step of the fault."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +15,8 @@ from train.faults.base import Fault, find_classifier
 from train.methods.pp import Pp
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -27,9 +29,9 @@ CLIP = 0.01
 class UnequalGradients(Fault):
     """Base class of faults with different gradients on each rank or node."""
 
-    def _check(self) -> None:
-        if self.settings.amp == "fp16":
-            self.refuse("with --amp fp16 ranks would detect different overflows and skip other steps; use --amp bf16")
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--amp fp16": "with --amp fp16 ranks would detect different overflows and skip other steps; use --amp bf16",
+    }
 
 
 class ForwardThroughModule(UnequalGradients):
@@ -50,13 +52,13 @@ class ForwardThroughModule(UnequalGradients):
 class LocalGradients(UnequalGradients):
     """Base class of faults that leave the gradients of some layers on each rank."""
 
-    def _check(self) -> None:
-        super()._check()
-        if self.settings.grad_clip is not None:
-            self.refuse(
-                "with --grad-clip the norm would include the layer's local gradient, and all parameters would "
-                "differ; remove --grad-clip"
-            )
+    refuses: ClassVar[Mapping[str, str]] = {
+        **UnequalGradients.refuses,
+        "--grad-clip": (
+            "with --grad-clip the norm would include the layer's local gradient, and all parameters would differ; "
+            "remove --grad-clip"
+        ),
+    }
 
 
 class LateHead(LocalGradients):
@@ -148,7 +150,6 @@ class DiffersByNode(UnequalGradients):
     code = "SYN230"
 
     def _check(self) -> None:
-        super()._check()
         # The node of each rank.
         nodes = self.ctx.gather(self.ctx.node)
         self.has_real_nodes = len(set(nodes)) > 1
