@@ -281,6 +281,11 @@ class Settings:
         }
         return "-".join([self.method, *(name for name, used in modifiers.items() if used)])
 
+    @property
+    def has_stateless_optimizer(self) -> bool:
+        """Return whether the optimizer keeps no state between steps: SGD without momentum."""
+        return self.optimizer == "sgd" and self.momentum == 0
+
     def config(self, world_size: int) -> dict[str, Any]:
         """Return the settings that identify this run, as JSON values.
 

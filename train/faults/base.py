@@ -69,6 +69,10 @@ class Fault:
     def _check(self) -> None:
         """Call `refuse` if the fault cannot have an effect for another reason than the tables of options."""
 
+    def changes_step(self, step: int) -> bool:
+        """Return whether the fault occurs on this rank at this step."""
+        return self.is_faulty and step == self.fault_step
+
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""
         return forward

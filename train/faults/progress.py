@@ -51,7 +51,7 @@ class OptimizerOnOneRank(Fault):
     def _check(self) -> None:
         if self.fault_step < 2:
             self.refuse("there is no optimizer state before step 1; use --fault-step 2 or more")
-        if self.settings.optimizer == "sgd" and self.settings.momentum == 0:
+        if self.settings.has_stateless_optimizer:
             self.refuse("--optimizer sgd without momentum has no state; use --momentum 0.9 or --optimizer adamw")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -81,7 +81,7 @@ class ScalerDiverged(SkippedStep):
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Halve the scale, as GradScaler.update() does after an overflow."""
-        if self.is_faulty and step == self.fault_step:
+        if self.changes_step(step):
             state = self.scaler.state_dict()
             state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
             self.scaler.load_state_dict(state)

@@ -429,9 +429,10 @@ def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.devic
         local_rank = info.rank % count
     # Known, except if started by hand.
     ranks = info.local_world_size or 0
-    if ranks > count and gpus is None:
+    if ranks > count:
+        problem = f"--gpus {gpus}: {_gpus(count)} for {ranks} ranks on this machine; each needs one"
+        refuse((gpus is not None, problem))
         return ()
-    refuse((ranks > count, f"--gpus {gpus}: {_gpus(count)} for {ranks} ranks on this machine; each needs one"))
     if local_rank >= count:
         raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(count)} for its ranks")
     return (devices[local_rank],)
@@ -481,11 +482,11 @@ def parse_gpus(gpus: str) -> list[int]:
 
 def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> str:
     """Choose NCCL for GPUs and gloo for CPUs, unless --backend is given. Raises UserError."""
-    if backend == "nccl" and not devices:
-        raise UserError("--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo")
-    if backend is None:
-        backend = "nccl" if devices else "gloo"
-    return backend
+    if devices:
+        return backend or "nccl"
+    problem = "--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo"
+    refuse((backend == "nccl", problem))
+    return "gloo"
 
 
 def _gpus(number: int) -> str:

@@ -245,11 +245,11 @@ def status_after_signal(number: int, codes: Sequence[int | None], statuses: Sequ
     if set(codes) == {0}:
         return ExitStatus()  # the training was complete
     name = signal.Signals(number).name
-    for status in statuses:
-        if status is not None and status.code > 128:
-            # The ranks received SIGTERM instead of SIGINT.
-            passed_on = signal.Signals(status.code - 128).name
-            return ExitStatus(128 + number, status.message.replace(passed_on, name, 1), shared=True)
+    cause = choose_cause(statuses)
+    if cause.code > 128:
+        # The ranks received SIGTERM instead of SIGINT.
+        passed_on = signal.Signals(cause.code - 128).name
+        return ExitStatus(128 + number, cause.message.replace(passed_on, name, 1), shared=True)
     if 128 + signal.SIGTERM in codes:  # the ranks received the signal, but did not agree on a step
         return grace_expired(number)
     return ExitStatus(128 + number, f"ended by {name}")
@@ -260,21 +260,23 @@ def choose_status(codes: Sequence[int | None], statuses: Sequence[ExitStatus | N
 
     codes: of the ranks; negative for a signal, None for a rank that still runs.
     """
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
+    ended = {rank: code for rank, code in enumerate(codes) if code}
+    for rank, code in ended.items():
+        if code < 0:
             text = f"rank {rank} was ended by signal {-code}"
             with suppress(ValueError):  # real-time signals have no names
                 text += f" ({signal.Signals(-code).name})"
             return ExitStatus(1, text)
-    for rank, (code, status) in enumerate(zip(codes, statuses, strict=True)):
-        if code and status is None:
+    for rank, code in ended.items():
+        if statuses[rank] is None:
             return ExitStatus(1, f"rank {rank} ended with code {code}; see its message above")
     cause = choose_cause(statuses)
-    if cause.code == 1 and None in codes:
-        silent = f"rank {codes.index(None)} "
-        if silent not in cause.message:
-            return ExitStatus(1, f"{silent}did not respond: {cause.message}")
-    return cause
+    if cause.code != 1 or None not in codes:
+        return cause
+    silent = f"rank {codes.index(None)} "
+    if silent in cause.message:
+        return cause
+    return ExitStatus(1, f"{silent}did not respond: {cause.message}")
 
 
 def choose_cause(statuses: Sequence[ExitStatus | None]) -> ExitStatus:
