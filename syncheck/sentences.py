@@ -165,13 +165,12 @@ def _parse_field(name: str, spec: str, conversion: str | None) -> _Field:
 
 def _write_option(option: _Field) -> str:
     """Return an option by the name of its field, with a value or a placeholder for a value."""
-    placeholder, _, value = option.argument.partition("=")
-    if value.isdecimal():
-        return option_text(option.name, int(value))
-    if value:
+    if option.argument.startswith("="):
+        text = option.argument[1:]
+        value: object = int(text) if text.isdecimal() else text
         return option_text(option.name, value)
-    if placeholder:
-        return f"{option.name}={placeholder}"
+    if option.argument:
+        return f"{option.name}={option.argument}"
     return option.name
 
 
