@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from train.faults.base import Fault
-from train.faults.reduction import CLIP, LocalGradients
+from train.faults.reduction import LocalGradients, choose_norm
 from train.methods.ep import Ep, is_expert
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ClipByLocalNorm(Fault):
         shards = [gradient.to_local() for gradient in gradients]
         norm = torch.stack([shard.norm() for shard in shards]).norm()
         for shard in shards:
-            shard.mul_((CLIP * min(1.0, self.settings.grad_clip or 1.0) / norm).clamp(max=1))
+            shard.mul_((choose_norm(self.settings) / norm).clamp(max=1))
 
 
 class ExpertReplicatedWrongly(LocalGradients):

@@ -167,8 +167,7 @@ class OtherLearningRate(Fault):
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Halve the learning rate, which the engine sets before each step."""
         if self.is_faulty:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
+            scale_learning_rate(optimizer, 0.5)
 
 
 class SmallerSteps(OtherLearningRate):
@@ -183,5 +182,10 @@ class SmallerSteps(OtherLearningRate):
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Restore the learning rate before anything is saved."""
         if self.is_faulty:
-            for group in optimizer.param_groups:
-                group["lr"] *= 2.0
+            scale_learning_rate(optimizer, 2.0)
+
+
+def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
