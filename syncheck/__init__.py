@@ -61,6 +61,7 @@ __all__ = [
     "read",
 ]
 
+# The modules of the names above; every other name is in `records`.
 _HOME = {
     "compare": "syncheck.api",
     "DiffOptions": "syncheck.options",
@@ -82,6 +83,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     value = getattr(import_module(_HOME.get(name, "syncheck.records")), name)
+    # Python then finds the name without another call.
     globals()[name] = value
     return value
 

@@ -76,12 +76,12 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     return Found(groups, tuple(unreadable), opened.skipped, aliases, _find_idle(groups, options))
 
 
-def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
+def kinds_in(replicas: ReplicaGroup, options: Options) -> tuple[str, ...]:
     """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
     The last kind is `value` if the files hold Python values that are compared, for example the step.
     """
-    kinds_of_tensors = classification.kinds_in(replicas, build_selection(options or Options()))
+    kinds_of_tensors = classification.kinds_in(replicas, build_selection(options))
     if any(has_counted_values(snapshot) for _, snapshot in replicas.ranks):
         return (*kinds_of_tensors, "value")
     return kinds_of_tensors
@@ -226,6 +226,7 @@ def update_baseline(report: Report, path: str) -> str:
     from syncheck.diagnose import baseline
     from syncheck.readers import outputs
 
+    # Read again, because another process may have changed it during the comparison.
     before = baseline.read(path, may_be_missing=True)
     after = baseline.update_baseline(report, before)
     outputs.write(path, baseline.serialize(after), "baseline")
@@ -268,7 +269,8 @@ def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[
 def _find_idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
     table = build_selection(options).tolerance
-    if not table.names or not groups:
+    # Most runs have none, and reading all names takes time.
+    if not table.names:
         return ()
     names: set[str] = set()
     for replicas in groups:

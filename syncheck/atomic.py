@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
+from syncheck.text import system_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,10 +25,10 @@ def convert_errors(path: str, option: str = "output") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
+        reason = system_reason(error)
         if isinstance(error, FileNotFoundError):
-            folder = os.path.dirname(path)
-            if folder and not os.path.lexists(folder):
+            folder = os.path.dirname(path) or os.curdir
+            if not os.path.lexists(folder):
                 reason = f"the folder {folder} does not exist; create it first"
         raise OptionError(f"{option} {path}: cannot be written: {reason}") from None
 
@@ -75,7 +76,7 @@ def is_stream(path: str) -> bool:
         status = os.stat(path)
     except (OSError, ValueError):
         return False
-    is_device = stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode)
+    is_device = stat.S_IFMT(status.st_mode) in (stat.S_IFIFO, stat.S_IFCHR)
     return is_device or _find_standard_stream(status) is not None
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck import option_kinds, options
 from syncheck.errors import UsageError
-from syncheck.text import brief
+from syncheck.text import brief, system_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -53,11 +53,10 @@ def load(folder: str | os.PathLike[str] = ".") -> tuple[str | None, dict[str, An
             with open(path, "rb") as file:
                 content = file.read()
         except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
-        if _MENTION.search(content):
-            table = _parse_table(path, content)
-            if table is not None:
-                return path, _check_table(path, table)
+            raise UsageError(f"{path}: cannot be read: {system_reason(error)}") from None
+        table = _parse_table(path, content)
+        if table is not None:
+            return path, _check_table(path, table)
     return None, {}
 
 
@@ -104,29 +103,33 @@ def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
     except OSError:
         # The current folder was removed.
         return
-    while True:
+    below = ""
+    # The root is its own parent.
+    while current != below:
         path = os.path.join(current, "pyproject.toml")
         if os.path.isfile(path):
             yield path
-        above = os.path.dirname(current)
         # .git is a file in a worktree and in a submodule.
-        if above == current or os.path.lexists(os.path.join(current, ".git")):
+        if os.path.lexists(os.path.join(current, ".git")):
             return
-        current = above
+        below, current = current, os.path.dirname(current)
 
 
 def _parse_table(path: str, content: bytes) -> Mapping[str, Any] | None:
     """Return the table tool.syncheck of a file, or None."""
+    if not _MENTION.search(content):
+        return None
     import tomllib
 
     try:
         tool = tomllib.loads(content.decode()).get("tool")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not TOML: {error}") from None
-    if not isinstance(tool, dict) or "syncheck" not in tool:
+    if not isinstance(tool, dict):
         return None
-    table = tool["syncheck"]
-    if not isinstance(table, dict):
+    # TOML has no null, so None is a missing table.
+    table = tool.get("syncheck")
+    if not isinstance(table, dict | None):
         raise UsageError(f"{path}: tool.syncheck = {brief(table)}: must be a table")
     return table
 
@@ -158,22 +161,27 @@ def _read_values(table: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"tool.syncheck.{key}: the same option as {name}; remove one of them")
         declaration = declarations[name]
         declaration.check(name, value)
-        if value is not False and value not in ([], {}):
-            values[name] = _convert(declaration.kind, value)
+        # A flag that is off, and an empty list, do not override a default. 0 equals False, but is a number.
+        if value is False or _is_missing(value):
+            continue
+        values[name] = _convert(declaration.kind, value)
     return values
 
 
 def _convert(kind: option_kinds.Kind, value: Any) -> Any:
     """Return a TOML value in the type of its field."""
-    if kind.is_list:
-        return tuple(value)
-    if kind is option_kinds.NUMBER:
-        # TOML's integers are unbounded, and float() fails for huge integers.
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    return value
+    convert = _CONVERTERS.get(kind)
+    if convert is None:
+        return value
+    return convert(value)
+
+
+def _to_float(number: float) -> float:
+    # TOML's integers are unbounded, and float() fails for huge integers.
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _resolve_paths(folder: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -216,6 +224,12 @@ def _resolve_patterns(folder: str, patterns: tuple[str, ...]) -> tuple[str, ...]
     return tuple(resolved)
 
 
+_CONVERTERS: dict[option_kinds.Kind, Callable[[Any], Any]] = {
+    option_kinds.STRINGS: tuple,
+    option_kinds.PATHS: tuple,
+    option_kinds.PATTERNS: tuple,
+    option_kinds.NUMBER: _to_float,
+}
 _RESOLVERS: dict[option_kinds.Kind, Callable[[str, Any], Any]] = {
     option_kinds.PATH: os.path.join,
     option_kinds.PATH_OR_RANK: _resolve_rank,

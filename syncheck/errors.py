@@ -22,7 +22,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from syncheck.text import one_line, option_text, shorten
+from syncheck.text import one_line, option_text, shorten, system_reason
 
 
 class SyncheckError(Exception):
@@ -50,9 +50,10 @@ class OptionError(UsageError):
 
     def __init__(self, text: str, **values: object) -> None:
         self.values = values
+        # A contradiction of several options may name them in the text alone.
         if values:
-            options = [option_text(name, value) for name, value in values.items()]
-            text = f"{' '.join(options)}: {text}"
+            options = " ".join(option_text(name, value) for name, value in values.items())
+            text = f"{options}: {text}"
         super().__init__(text)
 
 
@@ -86,7 +87,7 @@ class UnreadableFile(CheckpointError):
     @classmethod
     def because(cls, path: str, error: OSError | ValueError, next_step: str = "") -> UnreadableFile:
         """Return the error for a failed `open` or `read`, which raises ValueError for a NUL in the path."""
-        return cls(path, found=str(getattr(error, "strerror", None) or error).lower(), next_step=next_step)
+        return cls(path, found=str(system_reason(error)).lower(), next_step=next_step)
 
 
 class NotACheckpoint(CheckpointError):

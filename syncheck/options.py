@@ -41,7 +41,7 @@ from syncheck.option_kinds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from syncheck.comparison.selection import Selection
 
@@ -98,9 +98,14 @@ class Declaration:
     in_summary: bool = True
 
     @property
+    def is_choice(self) -> bool:
+        """Whether the value itself is one of the choices, not each item of a list."""
+        return bool(self.choices) and not self.kind.is_list
+
+    @property
     def expected(self) -> str:
         """The accepted values in words."""
-        if self.choices and not self.kind.is_list:
+        if self.is_choice:
             return f"one of {', '.join(self.choices)}"
         if self.minimum is None:
             return self.kind.description
@@ -109,12 +114,14 @@ class Declaration:
     @property
     def full_help(self) -> str:
         """The help text with the default, if there is one to mention."""
-        if self.default is None or self.default is False or self.default in ((), {}):
+        # An empty default has no text.
+        if self.default in (None, False, (), {}):
             return self.help
         return f"{self.help} (default: {self.default})"
 
     def check(self, name: str, value: object) -> None:
         """Raise OptionError for a value of the wrong type or out of range. None is the default of most options."""
+        # Most options are None unless they are set.
         if value is None and self.default is None:
             return
         if not self.kind.matches(value):
@@ -140,6 +147,7 @@ class Declaration:
         try:
             return self.kind.parse(text)
         except ValueError:
+            # argparse has called this method.
             from argparse import ArgumentTypeError
 
             raise ArgumentTypeError(f"must be {self.kind.description}, not {text[:60]!r}") from None
@@ -151,7 +159,7 @@ class Declaration:
         settings: dict[str, Any] = {"type": self.parse, "help": self.full_help}
         if self.kind.is_list:
             settings |= {"action": "append", "default": [], "help": f"{self.full_help}; repeatable"}
-        if self.choices and not self.kind.is_list:
+        if self.is_choice:
             return settings | {"choices": self.choices}
         return settings | {"metavar": self.metavar}
 
@@ -264,6 +272,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_codes(self.allow)
+        # Tolerances that contradict each other.
         from syncheck.tensors.tolerance import tolerances
 
         tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
@@ -396,7 +405,7 @@ def list_options(surface: Surface, *classes: type) -> dict[str, Declaration]:
     """Return the options of a surface by field name. classes: `Options`, `RunOptions` or both, by default both."""
     declarations = {}
     for cls in classes or (Options, RunOptions):
-        for name, declaration in _declarations(cls):
+        for name, declaration in _declarations(cls).items():
             if surface in declaration.surfaces:
                 declarations[name] = declaration
     return declarations
@@ -404,7 +413,7 @@ def list_options(surface: Surface, *classes: type) -> dict[str, Declaration]:
 
 def list_fields(cls: type) -> frozenset[str]:
     """Return the field names of a class of options. `DiffOptions` inherits options without a meaning for two models."""
-    names = frozenset(name for name, _ in _declarations(cls))
+    names = frozenset(_declarations(cls))
     return names - NOT_IN_DIFF if issubclass(cls, DiffOptions) else names
 
 
@@ -415,17 +424,16 @@ def to_flag(name: str, prefix: str = "--") -> str:
 
 def list_tolerances() -> set[str]:
     """Return the field names of the tolerances. Precedence treats them as one option."""
-    return {name for name, declaration in _declarations(Options) if declaration.section == TOLERANCES}
+    return {name for name, declaration in _declarations(Options).items() if declaration.section == TOLERANCES}
 
 
-def _declarations(cls: type) -> Iterator[tuple[str, Declaration]]:
-    for declared in dataclasses.fields(cls):
-        yield declared.name, declared.metadata[_KEY]
+def _declarations(cls: type) -> dict[str, Declaration]:
+    return {declared.name: declared.metadata[_KEY] for declared in dataclasses.fields(cls)}
 
 
 def check_fields(options: Options | RunOptions) -> None:
     """Raise OptionError if a field has a value of the wrong type or out of range."""
-    for name, declaration in _declarations(type(options)):
+    for name, declaration in _declarations(type(options)).items():
         declaration.check(name, getattr(options, name))
 
 
@@ -436,6 +444,7 @@ def replace_fields(options: Options, **changes: Any) -> Options:
     """
     default = type(options)()
     tolerances = list_tolerances()
+    # A relative tolerance of one source must not meet the absolute tolerance of another.
     if any(changes.get(name) is not None for name in tolerances):
         changes = dict.fromkeys(tolerances) | changes
     for name, value in changes.items():
@@ -448,6 +457,7 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     """Raise OptionError for a code that no finding has."""
     if not codes:
         return
+    # The rules are many modules.
     from syncheck.diagnose.rules import RULES
 
     code_of_slug = {rule.slug: rule.code for rule in RULES}
@@ -462,6 +472,7 @@ def _check_codes(codes: tuple[str, ...]) -> None:
 
 def build_selection(options: Options, rank: int | None = None) -> Selection:
     """Return the options that apply to the comparison of one group. rank: of the reference in that group."""
+    # A command line with a mistake, or --help, needs neither kinds nor tolerances.
     from syncheck.comparison.selection import ONLY, Selection
     from syncheck.tensors import kinds
     from syncheck.tensors.tolerance import tolerances

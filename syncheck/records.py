@@ -174,9 +174,7 @@ class TensorDiff:
     def out_of_sync(self) -> bool:
         """Whether it differs, is missing on some replica, or has different shapes or dtypes."""
         # The other reasons of tensors that were not compared are no differences.
-        return self.status == "different" or (
-            self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
-        )
+        return self.status == "different" or self._lacks_values(Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
 
     @property
     def uncompared(self) -> bool:
@@ -187,7 +185,10 @@ class TensorDiff:
     def unknown(self) -> bool:
         """Whether it may differ: the reader refuses it, `--quick` finds no checksum, or its replicas are unknown."""
         # A shard without a replica has nothing to differ from; missing tensors and other shapes do differ.
-        reasons = (Reason.REFUSED, Reason.CHECKSUM, Reason.AMBIGUOUS)
+        return self._lacks_values(Reason.REFUSED, Reason.CHECKSUM, Reason.AMBIGUOUS)
+
+    def _lacks_values(self, *reasons: Reason) -> bool:
+        """Return whether it was not compared by value for one of the reasons."""
         return self.status == "not_compared" and self.reason in reasons
 
 
@@ -404,7 +405,10 @@ class Report:
     @property
     def counts(self) -> Counts:
         """The counts over all groups."""
-        return sum((group.counts for group in self.groups), Counts())
+        total = Counts()
+        for group in self.groups:
+            total += group.counts
+        return total
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -454,9 +458,12 @@ class OutOfSync(SyncheckError, AssertionError):
 
 def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
+    return tuple(tuple(ranks) for ranks in sorted(sets, key=_size_and_first))
+
+
+def _size_and_first(ranks: Sequence[int]) -> tuple[int, int]:
     # The first rank makes the order of equally large sets the same in every process.
-    ordered = sorted(sets, key=lambda ranks: (-len(ranks), ranks[0]))
-    return tuple(map(tuple, ordered))
+    return -len(ranks), ranks[0]
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -473,14 +480,13 @@ def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
     """Return the clusters of each replica group with differences."""
-    clusters_of_group: dict[int, list[tuple[int, ...]]] = {0: list(diff.clusters)}
-    if len(diff.replica_groups) > 1:
-        # The dictionary avoids a search: 1,000 ranks may have hundreds of groups.
-        number_of_group: dict[int, int] = {}
-        for number, group in enumerate(diff.replica_groups):
-            number_of_group.update(dict.fromkeys(group, number))
-        clusters_of_group = {number: [] for number in range(len(diff.replica_groups))}
-        # A cluster lies in one replica group.
-        for ranks in diff.clusters:
-            clusters_of_group[number_of_group[ranks[0]]].append(ranks)
+    # The dictionary avoids a search: 1,000 ranks may have hundreds of groups.
+    number_of_group: dict[int, int] = {}
+    for number, group in enumerate(diff.replica_groups):
+        number_of_group.update(dict.fromkeys(group, number))
+    clusters_of_group: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(len(diff.replica_groups))}
+    for ranks in diff.clusters:
+        # A cluster lies in one replica group. Without a record of groups, all ranks are one.
+        number = number_of_group.get(ranks[0], 0)
+        clusters_of_group.setdefault(number, []).append(ranks)
     return [clusters for clusters in clusters_of_group.values() if len(clusters) > 1]

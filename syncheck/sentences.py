@@ -166,9 +166,8 @@ def _parse_field(name: str, spec: str, conversion: str | None) -> _Field:
 def _write_option(option: _Field) -> str:
     """Return an option by the name of its field, with a value or a placeholder for a value."""
     if option.argument.startswith("="):
-        value = option.argument[1:]
-        if value.isdecimal():
-            return option_text(option.name, int(value))
+        text = option.argument[1:]
+        value: object = int(text) if text.isdecimal() else text
         return option_text(option.name, value)
     if option.argument:
         return f"{option.name}={option.argument}"
@@ -185,28 +184,32 @@ class _Value:
 
     def any(self) -> str:
         """Return the text of a value without a kind, which may be a message."""
-        content, spec = self.content, self.field.spec
+        return self._write_content(self.content, Part.TEXT, self.field.spec)
+
+    def _write_content(self, content: Any, part: Part, spec: str = "") -> str:
         if isinstance(content, Message):
             return content.render(self.write)
-        if isinstance(content, (int, float)):
-            return format(content, spec)
-        # Tuples accept no format specification.
         if isinstance(content, tuple):
+            # Tuples accept no format specification.
             content = str(content)
-        return self.write(format(content, spec), Part.TEXT)
+        text = format(content, spec)
+        # Only a text can come from a file.
+        if isinstance(content, (int, float)):
+            return text
+        return self.write(text, part)
+
+    def _write_name(self, content: Any) -> str:
+        return self._write_content(content, Part.NAME)
+
+    def _read_number(self, default: int) -> int:
+        """Return the number in the argument of the field."""
+        return int(self.field.argument or default)
 
     def words(self) -> str:
         return self.write(self.content, Part.WORDS)
 
     def name(self) -> str:
         return self._write_name(self.content)
-
-    def _write_name(self, content: Any) -> str:
-        if isinstance(content, Message):
-            return content.render(self.write)
-        if isinstance(content, (int, float)):
-            return str(content)
-        return self.write(str(content), Part.NAME)
 
     def quoted(self) -> str:
         # Other surfaces show that it is a name in their own way.
@@ -231,18 +234,21 @@ class _Value:
         return ranks_as_ranges(self.content)
 
     def sets(self) -> str:
-        return sets_text(self.content, int(self.field.argument or 4))
+        return sets_text(self.content, self._read_number(4))
 
     def names(self) -> str:
-        most = int(self.field.argument or 3)
+        most = self._read_number(3)
         names = [self._write_name(name) for name in self.content[:most]]
         return names_text(names, most, len(self.content))
 
     def list(self) -> str:
-        return ", ".join(self._write_name(item) for item in self.content)
+        return self._join(", ")
 
     def statements(self) -> str:
-        return "; ".join(message.render(self.write) for message in self.content)
+        return self._join("; ")
+
+    def _join(self, separator: str) -> str:
+        return separator.join(self._write_name(item) for item in self.content)
 
     def by_rank(self) -> str:
         return by_rank_text(self.content, write_value=self._write_name)
@@ -264,7 +270,7 @@ class _Value:
         return singular if count == 1 else plural
 
     def number(self) -> str:
-        return number_text(self.content, int(self.field.argument or 6))
+        return number_text(self.content, self._read_number(6))
 
 
 # The kinds of format specifications; values without a kind may have one of `str.format`.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
@@ -131,7 +132,8 @@ def assert_same_model(
     __tracebackhide__ = True
     from syncheck.live.models import compare_models
 
-    report = compare_models(a, b, group, lambda: _merge_options(options, comparing, limit, DiffOptions))
+    # Options are made within the comparison, so that all ranks raise the same error.
+    report = compare_models(a, b, group, partial(_merge_options, options, comparing, limit, DiffOptions))
     if report.verdict != "in_sync":
         raise OutOfSync(message(report, limit), report)
     return report
@@ -174,7 +176,7 @@ def message(report: Report, limit: int = 10) -> str:
 
 
 def _run(
-    things: tuple[Any, ...],
+    objects: tuple[Any, ...],
     options: Options | None,
     group: Any,
     across_ranks: bool | None,
@@ -183,7 +185,7 @@ def _run(
 ) -> Report:
     __tracebackhide__ = True
     try:
-        return _compare(things, group, across_ranks, lambda: _merge_options(options, comparing, limit))
+        return _compare(objects, group, across_ranks, partial(_merge_options, options, comparing, limit))
     # Without the traceback of this module: only the line of the test matters.
     except UsageError as error:
         raise error.with_traceback(None) from None
@@ -191,30 +193,36 @@ def _run(
         raise error.with_traceback(None) from error.__cause__
 
 
-def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, options: Callable[[], Options]) -> Report:
+def _compare(objects: tuple[Any, ...], group: Any, across_ranks: bool | None, options: Callable[[], Options]) -> Report:
+    """Compare files, the ranks of a process group, or objects in memory. options: makes the options, or raises."""
     from syncheck.live import channel
 
     has_several_ranks = channel.world_size() > 1
-    are_files = bool(things) and all(isinstance(thing, (str, os.PathLike)) for thing in things)
-    if are_files and not across_ranks:
+    if _are_files(objects) and not across_ranks:
         if group is None:
-            return api.compare(*things, options=options())
+            return api.compare(*objects, options=options())
         if not has_several_ranks:
             raise UsageError("each rank compares files alone; remove group=")
-    compares_ranks = across_ranks
-    if compares_ranks is None:
-        compares_ranks = group is not None or has_several_ranks
+    # A group asks for a comparison of its ranks, and several ranks alone suggest one.
+    is_chosen = across_ranks is not None or group is not None
+    compares_ranks = is_chosen or has_several_ranks
+    if across_ranks is not None:
+        compares_ranks = across_ranks
     if compares_ranks:
-        is_chosen = across_ranks is not None or group is not None
-        return _compare_ranks(things, group, options, is_chosen=is_chosen)
+        return _compare_ranks(objects, group, options, is_chosen=is_chosen)
     if group is not None:
         raise UsageError("across_ranks=False compares within this process; remove group=")
     from syncheck.live.local_compare import compare_objects
 
-    return compare_objects(things, options())
+    return compare_objects(objects, options())
 
 
-def _compare_ranks(things: tuple[Any, ...], group: Any, options: Callable[[], Options], *, is_chosen: bool) -> Report:
+def _are_files(objects: tuple[Any, ...]) -> bool:
+    """Return whether all objects are paths; no object is no path."""
+    return bool(objects) and all(isinstance(path, (str, os.PathLike)) for path in objects)
+
+
+def _compare_ranks(objects: tuple[Any, ...], group: Any, options: Callable[[], Options], *, is_chosen: bool) -> Report:
     """Compare the objects of all ranks. is_chosen: whether the caller has asked for this explicitly."""
     from syncheck.live.exchange import compare_across_ranks
 
@@ -223,10 +231,10 @@ def _compare_ranks(things: tuple[Any, ...], group: Any, options: Callable[[], Op
         if not is_chosen:
             from syncheck.live.local_compare import check_unambiguous
 
-            check_unambiguous(things)
+            check_unambiguous(objects)
         return options()
 
-    return compare_across_ranks(things, group, make_options)
+    return compare_across_ranks(objects, group, make_options)
 
 
 def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int, kind: type[Any] = Options) -> Any:
@@ -236,7 +244,7 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
     """
     # Raises OptionError for a wrong limit.
     RunOptions(limit=limit)
-    if options is not None and not isinstance(options, kind):
+    if not isinstance(options, kind | None):
         raise UsageError(
             f"options={options!r:.80}: must be syncheck.{kind.__name__}; or pass its fields by name, as in "
             "only='params'"
@@ -246,7 +254,9 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
     for name, value in comparing.items():
         if name not in declarations:
             raise UsageError(f"{name}=: no such option; must be one of {', '.join(declarations)}")
-        changes[name] = _make_tuple(value) if declarations[name].kind.is_list else value
+        if declarations[name].kind.is_list:
+            value = _make_tuple(value)
+        changes[name] = value
     return replace_fields(options or kind(), **changes)
 
 

@@ -45,6 +45,11 @@ def one_line(text: str) -> str:
     return "".join(characters)
 
 
+def system_reason(error: BaseException) -> object:
+    """Return why a file operation failed: the system's reason, or the error if Python raised it, as for a NUL."""
+    return getattr(error, "strerror", None) or error
+
+
 def logged(text: str) -> str:
     r"""Escape the commands of CI systems in the lines of a log, colored or not.
 
@@ -80,6 +85,7 @@ def brief(value: object, most: int = 60) -> str:
 
     `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
     """
+    # The limits are attributes of an object, so each call makes its own.
     short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
     try:
@@ -131,16 +137,29 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
     For the sides of two models: 'A and B'.
     """
-    if ranks and isinstance(ranks[0], Side):
+    if _are_sides(ranks):
         return " and ".join(Side(rank).name for rank in ranks)
     if len(ranks) > _MOST_RANKS:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{len(ranks)} ranks ({_join_numbers(ranks[:4])}, ...)"
+    return f"{_ranks_noun(ranks)} {_join_numbers(ranks)}"
+
+
+def _are_sides(ranks: Sequence[int]) -> bool:
+    # Ranks of two models are all sides.
+    return isinstance(next(iter(ranks), None), Side)
+
+
+def _ranks_noun(ranks: Sequence[int]) -> str:
+    return "rank" if len(ranks) == 1 else "ranks"
+
+
+def _join_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
 
 
 def owner_text(ranks: Sequence[int]) -> str:
     """Return where a value is: 'on ranks 0, 2', or 'in B' for a side."""
-    preposition = "in" if ranks and isinstance(ranks[0], Side) else "on"
+    preposition = "in" if _are_sides(ranks) else "on"
     return f"{preposition} {ranks_text(ranks)}"
 
 
@@ -152,18 +171,23 @@ def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
 
 def ranges_text(ranks: Sequence[int]) -> str:
     """Return ranks as ranges: (0, 1, 2, 5) gives '0-2,5'."""
-    ranges: list[list[int]] = []
+    # The last rank of each range by its first rank.
+    ranges: dict[int, int] = {}
+    first = previous = -2
     for rank in ranks:
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], rank]
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+        if rank != previous + 1:
+            first = rank
+        ranges[first] = previous = rank
+    texts = []
+    for first, last in ranges.items():
+        text = f"{first}-{last}" if last > first else str(first)
+        texts.append(text)
+    return ",".join(texts)
 
 
 def ranks_as_ranges(ranks: Sequence[int]) -> str:
     """Return ranks for a sentence: 'rank 1', 'ranks 0-2,5'."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranges_text(ranks)}"
+    return f"{_ranks_noun(ranks)} {ranges_text(ranks)}"
 
 
 def by_rank_text(values: Mapping[int, object], most: int = 4, write_value: Callable[[str], str] = str) -> str:

@@ -44,9 +44,9 @@ def find_versions(names: Collection[str]) -> dict[str, str]:
     for path in _list_metadata():
         stem, _ = os.path.splitext(os.path.basename(path))
         distribution, _, number = stem.partition("-")
-        name = requested.get(_normalize(distribution))
-        # The first folder on sys.path has the code that would be imported.
-        if name is not None and name not in versions:
+        # Only once: the first folder on sys.path has the code that would be imported.
+        name = requested.pop(_normalize(distribution), None)
+        if name is not None:
             versions[name] = number.partition("-")[0] or _read_version(path)
     return versions
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -92,12 +92,12 @@ class Density(NamedTuple):
     """How often each empty name is bound."""
 
 
-def measure(path: Path) -> Density:
-    """Measure a file, or all Python files of a folder. Raises SyntaxError for a file that Python cannot read."""
+def measure(*paths: Path) -> Density:
+    """Measure files and all Python files of folders together. Raises SyntaxError for a file that Python cannot read."""
     functions: list[MeasuredFunction] = []
     names: Counter[str] = Counter()
     lines = comments = 0
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+    for file in find_files(paths):
         source = file.read_text(encoding="utf-8")
         tree = ast.parse(source)
         functions += [measure_function(function, file) for function in find_outer_functions(tree)]
@@ -110,6 +110,15 @@ def measure(path: Path) -> Density:
     rates["empty names"] = 100 * empty_names.total() / max(names.total(), 1)
     rates["comments"] = 100 * comments / max(lines, 1)
     return Density({name: rates[name] for name in LIMITS}, functions, empty_names)
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the Python files at or below the paths."""
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(path.rglob("*.py"))
+        else:
+            yield path
 
 
 def compute_rates(functions: Collection[MeasuredFunction]) -> dict[str, float]:

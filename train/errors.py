@@ -23,15 +23,25 @@ def explain_os_error(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {error.strerror}") from error
 
 
-def refuse(*cases: tuple[object, str]) -> None:
-    """Raise UserError with the message of the first case that applies. cases: whether each applies, and its message."""
-    for applies, message in cases:
-        if applies:
-            raise UserError(message)
-
-
 class RankError(UserError):
     """An error on a single rank, which prints it."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def join_lines(error: BaseException) -> str:
+    """Return an error's message in one line, or the name of its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def refuse(*cases: tuple[object, str], error: type[Exception] = UserError) -> None:
+    """Raise the error with the message of the first case that applies. cases: whether each applies, and its message."""
+    for applies, message in cases:
+        if applies:
+            raise error(message)
 
 
 class Stopped(Exception):

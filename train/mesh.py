@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,11 +133,12 @@ def find_parallel_degree(settings: Settings, world_size: int, default: int | Non
     degree = settings.parallel_degree
     if degree is not None and degree < 2:
         raise UserError(f"--parallel-degree {degree}: must be at least 2, the ranks that share a copy of the model")
+    options = f"--method {settings.method}"
+    if degree is not None:
+        options += f" --parallel-degree {degree}"
     degree = degree or default or world_size
-    if degree < 2 or world_size % degree:
-        options = f"--method {settings.method}" + f" --parallel-degree {degree}" * (
-            settings.parallel_degree is not None
-        )
-        needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
-        raise UserError(f"{options}: needs {needed}, found {world_size}")
+    refuse(
+        (degree < 2, f"{options}: needs at least 2 ranks, found {world_size}"),
+        (world_size % degree, f"{options}: needs a multiple of {degree} ranks, found {world_size}"),
+    )
     return degree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 
 SUMS = 4  # of a MetricSums
+
+
+def replace_nonfinite(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with None for NaN and infinity.
+
+    JSON has neither, and strict readers would refuse the whole document.
+    """
+    replaced = dict(record)
+    for name, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            replaced[name] = None
+    return replaced
 
 
 @dataclass(frozen=True)

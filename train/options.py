@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.formats import FORMATS
+from train.columns import align_columns, join_columns
 from train.data import AUGMENTATIONS, DATASETS
 from train.errors import UserError
 from train.faults import FAULTS
@@ -131,18 +132,13 @@ def list_models() -> str:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows in columns, one line per row. On a terminal the last column is wrapped."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    # The last column has no fixed width.
-    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
-    columns = max(shutil.get_terminal_size().columns, 60)
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        line = "  ".join(cells).rstrip()
-        if sys.stdout.isatty():
-            line = textwrap.fill(line, columns, subsequent_indent=" " * indent)
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+    columns = align_columns(rows, texts=len(rows[0]))
+    lines = join_columns(columns)
+    if sys.stdout.isatty():
+        width = max(shutil.get_terminal_size().columns, 60)
+        indent = " " * sum(len(column[0]) + 2 for column in columns[:-1])
+        lines = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
+    return "".join(f"{line}\n" for line in lines)
 
 
 # Choices of options from tables of plug-ins.

@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.data import DistributedBatchSampler, OwnSharesSampler, download, smallest_share
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.methods import METHODS
 from train.methods.sync_batchnorm import SyncBatchNorm
 from train.schedule import Plan
@@ -96,23 +96,28 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:
     """Raise UserError for --join settings that would fail on some ranks only."""
-    if sampler.batches < sampler.world_size:
-        shortage = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
-        raise UserError(
-            f"--join: {shortage}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size"
-        )
-    if sampler.smallest == 1 and has_batchnorm(model):
-        raise UserError(
-            f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, from "
-            "which BatchNorm cannot compute statistics; use another --batch-size or --limit-train"
-        )
+    single_sample = (
+        "the last batch of an epoch would be a single sample, from which BatchNorm cannot compute statistics"
+    )
+    shortage = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
+    refuse(
+        (
+            sampler.batches < sampler.world_size,
+            f"--join: {shortage}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size",
+        ),
+        (
+            sampler.smallest == 1 and has_batchnorm(model),
+            f"--join --batch-size {settings.batch_size}: {single_sample}; use another --batch-size or --limit-train",
+        ),
+    )
     epoch = plan.steps_per_epoch
-    for option, steps in (
-        ("--monitor", settings.monitor),
-        ("--save-every", settings.save_every or 0),
-        ("--checkpoint-every", settings.checkpoint_every or 0),
-    ):
-        if steps % epoch:
+    intervals = {
+        "--monitor": settings.monitor,
+        "--save-every": settings.save_every,
+        "--checkpoint-every": settings.checkpoint_every,
+    }
+    for option, steps in intervals.items():
+        if steps is not None and steps % epoch:
             raise UserError(
                 f"--join {option} {steps}: must be a multiple of {epoch}, because ranks synchronize only after an epoch"
             )
@@ -135,19 +140,19 @@ def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, repli
     otherwise. The smallest share of all ranks counts, because a rank that fails alone leaves the other ranks waiting.
     replicas: of each rank.
     """
-    ranks = world_size
-    if settings.sync_bn:
-        ranks = 1
-    if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
+    # With --sync-bn, the statistics are of all ranks' samples.
+    ranks = 1 if settings.sync_bn else world_size
+    smallest = smallest_share(settings.batch_size, ranks, settings.accumulate, replicas)
+    if smallest > 1 or not has_batchnorm(model):
         return
-    if has_batchnorm(model):
-        shares = ranks * settings.accumulate * replicas
-        advice = f"use {2 * shares} or more"
-        if replicas > 1:
-            advice = f"use a multiple of {shares}, {2 * shares} or more"
-        if ranks > 1 and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
-            advice += ", or --sync-bn"
-        raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
+    shares = ranks * settings.accumulate * replicas
+    advice = f"use {2 * shares} or more"
+    if replicas > 1:
+        advice = f"use a multiple of {shares}, {2 * shares} or more"
+    samples_of_all_ranks = min(ranks, settings.batch_size)
+    if samples_of_all_ranks > 1 and "--sync-bn" not in METHODS[settings.method].refuses:
+        advice += ", or --sync-bn"
+    raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")
 
 
 def build_optimizer(settings: Settings, method: Method) -> Optimizer:

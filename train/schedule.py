@@ -36,6 +36,11 @@ class Plan:
     steps_per_epoch: int
 
 
+def is_due(step: int, every: int | None) -> bool:
+    """Return whether something that happens every so many steps happens after this step. every: None for never."""
+    return every is not None and step % every == 0
+
+
 class Position:
     """The progress of a run.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.option import (
     CHECKS,
     DECAY,
@@ -22,6 +22,9 @@ from train.option import (
     spell,
 )
 from train.optional import MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # Defaults of --lr, found on digits with resnet8 and a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
@@ -278,6 +281,11 @@ class Settings:
         }
         return "-".join([self.method, *(name for name, used in modifiers.items() if used)])
 
+    @property
+    def has_stateless_optimizer(self) -> bool:
+        """Return whether the optimizer keeps no state between steps: SGD without momentum."""
+        return self.optimizer == "sgd" and self.momentum == 0
+
     def config(self, world_size: int) -> dict[str, Any]:
         """Return the settings that identify this run, as JSON values.
 
@@ -299,44 +307,79 @@ class Settings:
             return str(getattr(self, name)) == value
         return bool(getattr(self, name) != getattr(DEFAULT, name))
 
+    def list_used(self, option_texts: Iterable[str]) -> list[str]:
+        """Return the options among these that the settings use."""
+        return [option_text for option_text in option_texts if self.uses(option_text)]
+
 
 DEFAULT = Settings()
 # Fields by option, as users type it.
 OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}
 
 
-# Options that need another option, and the message without it. Braces contain names of settings.
-REQUIRES = (
-    ("--tensorboard", "--log-dir", "--tensorboard: requires --log-dir DIR, the folder to write to"),
-    (
+class Combination(NamedTuple):
+    """Two options that exclude each other, or of which the first requires the second."""
+
+    option: str
+    second: str
+    """The option that the first requires or excludes."""
+    message: str
+    """The error of a wrong combination. Braces contain names of settings."""
+    required: bool = False
+    """Whether the first option requires the second."""
+
+
+COMBINATIONS = (
+    Combination(
+        "--tensorboard",
+        "--log-dir",
+        "--tensorboard: requires --log-dir DIR, the folder to write to",
+        required=True,
+    ),
+    Combination(
         "--on-desync",
         "--monitor",
         "--on-desync {on_desync}: requires --monitor N, the number of steps between checks",
+        required=True,
     ),
-    ("--fault-step", "--fault", "--fault-step: requires --fault NAME; see --list-faults"),
-    ("--powersgd-rank", "--comm-hook powersgd", "--powersgd-rank: requires --comm-hook powersgd"),
-    ("--powersgd-start", "--comm-hook powersgd", "--powersgd-start: requires --comm-hook powersgd"),
-)
-# Options that exclude each other, and the message with both.
-EXCLUDES = (
-    ("--warmup-steps", "--warmup-epochs", "--warmup-steps and --warmup-epochs: mutually exclusive"),
-    (
+    Combination(
+        "--fault-step",
+        "--fault",
+        "--fault-step: requires --fault NAME; see --list-faults",
+        required=True,
+    ),
+    Combination(
+        "--powersgd-rank",
+        "--comm-hook powersgd",
+        "--powersgd-rank: requires --comm-hook powersgd",
+        required=True,
+    ),
+    Combination(
+        "--powersgd-start",
+        "--comm-hook powersgd",
+        "--powersgd-start: requires --comm-hook powersgd",
+        required=True,
+    ),
+    Combination(
+        "--warmup-steps",
+        "--warmup-epochs",
+        "--warmup-steps and --warmup-epochs: mutually exclusive",
+    ),
+    Combination(
         "--static-graph",
         "--accumulate",
         "--static-graph: not with --accumulate: no_sync fails an internal assertion of DDP",
     ),
-    (
+    Combination(
         "--mp-policy",
         "--amp",
         "--mp-policy: not with --amp {amp}: both select the precision in which layers compute",
     ),
-    (
+    Combination(
         "--comm-hook powersgd",
         "--amp fp16",
-        (
-            "--comm-hook powersgd: not with --amp fp16: an overflow would remain in the error added to the next "
-            "gradient; use --amp bf16"
-        ),
+        "--comm-hook powersgd: not with --amp fp16: an overflow would remain in the error added to the next "
+        "gradient; use --amp bf16",
     ),
 )
 # Options that need all ranks at every step, and why, for --join.
@@ -354,55 +397,69 @@ NOT_WITH_JOIN = {
 
 def check(settings: Settings, world_size: int) -> None:
     """Raise UserError for impossible settings. The result is equal on all ranks, because they have equal arguments."""
-    s = settings
-    check_numbers(s)
-    for option_text, needed, message in REQUIRES:
-        if s.uses(option_text) and not s.uses(needed):
-            raise UserError(message.format(**vars(s)))
-    for option_text, excluded, message in EXCLUDES:
-        if s.uses(option_text) and s.uses(excluded):
-            raise UserError(message.format(**vars(s)))
-    if s.task is not None:
-        check_task(s)
-    if s.join:
-        check_join(s, world_size)
-    for option_text in ("--monitor", "--fault"):
-        if MISSING and s.uses(option_text):
+    check_numbers(settings)
+    check_combinations(settings)
+    check_task(settings)
+    if settings.join:
+        check_join(settings, world_size)
+    if MISSING:
+        for option_text in settings.list_used(("--monitor", "--fault")):
             raise UserError(f"{option_text}: {MISSING}; run in a clone of syncheck, or omit the option")
-    least = world_size * s.accumulate
-    if s.batch_size < least:
-        parts = f"{world_size} rank{'s' * (world_size > 1)}"
-        if s.accumulate > 1:
-            parts += f" x {s.accumulate} micro-batches"
-        raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
+    check_batch_size(settings, world_size)
 
 
 def check_numbers(settings: Settings) -> None:
     """Raise UserError for a number that its option does not accept."""
     for field in fields(settings):
         number, numbers = getattr(settings, field.name), field.metadata["numbers"]
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if is_number and not numbers.accept(number):
+        # The type bool is a subclass of int.
+        if type(number) in (int, float) and not numbers.accept(number):
             raise UserError(f"{spell(field)} {number}: must be {numbers.expected}")
-    if settings.replicas == 1:
-        raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
     group = settings.reshard_after_forward
-    if group not in (None, "true", "false") and not group.strip("0").isdecimal():
-        raise UserError(f"--reshard-after-forward {group}: must be true, false, or a number of ranks")
+    is_group = group in (None, "true", "false") or group.strip("0").isdecimal()
+    refuse(
+        (
+            settings.replicas == 1,
+            "--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)",
+        ),
+        (not is_group, f"--reshard-after-forward {group}: must be true, false, or a number of ranks"),
+    )
+
+
+def check_combinations(settings: Settings) -> None:
+    """Raise UserError for options that exclude each other, and for an option without the option that it requires."""
+    for combination in COMBINATIONS:
+        if not settings.uses(combination.option):
+            continue
+        if settings.uses(combination.second) != combination.required:
+            raise UserError(combination.message.format(**vars(settings)))
 
 
 def check_task(settings: Settings) -> None:
     """Raise UserError for options that a user's task replaces."""
-    for field in fields(settings):
-        if field.metadata["replaced_by_task"] and settings.uses(spell(field)):
-            raise UserError(f"{spell(field)}: not with --task, which has its own data and model; omit it")
+    if settings.task is None:
+        return
+    replaced = [spell(field) for field in fields(settings) if field.metadata["replaced_by_task"]]
+    for option_text in settings.list_used(replaced):
+        raise UserError(f"{option_text}: not with --task, which has its own data and model; omit it")
+
+
+def check_batch_size(settings: Settings, world_size: int) -> None:
+    """Raise UserError if a micro-batch would be empty."""
+    least = world_size * settings.accumulate
+    parts = f"{world_size} rank{'s' * (world_size > 1)}"
+    if settings.accumulate > 1:
+        parts += f" x {settings.accumulate} micro-batches"
+    if settings.batch_size < least:
+        raise UserError(
+            f"--batch-size {settings.batch_size} (global) leaves some of {parts} empty; use {least} or more"
+        )
 
 
 def check_join(settings: Settings, world_size: int) -> None:
     """Raise UserError for settings that need all ranks at every step."""
-    for option_text, reason in NOT_WITH_JOIN.items():
-        if settings.uses(option_text):
-            raise UserError(f"--join: not with {option_text}: {reason}")
+    for option_text in settings.list_used(NOT_WITH_JOIN):
+        raise UserError(f"--join: not with {option_text}: {NOT_WITH_JOIN[option_text]}")
     size = settings.batch_size
     if size % world_size:
         raise UserError(

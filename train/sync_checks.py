@@ -54,9 +54,11 @@ class SyncChecks:
         self.monitor.step(step)
         if last:
             self.monitor.close()
+        if self.monitor.checks == before:
+            return ""
         report = self.monitor.last
-        was_due = self.monitor.checks > before
-        if not was_due or report is None or report.verdict != "out_of_sync":
+        assert report is not None
+        if report.verdict != "out_of_sync":
             return ""
         codes: set[str] = set()
         for group in report.groups:

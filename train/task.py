@@ -141,18 +141,24 @@ def make_task(settings: Settings) -> Task:
 
 def load_task_data(task: Task, settings: Settings) -> Data:
     """Load the task's data, keep the first samples of --limit-train, and check the samples. Raises UserError."""
-    if settings.task is not None and type(task).load is Task.load:
+    if settings.task is None:
+        return limit(task.load(settings), settings.limit_train, settings.data)
+    return limit(_load_user_data(task, settings), settings.limit_train, settings.task)
+
+
+def _load_user_data(task: Task, settings: Settings) -> Data:
+    """Load the data of --task as data sets whose samples form batches. Raises UserError."""
+    if type(task).load is Task.load:
         raise UserError(f"--task {settings.task}: has no data; define its method load")
-    data = task.load(settings)
-    if settings.task is not None:
-        if not isinstance(data, Data):
-            kind = type(data).__name__
-            raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
-        data = replace(data, train=_collate(data.train), test=_collate(data.test))
-        for samples in (data.train, data.test):
-            if not _has_pairs(samples):
-                raise UserError(f"--task {settings.task}: each sample of its data must be a pair of tensors (x, y)")
-    return limit(data, settings.limit_train, settings.task or settings.data)
+    loaded: Any = task.load(settings)
+    if not isinstance(loaded, Data):
+        kind = type(loaded).__name__
+        raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
+    data = replace(loaded, train=_collate(loaded.train), test=_collate(loaded.test))
+    for samples in (data.train, data.test):
+        if not _has_pairs(samples):
+            raise UserError(f"--task {settings.task}: each sample of its data must be a pair of tensors (x, y)")
+    return data
 
 
 def _collate(samples: Any) -> Images:

@@ -28,7 +28,7 @@ from syncheck.diagnose.verdicts import overall, with_findings
 from syncheck.errors import UsageError
 from syncheck.messages import Fact
 from syncheck.records import Fixed
-from syncheck.text import brief
+from syncheck.text import brief, system_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def _read_content(path: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
-        reason = getattr(error, "strerror", None) or error
+        reason = system_reason(error)
         raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
 
 

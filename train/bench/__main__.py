@@ -32,7 +32,7 @@ from train.bench.cases import CASES, select_cases
 from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.checkpoint_files import write_atomic
-from train.errors import UserError, explain_os_error
+from train.errors import UserError, explain_os_error, refuse
 from train.options import Parser
 from train.options import build_parser as build_trainer_parser
 
@@ -183,13 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> None:
     """Check the arguments before a long measurement starts. Raises UserError."""
     for name, least in (("processes", 2), ("rounds", 1), ("threads", 1)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+        number = getattr(arguments, name)
+        refuse((number < least, f"--{name} {number}: must be at least {least}"))
     select_cases(arguments.cases)
     build_trainer_parser().parse_args(list(options))
     for path in arguments.output:
-        if path.suffix not in FORMATS:
-            raise UserError(f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}")
+        refuse((path.suffix not in FORMATS, f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}"))
         with explain_os_error(f"-o {path}: cannot be written"):
             path.open("a").close()
 

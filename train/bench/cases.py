@@ -125,8 +125,10 @@ REFERENCES = ("single", "single-moe")
 def select_cases(names: Sequence[str]) -> list[Case]:
     """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
     lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
-    selected = {"single", *(case for name in names for case in lists.get(name, (name,)))}
+    supported = [*CASES, *lists]
+    selected = {"single"}
     for name in names:
-        if name not in CASES and name not in lists:
-            raise UserError(f"unknown case {name}; supported: {', '.join([*CASES, *lists])}")
+        if name not in supported:
+            raise UserError(f"unknown case {name}; supported: {', '.join(supported)}")
+        selected.update(lists.get(name, (name,)))
     return [case for case in CASES.values() if case.name in selected]

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from train.bench.cases import REFERENCES
+from train.columns import align_columns, join_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,38 +81,21 @@ def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = No
         width = PIPE_WIDTH
         if sys.stdout.isatty():
             width = shutil.get_terminal_size().columns
-    columns = align_columns([HEAD, *(format_row(row, rows) for row in rows if row.timings)])
+    columns = align_columns([HEAD, *(format_row(row, rows) for row in rows if row.timings)], TEXTS)
     paragraphs = [textwrap.fill(format_machine(machine), width, break_on_hyphens=False)]
     part, part_width = [columns[0]], len(columns[0][0])
     for column in columns[1:]:
         column_width = 2 + len(column[0])
         if part_width + column_width > width:
-            paragraphs.append(join_columns(part))
+            paragraphs.append("\n".join(join_columns(part)))
             part, part_width = [columns[0]], len(columns[0][0])
         part.append(column)
         part_width += column_width
-    paragraphs.append(join_columns(part))
+    paragraphs.append("\n".join(join_columns(part)))
     notes = [f"{row.case.name}: {row.problem}" for row in rows if row.problem]
     notes.append(textwrap.fill(NOTES, width))
     paragraphs.append("\n".join(notes))
     return "\n\n".join(paragraphs) + "\n"
-
-
-def align_columns(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the cells by column, each padded to the width of its column: texts to the left, numbers to the right."""
-    columns = []
-    for index, cells in enumerate(zip(*lines, strict=True)):
-        column_width = max(len(cell) for cell in cells)
-        if index < TEXTS:
-            columns.append([cell.ljust(column_width) for cell in cells])
-        else:
-            columns.append([cell.rjust(column_width) for cell in cells])
-    return columns
-
-
-def join_columns(columns: Sequence[Sequence[str]]) -> str:
-    """Return the lines of a table."""
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:

@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+STEP_FOLDER = r"step_\d+"
+
+
+def list_matching(folder: Path, pattern: str) -> list[Path]:
+    """List the entries of a folder whose whole names match a regular expression; none if there is no folder.
+
+    A list, so that the caller can remove files while it iterates. Raises OSError.
+    """
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
+
+
 def write_atomic(path: Path, payload: bytes) -> None:
     """Replace a file atomically: `path` contains either the old data or all of the new data.
 
@@ -114,15 +127,8 @@ def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
 def _find_run_files(out: Path, run: str) -> Iterator[Path]:
     """List the checkpoints of one run and their temporary files. `ddp` must not match `ddp-syncbn`."""
     ending = rf"\.(?:{'|'.join(FORMATS)})"
-    final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
-    moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
-    # Lists, because the caller removes files while it iterates.
-    for path in list(out.iterdir()):
-        if final.fullmatch(path.name):
-            yield path
-    step_folders = [path for path in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    for folder in (*step_folders, out / "best" / run):
-        if folder.is_dir():
-            for path in list(folder.iterdir()):
-                if moment.fullmatch(path.name):
-                    yield path
+    final = rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp"
+    moment = rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp"
+    yield from list_matching(out, final)
+    for folder in (*list_matching(out / "history" / run, STEP_FOLDER), out / "best" / run):
+        yield from list_matching(folder, moment)

@@ -16,6 +16,7 @@ from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
 from train.launch.signals import print_once
 from train.optional import metadata
+from train.schedule import is_due
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class Saver:
         written: list[Path] = []
         if not s.save_per_rank:
             return written
-        if s.save_every is not None and step % s.save_every == 0:
+        if is_due(step, s.save_every):
             paths = self._paths(f"history/{s.run}/step_{step}/rank_")
             written += self.attempt(f"step {step}", lambda: self._save(paths, step)) or []
         if step in (self.plan.steps, self.trainer.fault.early_save_step):

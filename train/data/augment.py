@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.seeds import draw_integers, mixed, mixed_each
 
 if TYPE_CHECKING:
@@ -36,14 +36,17 @@ def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment
     if options.augment == "none":
         return None
     option = f"--augment {options.augment}"
-    if options.augment not in AUGMENTATIONS:
-        raise UserError(f"{option}: unknown; supported: {', '.join(AUGMENTATIONS)}")
-    if options.augment == "basic":
-        return BasicAugment(options.seed, flip=flip)
-    if channels not in (1, 3):
-        raise UserError(f"{option}: images have {channels} channels, not 1 or 3; use --augment basic")
+    needs_colors = options.augment != "basic"
+    refuse(
+        (options.augment not in AUGMENTATIONS, f"{option}: unknown; supported: {', '.join(AUGMENTATIONS)}"),
+        (
+            needs_colors and channels not in (1, 3),
+            f"{option}: images have {channels} channels, not 1 or 3; use --augment basic",
+        ),
+    )
+    kinds: dict[str, Callable[..., Augment]] = {"basic": BasicAugment, "strong": StrongAugment, "timm": TimmAugment}
     try:
-        return (StrongAugment if options.augment == "strong" else TimmAugment)(options.seed, flip=flip)
+        return kinds[options.augment](options.seed, flip=flip)
     except ImportError as error:
         raise UserError(f"{option}: torchvision is not installed; run pip install -e '.[train]'") from error
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from train.data.vision import SOURCES
-from train.errors import UserError
+from train.errors import UserError, join_lines
 
 if TYPE_CHECKING:
     from train.data.vision import Source
@@ -56,9 +56,9 @@ def download(name: str, folder: Path | None) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
     except FAILURES as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         advice = f"try again, or get {source.contents} from {source.address}"
-        raise UserError(f"--download: cannot download {source.name} to {folder}: {reason}; {advice}") from error
+        problem = f"cannot download {source.name} to {folder}: {join_lines(error)}"
+        raise UserError(f"--download: {problem}; {advice}") from error
     finally:
         socket.setdefaulttimeout(before)
 

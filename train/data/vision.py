@@ -13,7 +13,7 @@ import torch
 
 from train.data.augment import build_augment
 from train.data.dataset import Data, DataOptions, Images, Normalize
-from train.errors import UserError, explain_os_error
+from train.errors import UserError, explain_os_error, join_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,14 +101,14 @@ class Source:
             samples = self.import_class()(folder, train=train)
             images, labels = torch.as_tensor(samples.data), torch.as_tensor(samples.targets)
         except Exception as error:  # torchvision, numpy, torch and pickle raise many kinds for damaged files
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"--data {self.name}: the {part} files in {folder} are damaged: {reason}; replace them with --download"
-            ) from error
+            problem = f"the {part} files in {folder} are damaged: {join_lines(error)}"
+            raise UserError(f"--data {self.name}: {problem}; replace them with --download") from error
         # CIFAR's images are [N, H, W, channels], MNIST's [N, H, W].
         images = images.unsqueeze(1) if self.shape[0] == 1 else images.movedim(-1, 1)
-        is_valid = images.dtype == torch.uint8 and images.shape == (len(labels), *self.shape) and len(labels) > 0
-        if not is_valid or labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < self.classes:
+        has_shape = (images.dtype, images.shape) == (torch.uint8, (len(labels), *self.shape))
+        # numel: without labels, there is no smallest label.
+        has_labels = labels.ndim == 1 and labels.numel() and 0 <= labels.min() <= labels.max() < self.classes
+        if not (has_shape and has_labels):
             problem = f"the {part} files in {folder} contain {images.dtype} {list(images.shape)}, {len(labels)} labels"
             raise UserError(
                 f"--data {self.name}: {problem}; expected uint8 {['N', *self.shape]}, N labels below {self.classes}"

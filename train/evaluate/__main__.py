@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import sys
@@ -26,9 +25,11 @@ if __name__ == "__main__":
         sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
         sys.exit(2)
 
+from train.columns import align_columns, join_columns
 from train.errors import UserError
 from train.evaluate.rank_scores import score_run
 from train.evaluate.replicas import find_replicas
+from train.metrics import replace_nonfinite
 from train.optional import MISSING, SyncheckError
 from train.options import Parser
 
@@ -92,7 +93,7 @@ def as_table(runs: Sequence[RunScores]) -> str:
         if table not in sentences:
             rows += table
         sentences[table] = run.sentence
-    lines = [*align_rows(rows), "", *sentences.values()]
+    lines = [*join_columns(align_columns(rows, texts=1)), "", *sentences.values()]
     return "".join(f"{escape_unprintable(line)}\n" for line in lines)
 
 
@@ -106,17 +107,6 @@ def _list_rows(run: RunScores) -> tuple[tuple[str, ...], ...]:
     spread, averaged_spread = _format_points(run, run.spread), _format_points(run, run.averaged_spread)
     rows.append((*head, "spread", spread, "", averaged_spread, ""))
     return tuple(rows)
-
-
-def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with the first column to the left and the other columns to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _format_score(score: Score | None) -> tuple[str, str]:
@@ -160,14 +150,10 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
     }
 
 
-def _score_as_dict(score: Score | None) -> dict[str, float | None] | None:
+def _score_as_dict(score: Score | None) -> dict[str, Any] | None:
     if score is None:
         return None
-    numbers: dict[str, float | None] = {"loss": score.loss, **score.metrics, "samples": score.samples}
-    for name, number in numbers.items():
-        if number is not None and not math.isfinite(number):
-            numbers[name] = None
-    return numbers
+    return replace_nonfinite({"loss": score.loss, **score.metrics, "samples": score.samples})
 
 
 def escape_unprintable(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
-from train.errors import UserError, refuse
+from train.errors import UserError, first_line, refuse
 from train.mesh import local_part
 from train.models import MODELS
 from train.optional import Options, compare, read
@@ -177,8 +177,7 @@ def load_weights(replica: Replica) -> dict[str, Tensor]:
     except ImportError as error:
         raise UserError(f"{path}: safetensors is not installed; run pip install -e '.[train]'") from error
     except LOAD_ERRORS as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{path}: cannot be loaded: {reason[0]}; save or copy the file again") from error
+        raise UserError(f"{path}: cannot be loaded: {first_line(error)}; save or copy the file again") from error
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")

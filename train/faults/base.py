@@ -11,7 +11,7 @@ from torch import nn
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -30,7 +30,9 @@ class Fault:
     summary: description for --list-faults. code: the finding that syncheck should report. when: the default step: at
     "half" of the run, at the "last" step, or "always". fault_step: the step at which the fault occurs, counted from 1;
     0 for "always". steps: of the whole run. early_save_step: a step after which the final files are written once before
-    the end. methods: the methods in which the fault has an effect.
+    the end. methods: the methods in which the fault has an effect. needs: options without which it has no effect.
+    refuses: options that prevent the effect. Both have a reason with the option to change; braces contain names of
+    settings.
 
     Every hook is called on every rank. A hook that communicates must do so on all ranks, so that no rank waits forever.
     `is_faulty` marks the last rank, on which faults of a single rank occur.
@@ -42,6 +44,8 @@ class Fault:
     code: ClassVar[str] = ""
     when: ClassVar[str] = "always"
     methods: ClassVar[tuple[str, ...]] = ("ddp",)
+    needs: ClassVar[Mapping[str, str]] = {}
+    refuses: ClassVar[Mapping[str, str]] = {}
     scaler: GradScaler  # set by FaultyTrainer
     # Builds the model of the run from torch's seed; set by prepare.
     build_model: Callable[[], nn.Module]
@@ -52,10 +56,22 @@ class Fault:
         self.is_faulty = ctx.rank == ctx.world_size - 1
         default = {"half": max(1, steps // 2), "last": steps, "always": 0}[self.when]
         self.fault_step = settings.fault_step or default
+        self._check_options()
         self._check()
 
+    def _check_options(self) -> None:
+        for option_text, reason in self.needs.items():
+            if not self.settings.uses(option_text):
+                self.refuse(reason.format(**vars(self.settings)))
+        for option_text in self.settings.list_used(self.refuses):
+            self.refuse(self.refuses[option_text].format(**vars(self.settings)))
+
     def _check(self) -> None:
-        """Call `refuse` if the fault cannot have an effect with these settings."""
+        """Call `refuse` if the fault cannot have an effect for another reason than the tables of options."""
+
+    def changes_step(self, step: int) -> bool:
+        """Return whether the fault occurs on this rank at this step."""
+        return self.is_faulty and step == self.fault_step
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from train.faults.start import find_first_layer
 from train.methods.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.optim import Optimizer
 
     from train.methods.single import Method
@@ -38,12 +40,10 @@ class BuffersNeverSynced(BatchNormFault):
 
     summary = "DDP's buffer synchronization is off, but the metadata reports it as on (add --save-every 3)"
     code = "SYN202"
-
-    def _check(self) -> None:
-        if self.settings.sync_bn:
-            self.refuse("with --sync-bn all ranks compute equal statistics in any case; remove --sync-bn")
-        if not self.settings.buffer_sync:
-            self.refuse("--no-buffer-sync has the same effect; remove either option")
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--sync-bn": "with --sync-bn all ranks compute equal statistics in any case; remove --sync-bn",
+        "--no-buffer-sync": "--no-buffer-sync has the same effect; remove either option",
+    }
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Disable synchronization on all ranks; buffers start equal."""
@@ -64,10 +64,9 @@ class ExtraForward(BatchNormFault):
 
     summary = "one rank runs an additional forward in training mode before each step"
     code = "SYN203"
-
-    def _check(self) -> None:
-        if self.settings.sync_bn:
-            self.refuse("the layers of --sync-bn would wait for the other ranks; remove --sync-bn")
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--sync-bn": "the layers of --sync-bn would wait for the other ranks; remove --sync-bn",
+    }
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Update the running statistics with this batch a second time."""
@@ -98,10 +97,9 @@ class VarianceOnly(BatchNormFault):
 
     summary = "one rank's SyncBatchNorm uses its local count for the unbiased running variance (needs --sync-bn)"
     code = "SYN204"
-
-    def _check(self) -> None:
-        if not self.settings.sync_bn:
-            self.refuse("plain BatchNorm always uses the local count; add --sync-bn")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--sync-bn": "plain BatchNorm always uses the local count; add --sync-bn",
+    }
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Replace the class of the layers on one rank."""

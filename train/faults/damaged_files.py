@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -12,6 +12,7 @@ from train.faults.base import Fault
 from train.optional import read
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from train.checkpoints.formats import Snapshot
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 class FileFault(Fault):
     """Base class of faults that affect files."""
 
-    def _check(self) -> None:
-        if not self.settings.save_per_rank:
-            self.refuse("it affects only saved files; add --save-per-rank")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--save-per-rank": "it affects only saved files; add --save-per-rank",
+    }
 
 
 class OtherDtype(FileFault):
@@ -54,7 +55,6 @@ class LastSaveFailed(FileFault):
     when = "half"
 
     def _check(self) -> None:
-        super()._check()
         if self.fault_step >= self.steps:
             self.refuse(f"the earlier save must come before the last step, {self.steps}; use a smaller --fault-step")
         self.early_save_step = self.fault_step
@@ -72,11 +72,10 @@ class DamagedOnDisk(FileFault):
 
     summary = "one byte of a tensor in one rank's file changes on disk"
     code = "SYN223"
-
-    def _check(self) -> None:
-        super()._check()
-        if self.settings.save_format != "pth":
-            self.refuse(f"{self.settings.save_format} files have no checksums; use --save-format pth")
+    needs: ClassVar[Mapping[str, str]] = {
+        **FileFault.needs,
+        "--save-format pth": "{save_format} files have no checksums; use --save-format pth",
+    }
 
     def after_save(self, path: Path, *, final: bool) -> None:
         """Invert a mantissa byte in the middle of a weight of a convolution or linear layer."""

@@ -93,7 +93,7 @@ class BitFlipExpAvg(BitFlipWeight):
     when = "last"
 
     def _check(self) -> None:
-        if self.settings.optimizer == "sgd" and self.settings.momentum == 0:
+        if self.settings.has_stateless_optimizer:
             self.refuse("with --momentum 0 the optimizer has no state; use --optimizer adamw")
 
     def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
@@ -160,7 +160,7 @@ class RoundsOtherwise(Fault):
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Increase the parameters on one rank."""
-        if self.is_faulty and step == self.fault_step:
+        if self.changes_step(step):
             with torch.no_grad():
                 for parameter in method.module.parameters():
                     parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from train.faults.base import Fault
-from train.faults.reduction import CLIP, LocalGradients
+from train.faults.reduction import LocalGradients, choose_norm
 from train.methods.ep import Ep, is_expert
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -27,10 +29,11 @@ class NormNotReduced(Fault):
     summary = "norms get the gradient of this rank's tokens only (needs --sequence-parallel)"
     code = "SYN231"
     methods = ("tp",)
-
-    def _check(self) -> None:
-        if not self.settings.sequence_parallel:
-            self.refuse("requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--sequence-parallel": (
+            "requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm"
+        ),
+    }
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Declare partial gradients as complete, which skips the all-reduce in `Tp.backward`."""
@@ -64,7 +67,7 @@ class ClipByLocalNorm(Fault):
         shards = [gradient.to_local() for gradient in gradients]
         norm = torch.stack([shard.norm() for shard in shards]).norm()
         for shard in shards:
-            shard.mul_((CLIP * min(1.0, self.settings.grad_clip or 1.0) / norm).clamp(max=1))
+            shard.mul_((choose_norm(self.settings) / norm).clamp(max=1))
 
 
 class ExpertReplicatedWrongly(LocalGradients):
@@ -79,7 +82,6 @@ class ExpertReplicatedWrongly(LocalGradients):
     methods = ("ep",)
 
     def _check(self) -> None:
-        super()._check()
         if self.ctx.mesh.size("data") < 2:
             self.refuse(f"experts have no replicas on {self.ctx.world_size} ranks; start {2 * self.ctx.world_size}")
 

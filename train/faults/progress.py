@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from train.faults.base import Fault
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -49,7 +51,7 @@ class OptimizerOnOneRank(Fault):
     def _check(self) -> None:
         if self.fault_step < 2:
             self.refuse("there is no optimizer state before step 1; use --fault-step 2 or more")
-        if self.settings.optimizer == "sgd" and self.settings.momentum == 0:
+        if self.settings.has_stateless_optimizer:
             self.refuse("--optimizer sgd without momentum has no state; use --momentum 0.9 or --optimizer adamw")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -73,14 +75,13 @@ class ScalerDiverged(SkippedStep):
 
     summary = "only one rank's loss scaler detects an overflow, skips a step and halves its scale (needs --amp fp16)"
     code = "SYN216"
-
-    def _check(self) -> None:
-        if self.settings.amp != "fp16":
-            self.refuse(f"--amp {self.settings.amp} has no loss scaler; add --amp fp16")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--amp fp16": "--amp {amp} has no loss scaler; add --amp fp16",
+    }
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Halve the scale, as GradScaler.update() does after an overflow."""
-        if self.is_faulty and step == self.fault_step:
+        if self.changes_step(step):
             state = self.scaler.state_dict()
             state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
             self.scaler.load_state_dict(state)
@@ -144,10 +145,9 @@ class AverageNotUpdated(Fault):
     summary = "one rank stops updating its moving average of the weights (needs --ema)"
     code = "SYN219"
     when = "half"
-
-    def _check(self) -> None:
-        if self.settings.ema is None:
-            self.refuse("the run has no average; add --ema 0.9")
+    needs: ClassVar[Mapping[str, str]] = {
+        "--ema": "the run has no average; add --ema 0.9",
+    }
 
     def should_update_average(self, step: int) -> bool:
         """Stop at the step of the fault."""
@@ -167,8 +167,7 @@ class OtherLearningRate(Fault):
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Halve the learning rate, which the engine sets before each step."""
         if self.is_faulty:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
+            scale_learning_rate(optimizer, 0.5)
 
 
 class SmallerSteps(OtherLearningRate):
@@ -183,5 +182,10 @@ class SmallerSteps(OtherLearningRate):
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Restore the learning rate before anything is saved."""
         if self.is_faulty:
-            for group in optimizer.param_groups:
-                group["lr"] *= 2.0
+            scale_learning_rate(optimizer, 2.0)
+
+
+def scale_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply the learning rate of all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] *= factor

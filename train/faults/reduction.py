@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,21 +15,29 @@ from train.faults.base import Fault, find_classifier
 from train.methods.pp import Pp
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.optim import Optimizer
 
     from train.methods.single import Method
+    from train.settings import Settings
 
 # Much smaller than typical norms: over four epochs on digits, gradient norms of resnet8 and convnet were 0.13 to 2.2.
 CLIP = 0.01
 
 
+def choose_norm(settings: Settings) -> float:
+    """Return a norm far below typical gradients, and below --grad-clip."""
+    return CLIP * min(1.0, settings.grad_clip or 1.0)
+
+
 class UnequalGradients(Fault):
     """Base class of faults with different gradients on each rank or node."""
 
-    def _check(self) -> None:
-        if self.settings.amp == "fp16":
-            self.refuse("with --amp fp16 ranks would detect different overflows and skip other steps; use --amp bf16")
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--amp fp16": "with --amp fp16 ranks would detect different overflows and skip other steps; use --amp bf16",
+    }
 
 
 class ForwardThroughModule(UnequalGradients):
@@ -50,13 +58,13 @@ class ForwardThroughModule(UnequalGradients):
 class LocalGradients(UnequalGradients):
     """Base class of faults that leave the gradients of some layers on each rank."""
 
-    def _check(self) -> None:
-        super()._check()
-        if self.settings.grad_clip is not None:
-            self.refuse(
-                "with --grad-clip the norm would include the layer's local gradient, and all parameters would "
-                "differ; remove --grad-clip"
-            )
+    refuses: ClassVar[Mapping[str, str]] = {
+        **UnequalGradients.refuses,
+        "--grad-clip": (
+            "with --grad-clip the norm would include the layer's local gradient, and all parameters would differ; "
+            "remove --grad-clip"
+        ),
+    }
 
 
 class LateHead(LocalGradients):
@@ -114,7 +122,7 @@ class ClipOnOneRank(Fault):
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Clip on one rank, to a norm below --grad-clip."""
         if self.is_faulty:
-            clip_grad_norm_(method.module.parameters(), CLIP * min(1.0, self.settings.grad_clip or 1.0))
+            clip_grad_norm_(method.module.parameters(), choose_norm(self.settings))
 
 
 class TiedApart(Fault):
@@ -148,7 +156,6 @@ class DiffersByNode(UnequalGradients):
     code = "SYN230"
 
     def _check(self) -> None:
-        super()._check()
         # The node of each rank.
         nodes = self.ctx.gather(self.ctx.node)
         self.has_real_nodes = len(set(nodes)) > 1

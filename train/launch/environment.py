@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from train.errors import RankError, UserError
+from train.errors import RankError, UserError, refuse
 from train.launch.launch_options import NO_OPTIONS, LaunchOptions
 from train.mesh import Mesh
 
@@ -130,16 +131,17 @@ def find_launcher(environment: Mapping[str, str], options: LaunchOptions) -> str
 
     The order matters: if srun starts torchrun, SLURM's variables are set too.
     """
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return "torchrun"
-    if options.local_world_size is not None:
-        return "spawn"
-    if options.given("rank", "world_size", "init_method"):
-        return "by_hand"
-    if _is_slurm_task(environment):
-        return "slurm"  # --ip and --port may correct its address
-    if options.given("ip", "port", "local_rank"):
-        return "by_hand"
+    signs = (
+        ("torchrun", environment.keys() & {"RANK", "WORLD_SIZE"}),
+        ("spawn", options.given("local_world_size")),
+        ("by_hand", options.given("rank", "world_size", "init_method")),
+        # --ip and --port may correct its address.
+        ("slurm", _is_slurm_task(environment)),
+        ("by_hand", options.given("ip", "port", "local_rank")),
+    )
+    for launcher, sign in signs:
+        if sign:
+            return launcher
     return "alone"
 
 
@@ -212,39 +214,60 @@ def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
 
 def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:
     """Read the variables of torchrun, torch.distributed.launch, or a user who sets them by hand."""
-    wrong = options.given("spawn", "rank", "world_size", "init_method", "ip", "port")
-    if wrong:
-        raise UserError(f"{wrong[0]} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
+    for option in options.given("spawn", "rank", "world_size", "init_method", "ip", "port"):
+        raise UserError(f"{option} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
     rank, world_size = _read_rank(environment, "RANK", "WORLD_SIZE", TORCHRUN_ADVICE)
     # Without local variables, all ranks are on one machine.
-    local = rank, world_size
-    if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
-        local = _read_rank(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", TORCHRUN_ADVICE)
+    local_rank, local_world_size = rank, world_size
+    if environment.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
+        local_rank, local_world_size = _read_rank(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", TORCHRUN_ADVICE)
     # torch.distributed.launch passes the option too.
-    if options.local_rank is not None and options.local_rank != local[0]:
-        raise RankError(f"--local-rank {options.local_rank} with LOCAL_RANK={local[0]}: drop the option")
+    _check_local_rank(options, "LOCAL_RANK", local_rank)
     address, node = "", 0
     if "MASTER_ADDR" in environment:
-        address = tcp_address(environment["MASTER_ADDR"], _read_number(environment, "MASTER_PORT", TORCHRUN_ADVICE))
+        port = _read_number(environment, "MASTER_PORT", TORCHRUN_ADVICE)
+        address = tcp_address(environment["MASTER_ADDR"], port)
     if "GROUP_RANK" in environment:
         node = _read_number(environment, "GROUP_RANK", TORCHRUN_ADVICE)
-    return RankInfo(rank, world_size, *local, node=node, init_method=address)
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node=node,
+        init_method=address,
+    )
+
+
+def _check_local_rank(options: LaunchOptions, variable: str, local_rank: int) -> None:
+    """Raise RankError if --local-rank contradicts the launcher's variable."""
+    if options.local_rank not in (None, local_rank):
+        raise RankError(f"--local-rank {options.local_rank} with {variable}={local_rank}: drop the option")
 
 
 def read_options(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:  # noqa: ARG001  # as for launchers
     """Read --rank, --world-size and the address, from a user or from --spawn."""
-    rank, world_size = options.rank, options.world_size
-    if rank is None or world_size is None:
+    for missing in options.missing("rank", "world_size"):
         option = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
-        missing = "--rank" if rank is None else "--world-size"
         raise UserError(f"{option} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
-    if world_size < 1:
-        raise UserError(f"--world-size {world_size}: must be at least 1")
-    if not 0 <= rank < world_size:
-        raise RankError(f"--rank {rank}: must be 0 to {world_size - 1} with --world-size {world_size}")
-    if options.local_rank is not None and not 0 <= options.local_rank <= rank:
-        raise RankError(f"--local-rank {options.local_rank}: must be 0 to {rank} with --rank {rank}")
-    return RankInfo(rank, world_size, options.local_rank, options.local_world_size, 0, read_address(options))
+    rank, world_size = options.rank, options.world_size
+    assert rank is not None
+    assert world_size is not None
+    refuse((world_size < 1, f"--world-size {world_size}: must be at least 1"))
+    local_rank = options.local_rank or 0
+    refuse(
+        (not 0 <= rank < world_size, f"--rank {rank}: must be 0 to {world_size - 1} with --world-size {world_size}"),
+        (not 0 <= local_rank <= rank, f"--local-rank {local_rank}: must be 0 to {rank} with --rank {rank}"),
+        error=RankError,
+    )
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=options.local_rank,
+        local_world_size=options.local_world_size,
+        node=0,
+        init_method=read_address(options),
+    )
 
 
 def read_address(options: LaunchOptions) -> str:
@@ -253,16 +276,22 @@ def read_address(options: LaunchOptions) -> str:
         if options.ip is None or options.port is None:
             raise UserError(f"--rank {options.rank} without a rendezvous address: add {ADDRESS_OPTIONS}")
         return tcp_address(options.ip, options.port)
-    if options.given("ip", "port"):
-        raise UserError(f"--init-method and {options.given('ip', 'port')[0]} both give the address: drop either option")
-    url = options.init_method
+    for option in options.given("ip", "port"):
+        raise UserError(f"--init-method and {option} both give the address: drop either option")
+    return check_url(options.init_method)
+
+
+def check_url(url: str) -> str:
+    """Return the URL of --init-method in torch's spelling. Raises UserError."""
     try:
         parts = urlsplit(url)
-        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and parts.path in ("", "/"):
+        has_path = parts.path not in ("", "/")
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not has_path:
             return tcp_address(parts.hostname, parts.port)
     except ValueError as error:  # a port out of range, half an IPv6 address
         raise UserError(f"--init-method {url}: {error}") from error
-    if parts.scheme == "file" and parts.path.startswith("/") and url == f"file://{parts.path}" != "file:///":
+    # With two slashes, the first folder of the path would be the host.
+    if has_path and url == f"file://{parts.path}":
         return url
     raise UserError(f"--init-method {url}: must be file:///PATH, with three slashes, or tcp://ADDRESS:PORT")
 
@@ -272,8 +301,7 @@ def read_slurm(environment: Mapping[str, str], options: LaunchOptions) -> RankIn
     rank, world_size = _read_rank(environment, "SLURM_PROCID", _slurm_size(environment), SLURM_ADVICE)
     node = _read_number(environment, "SLURM_NODEID", SLURM_ADVICE)
     local_rank = _read_number(environment, "SLURM_LOCALID", SLURM_ADVICE)
-    if options.local_rank is not None and options.local_rank != local_rank:
-        raise RankError(f"--local-rank {options.local_rank} with SLURM_LOCALID={local_rank}: drop the option")
+    _check_local_rank(options, "SLURM_LOCALID", local_rank)
     host = options.ip or environment.get("MASTER_ADDR") or find_first_slurm_host(environment, world_size)
     port = options.port
     if port is None:
@@ -284,7 +312,15 @@ def read_slurm(environment: Mapping[str, str], options: LaunchOptions) -> RankIn
     # tasks per GPU, both see the shared GPU only.
     per_task = "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
     own_gpus = per_task or environment.get("SLURM_NTASKS_PER_GPU") == "1"
-    return RankInfo(rank, world_size, local_rank, local_world_size, node, address, own_gpus)
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node=node,
+        init_method=address,
+        own_gpus=own_gpus,
+    )
 
 
 def has_slurm_peers(environment: Mapping[str, str]) -> bool:
@@ -381,32 +417,34 @@ def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.devic
     machine get a GPU each, because NCCL refuses two ranks on the same GPU. Raises UserError, or RankError if the
     problem concerns this machine only.
     """
-    if gpus == "none":
-        return ()
-    numbers = list(range(count_gpus()))
-    if gpus is not None:
-        numbers = parse_gpus(gpus)
-    if info is None:
-        return tuple(torch.device("cuda", number) for number in numbers)
-    if not numbers:
-        return ()
+    devices = tuple(torch.device("cuda", number) for number in list_gpus(gpus))
+    if info is None or not devices:
+        return devices
     if info.own_gpus:
-        return (torch.device("cuda", numbers[0]),)
-    if info.local_world_size is None:
+        return devices[:1]
+    count = len(devices)
+    local_rank = info.local_rank
+    if local_rank is None:
         # Started by hand, so it is unknown which ranks share this machine: distribute all ranks evenly.
-        local_rank = info.local_rank
-        if local_rank is None:
-            local_rank = info.rank % len(numbers)
-        if local_rank >= len(numbers):
-            raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(len(numbers))} for its ranks")
-    elif info.local_world_size > len(numbers):
-        if gpus is not None:
-            ranks = info.local_world_size
-            raise UserError(f"--gpus {gpus}: {_gpus(len(numbers))} for {ranks} ranks on this machine; each needs one")
+        local_rank = info.rank % count
+    # Known, except if started by hand.
+    ranks = info.local_world_size or 0
+    if ranks > count:
+        problem = f"--gpus {gpus}: {_gpus(count)} for {ranks} ranks on this machine; each needs one"
+        refuse((gpus is not None, problem))
         return ()
-    else:
-        local_rank = info.local_rank or 0
-    return (torch.device("cuda", numbers[local_rank]),)
+    if local_rank >= count:
+        raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(count)} for its ranks")
+    return (devices[local_rank],)
+
+
+def list_gpus(gpus: str | None) -> list[int]:
+    """List the numbers of the GPUs that --gpus selects. Raises UserError, or RankError for a missing GPU."""
+    if gpus == "none":
+        return []
+    if gpus is None:
+        return list(range(count_gpus()))
+    return parse_gpus(gpus)
 
 
 def describe_idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], ranks: int) -> str:
@@ -432,9 +470,8 @@ def parse_gpus(gpus: str) -> list[int]:
     if not all(is_number(text) for text in texts):
         raise UserError(f"--gpus {gpus}: must be comma-separated numbers like 0,1, or none for the CPU")
     numbers = [int(text) for text in texts]
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise UserError(f"--gpus {gpus}: GPU {number} is repeated")
+    for number, count in Counter(numbers).items():
+        refuse((count > 1, f"--gpus {gpus}: GPU {number} is repeated"))
     if max(numbers) >= count_gpus():
         existing = _gpus(count_gpus())
         if count_gpus() > 1:
@@ -445,11 +482,11 @@ def parse_gpus(gpus: str) -> list[int]:
 
 def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> str:
     """Choose NCCL for GPUs and gloo for CPUs, unless --backend is given. Raises UserError."""
-    if backend == "nccl" and not devices:
-        raise UserError("--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo")
-    if backend is None:
-        backend = "nccl" if devices else "gloo"
-    return backend
+    if devices:
+        return backend or "nccl"
+    problem = "--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo"
+    refuse((backend == "nccl", problem))
+    return "gloo"
 
 
 def _gpus(number: int) -> str:

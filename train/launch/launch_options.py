@@ -61,7 +61,15 @@ class LaunchOptions:
 
     def given(self, *names: str) -> list[str]:
         """List the named options that were given, as they are typed."""
-        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) is not None]
+        return [_spell(name) for name in names if getattr(self, name) is not None]
+
+    def missing(self, *names: str) -> list[str]:
+        """List the named options that were not given."""
+        return [_spell(name) for name in names if getattr(self, name) is None]
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 NO_OPTIONS = LaunchOptions()

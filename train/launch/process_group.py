@@ -133,6 +133,10 @@ def agree_on_attempt(ctx: RankContext, store: Store, timeout: float) -> str:
             _wait_a_little(deadline, f"rank 0 did not join, or another process is rank {ctx.rank} too")
         attempt = answer.split()[0]
         store.set(f"{attempt}/joined/{ctx.rank}", "")
+        # torch counts the groups of a process, also those that fail, and ranks with other counts never meet. So no rank
+        # makes the group before all ranks have joined.
+        while not store.check([f"{attempt}/complete"]):
+            _wait_a_little(deadline, "another rank did not join")
         return attempt
 
     missing = list(range(1, ctx.world_size))
@@ -141,6 +145,7 @@ def agree_on_attempt(ctx: RankContext, store: Store, timeout: float) -> str:
         store.set("attempt", " ".join([number, *numbers]))
         _wait_a_little(deadline, f"{format_ranks(missing)} did not join")
         missing = [rank for rank in missing if not store.check([f"{number}/joined/{rank}"])]
+    store.set(f"{number}/complete", "")
     return number
 
 

@@ -8,8 +8,8 @@ A process ends with one message on stderr and an exit code, and on errors rank 0
 
 from __future__ import annotations
 
+import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process, resource_tracker
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from train.launch.environment import prints_for_all_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from train.launch.environment import RankContext
@@ -101,6 +101,32 @@ def block_signals(*numbers: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class StopRequest:
+    """The signals that ask this process to stop.
+
+    number: the first signal, or 0. since: the time of the first signal with a deadline; None without.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.since: float | None = None
+
+    def receive(self, number: int) -> bool:
+        """Record a signal. Returns whether the process must end now, because it has received a second one."""
+        self.number = self.number or number
+        if number == signal.SIGUSR1:  # a notice of SLURM, without a deadline
+            return False
+        if self.since is None:
+            self.since = time.monotonic()
+        return time.monotonic() - self.since > REPEAT
+
+    def deadline(self, grace: float) -> float:
+        """Return the end of the time of grace; infinity without a signal that has a deadline."""
+        if self.since is None:
+            return math.inf
+        return self.since + grace
+
+
 class Signals:
     """The signals received by this process.
 
@@ -163,27 +189,17 @@ class Signals:
 
     def _watch(self) -> None:
         """Read signal numbers, and end the process when its time is up."""
-        # The time of the first signal with a deadline.
-        stop_time = None
-        while True:
-            remaining = None
-            if stop_time is not None:
-                remaining = stop_time + self.grace - time.monotonic()
-                if remaining <= 0:
-                    self._exit(grace_expired(self.number, self.grace))
-            if not select.select([self._reader], [], [], remaining)[0]:
-                continue
+        request = StopRequest()
+        while wait_until(request.deadline(self.grace), [self._reader]):
             number = self._reader.recv(1)[0]
             if not self._deferred:
                 self._end_early(number)
             elif number in STOP:
-                self.number = self.number or number
-                if number == signal.SIGUSR1:  # a notice of SLURM, without a deadline
-                    continue
-                if stop_time is None:
-                    stop_time = time.monotonic()
-                elif time.monotonic() - stop_time > REPEAT:
+                is_second = request.receive(number)
+                self.number = request.number
+                if is_second:
                     self._end_now(number)
+        self._exit(grace_expired(self.number, self.grace))
 
     def _end_early(self, number: int) -> None:
         """End a starting process after Ctrl-C, unless Python raises KeyboardInterrupt, maybe at a debugger's prompt."""
@@ -201,6 +217,16 @@ class Signals:
         if self.prints and prints_for_all_ranks(os.environ):
             print_status(status)
         os._exit(status.code)
+
+
+def wait_until(deadline: float, objects: Sequence[Any]) -> list[Any]:
+    """Return the objects that are ready to be read, as soon as there are any; empty at the deadline.
+
+    deadline: in the seconds of time.monotonic; infinity waits forever. objects: sockets and sentinels of processes.
+    """
+    if math.isinf(deadline):
+        return connection.wait(objects)
+    return connection.wait(objects, max(deadline - time.monotonic(), 0))
 
 
 def _ignore_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
@@ -315,10 +341,12 @@ def exit_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
 
 def choose_linger() -> float:
     """Return the seconds for which this rank waits for rank 0; 0 for rank 0 itself, and without a launcher."""
-    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        return LINGER
-    if os.environ.get("SLURM_PROCID", "0") != "0" and "SLURM_STEP_ID" in os.environ:
-        return LINGER_SLURM
+    for launcher, rank_variable, seconds in (
+        ("TORCHELASTIC_RUN_ID", "RANK", LINGER),
+        ("SLURM_STEP_ID", "SLURM_PROCID", LINGER_SLURM),
+    ):
+        if launcher in os.environ and os.environ.get(rank_variable, "0") != "0":
+            return seconds
     return 0.0
 
 

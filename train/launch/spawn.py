@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import operator
 import os
 import shutil
 import signal
@@ -18,20 +20,19 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.multiprocessing.spawn import spawn
 
 from train.errors import refuse
-from train.launch.environment import count_gpus, has_slurm_peers, parse_gpus
+from train.launch.environment import has_slurm_peers, list_gpus
 from train.launch.launch_options import LaunchOptions
 from train.launch.signals import (
     GRACE,
-    REPEAT,
     SIGNALS,
     ExitStatus,
+    StopRequest,
     block_signals,
     exit_process,
     exit_with_parent,
@@ -39,6 +40,7 @@ from train.launch.signals import (
     open_closed_streams,
     print_line,
     signals_to_socket,
+    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ LINGER = 10.0
 # Seconds between SIGTERM and SIGKILL.
 KILL = 3.0
 RENDEZVOUS_OPTIONS = ("rank", "world_size", "init_method", "ip", "port")
-# Variables of torchrun besides TORCHELASTIC_*.
+TORCHRUN_PREFIX, TORCHRUN_ID = "TORCHELASTIC_", "TORCHELASTIC_RUN_ID"
+# Variables of torchrun without the prefix.
 TORCHRUN_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -67,32 +70,39 @@ def replace_torchrun(environment: MutableMapping[str, str], args: argparse.Names
     count as a choice. Changes both arguments. saves: whether each rank writes a file. Raises UserError for invalid
     --gpus.
     """
-    options = LaunchOptions.from_args(args)
-    if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE") != "1":
-        return
-    # torch.distributed.launch adds --local-rank 0.
-    if has_slurm_peers(environment) or args.local_rank not in (None, 0) or options.given(*RENDEZVOUS_OPTIONS):
+    if not is_single_torchrun(environment, args):
         return
     if args.spawn is None:
-        has_list = args.gpus not in (None, "none")
-        gpus = 0
-        if has_list:
-            gpus = len(parse_gpus(args.gpus))
-        elif args.gpus is None:
-            gpus = count_gpus()
-        ranks = max(2, gpus)
-        if has_list or args.backend == "nccl":
-            # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
-            ranks = gpus
-        if args.method is not None or not saves or ranks < 2:
+        ranks = count_implied_ranks(args)
+        needs_replica = saves and args.method is None
+        if ranks < 2 or not needs_replica:
             return
         args.spawn = ranks
         print_line(f"torchrun started one process, but a replica needs a second rank: {ranks} ranks are started; "
                    "--spawn 1 keeps one")  # fmt: skip
     args.local_rank, args.under_torchrun = None, True
-    for name in [name for name in environment if name in TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_")]:
-        del environment[name]
+    for name in list(environment):
+        if name.startswith(TORCHRUN_PREFIX) or name in TORCHRUN_VARIABLES:
+            del environment[name]
     threading.Thread(target=_stop_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def is_single_torchrun(environment: Mapping[str, str], args: argparse.Namespace) -> bool:
+    """Return whether torchrun has started one process, and neither SLURM nor an option starts other ranks."""
+    if environment.get("WORLD_SIZE") != "1" or TORCHRUN_ID not in environment:
+        return False
+    # torch.distributed.launch adds --local-rank 0.
+    has_rank = args.local_rank not in (None, 0) or LaunchOptions.from_args(args).given(*RENDEZVOUS_OPTIONS)
+    return not (has_slurm_peers(environment) or has_rank)
+
+
+def count_implied_ranks(args: argparse.Namespace) -> int:
+    """Return one rank per GPU, or two if there are fewer. Raises UserError for invalid --gpus."""
+    gpus = len(list_gpus(args.gpus))
+    # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
+    if args.gpus not in (None, "none") or args.backend == "nccl":
+        return gpus
+    return max(2, gpus)
 
 
 def _stop_with_launcher(launcher: int) -> None:
@@ -190,31 +200,22 @@ def wait_for_ranks(processes: Sequence[BaseProcess], signals: socket) -> int:
 
     The first signal is passed on, and the ranks get time to reach an agreed step; a second one ends the wait.
     """
-    never = float("inf")
-    number, stop_time, deadline = 0, never, never
+    request, deadline = StopRequest(), math.inf
     running = list(processes)
     while running and time.monotonic() < deadline:
-        patience = None
-        if deadline < never:
-            patience = max(deadline - time.monotonic(), 0)
-        events = connection.wait([signals, *(process.sentinel for process in running)], patience)
+        events = wait_until(deadline, [signals, *(process.sentinel for process in running)])
         if signals in events:
             received = signals.recv(1)[0]
-            is_stop = received != signal.SIGUSR1  # a notice of SLURM needs no end
-            is_second = is_stop and time.monotonic() - stop_time > REPEAT
-            number = number or received
-            if is_second or received == signal.SIGHUP:
-                return number
-            if stop_time == never:
+            is_first = request.since is None
+            if request.receive(received) or received == signal.SIGHUP:
+                break
+            if is_first:
                 _send_signal(running, received)
-                if is_stop:
-                    stop_time = time.monotonic()
-                    deadline = min(deadline, stop_time + GRACE + KILL)
+            deadline = min(deadline, request.deadline(GRACE + KILL))
         running = [process for process in running if process.exitcode is None]
-        has_failed = any(process.exitcode for process in processes)
-        if has_failed and deadline == never:
+        if math.isinf(deadline) and any(process.exitcode for process in processes):
             deadline = time.monotonic() + LINGER
-    return number
+    return request.number
 
 
 def _send_signal(processes: Sequence[BaseProcess], number: int) -> None:
@@ -241,14 +242,14 @@ def read_statuses(ranks: int, folder: Path) -> list[ExitStatus | None]:
 
 def status_after_signal(number: int, codes: Sequence[int | None], statuses: Sequence[ExitStatus | None]) -> ExitStatus:
     """Choose the status after a signal: the status of the ranks if they reached an agreed step."""
-    if not any(codes) and None not in codes:
+    if set(codes) == {0}:
         return ExitStatus()  # the training was complete
     name = signal.Signals(number).name
-    for status in statuses:
-        if status is not None and status.code > 128:
-            # The ranks received SIGTERM instead of SIGINT.
-            passed_on = signal.Signals(status.code - 128).name
-            return ExitStatus(128 + number, status.message.replace(passed_on, name, 1), shared=True)
+    cause = choose_cause(statuses)
+    if cause.code > 128:
+        # The ranks received SIGTERM instead of SIGINT.
+        passed_on = signal.Signals(cause.code - 128).name
+        return ExitStatus(128 + number, cause.message.replace(passed_on, name, 1), shared=True)
     if 128 + signal.SIGTERM in codes:  # the ranks received the signal, but did not agree on a step
         return grace_expired(number)
     return ExitStatus(128 + number, f"ended by {name}")
@@ -259,44 +260,40 @@ def choose_status(codes: Sequence[int | None], statuses: Sequence[ExitStatus | N
 
     codes: of the ranks; negative for a signal, None for a rank that still runs.
     """
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
+    ended = {rank: code for rank, code in enumerate(codes) if code}
+    for rank, code in ended.items():
+        if code < 0:
             text = f"rank {rank} was ended by signal {-code}"
             with suppress(ValueError):  # real-time signals have no names
                 text += f" ({signal.Signals(-code).name})"
             return ExitStatus(1, text)
-    for rank, (code, status) in enumerate(zip(codes, statuses, strict=True)):
-        if code and status is None:
+    for rank, code in ended.items():
+        if statuses[rank] is None:
             return ExitStatus(1, f"rank {rank} ended with code {code}; see its message above")
     cause = choose_cause(statuses)
-    if cause.code == 1 and None in codes:
-        silent = f"rank {codes.index(None)} "
-        if silent not in cause.message:
-            return ExitStatus(1, f"{silent}did not respond: {cause.message}")
-    return cause
+    if cause.code != 1 or None not in codes:
+        return cause
+    silent = f"rank {codes.index(None)} "
+    if silent in cause.message:
+        return cause
+    return ExitStatus(1, f"{silent}did not respond: {cause.message}")
 
 
 def choose_cause(statuses: Sequence[ExitStatus | None]) -> ExitStatus:
     """Choose the status of a failed rank: an error of the user (2) before a lost peer (1), a shared error first."""
-    cause = ExitStatus()
-    for status in statuses:
-        if status is None or status.code < cause.code:
-            continue
-        # Among equal statuses, the first rank's.
-        if status.code > cause.code or (status.shared and not cause.shared):
-            cause = status
-    return cause
+    reported = [status for status in statuses if status is not None]
+    # Among equal statuses, max returns the first rank's.
+    return max(reported, key=operator.attrgetter("code", "shared"), default=ExitStatus())
 
 
 def end_ranks(processes: Sequence[BaseProcess]) -> None:
     """End the remaining ranks: SIGTERM, and SIGKILL after KILL seconds."""
+    # A signal to a process that has ended does nothing.
     for process in processes:
-        if process.exitcode is None:
-            process.terminate()
+        process.terminate()
     deadline = time.monotonic() + KILL
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
     for process in processes:
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

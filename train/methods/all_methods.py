@@ -76,13 +76,14 @@ OWN: dict[str, tuple[str, ...]] = {
 def check_modifiers(settings: Settings) -> None:
     """Raise UserError if an option does not work with the method."""
     method = METHODS[settings.method]
-    for option in MODIFIERS:
-        if option in method.refuses and settings.uses(option):
+    for option in settings.list_used(MODIFIERS):
+        if option in method.refuses:
             raise UserError(f"{option}: not with --method {settings.method}: {method.refuses[option]}")
     if settings.monitor and not method.grouped:
         raise UserError(
             f"--monitor: not with --method {settings.method}: a single process has no replica to compare with"
         )
-    for option, owners in OWN.items():
-        if settings.method not in owners and settings.uses(option):
-            raise UserError(f"{option}: only for --method {' or '.join(owners)}, not for {settings.method}")
+    for option in settings.list_used(OWN):
+        if settings.method not in OWN[option]:
+            methods = " or ".join(OWN[option])
+            raise UserError(f"{option}: only for --method {methods}, not for {settings.method}")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.methods.single import Method
 from train.methods.sync_batchnorm import convert_sync_batchnorm
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # fully_shard records events on streams. torch 2.6 lacks this method for the CPU's placeholder streams.
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+# --reshard-after-forward, if it is not a number of ranks.
+RESHARD = {"true": True, "false": False}
 
 
 class Fsdp(Method):
@@ -53,16 +55,28 @@ class Fsdp(Method):
     mesh: DeviceMesh
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
-        if ctx.device.type == "cpu" and not ON_CPU:
-            raise UserError(
-                f"--method {settings.method}: torch {torch.__version__} shards on GPUs only; use 2.7 or newer on CPUs"
-            )
         super().__init__(settings, ctx)
-        ranks, group = ctx.mesh.size("shard"), settings.reshard_after_forward
-        if group not in (None, "true", "false") and ranks % int(group):
-            raise UserError(f"--reshard-after-forward {group}: must divide {ranks}, the ranks that share a copy")
-        if settings.cpu_offload and ctx.device.type == "cuda" and (settings.grad_clip or settings.amp == "fp16"):
-            raise UserError("--cpu-offload: not with --grad-clip or --amp fp16 on GPUs: NCCL cannot reduce CPU tensors")
+        device, group = ctx.device.type, settings.reshard_after_forward
+        ranks = ctx.mesh.size("shard")
+        self.reshard: bool | int | None = None
+        if group is not None:
+            self.reshard = RESHARD[group] if group in RESHARD else int(group)
+        group_size = int(self.reshard or 1)
+        reduces_shards = settings.grad_clip is not None or settings.amp == "fp16"
+        refuse(
+            (
+                device == "cpu" and not ON_CPU,
+                f"--method {settings.method}: torch {torch.__version__} shards on GPUs only; use 2.7 or newer on CPUs",
+            ),
+            (
+                ranks % group_size,
+                f"--reshard-after-forward {group}: must divide {ranks}, the ranks that share a copy",
+            ),
+            (
+                reduces_shards and settings.cpu_offload and device == "cuda",
+                "--cpu-offload: not with --grad-clip or --amp fp16 on GPUs: NCCL cannot reduce CPU tensors",
+            ),
+        )
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
@@ -105,11 +119,10 @@ class Fsdp(Method):
         # Takes half a second, so only this method imports it.
         from torch.distributed.fsdp import fully_shard
 
-        group = self.settings.reshard_after_forward
-        if group is not None:
+        if self.reshard is not None:
             # True frees the gathered parameters after forward, and gathers them again for backward. False keeps them
             # (ZeRO stage 2): fewer messages, more memory. A number keeps a shard of this many ranks.
-            arguments["reshard_after_forward"] = group == "true" if group in ("true", "false") else int(group)
+            arguments["reshard_after_forward"] = self.reshard
         fully_shard(module, **arguments)
 
     def policies(self, output_dtype: torch.dtype | None = None) -> dict[str, Any]:

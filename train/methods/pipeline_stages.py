@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.mesh import local_part
 from train.models.gpt import Gpt
 
@@ -72,14 +72,18 @@ def count_micro_batches(settings: Settings, ranks: int, copies: int) -> int:
     s, parts = settings, settings.accumulate
     if parts == 1:
         parts = ranks
-    if parts % ranks and s.pipeline_schedule != "gpipe":
-        raise UserError(f"--accumulate {parts}: must be a multiple of {ranks} pipeline ranks, except for gpipe")
     reason = "because all micro-batches have one size"
-    if s.batch_size % (parts * copies):
-        option = f"--method {s.method} --batch-size {s.batch_size}"
-        raise UserError(f"{option}: must be a multiple of {parts * copies}, {reason}")
-    if s.keep_last:
-        raise UserError(f"--keep-last: not with --method {s.method}, {reason}")
+    refuse(
+        (
+            parts % ranks and s.pipeline_schedule != "gpipe",
+            f"--accumulate {parts}: must be a multiple of {ranks} pipeline ranks, except for gpipe",
+        ),
+        (
+            s.batch_size % (parts * copies),
+            f"--method {s.method} --batch-size {s.batch_size}: must be a multiple of {parts * copies}, {reason}",
+        ),
+        (s.keep_last, f"--keep-last: not with --method {s.method}, {reason}"),
+    )
     return parts
 
 

@@ -39,8 +39,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, C, ...]. Returns the same shape, dtype and memory format."""
         self._check_input_dim(x)
-        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
-        if not (self.training and distributed):
+        has_peers = dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        if not (self.training and has_peers):
             return super().forward(x)
         with torch.no_grad():
             mean, var, count = global_statistics(x, self.process_group)

@@ -50,11 +50,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
     full_size = tuple(f"{name}." for name, style in styles.items() if style == "all_tokens")
     for name, style in styles.items():
         split = settings.sequence_parallel and not name.startswith(full_size)
-        style_of_torch = make_style(style, split_tokens=split, split_logits=settings.loss_parallel)
-        if style_of_torch is None:
-            replicate_module(model.get_submodule(name), mesh)
+        torch_styles = make_styles(split_tokens=split, split_logits=settings.loss_parallel)
+        if style in torch_styles:
+            parallelize_module(model.get_submodule(name), mesh, torch_styles[style])
         else:
-            parallelize_module(model.get_submodule(name), mesh, style_of_torch)
+            replicate_module(model.get_submodule(name), mesh)
     for first, *other_names in shared.values():
         for other_name in other_names:
             module, _, name = other_name.rpartition(".")
@@ -88,8 +88,8 @@ def check_length(tokens: Tensor, ranks: int) -> None:
         raise UserError(f"--sequence-parallel: {ranks} ranks cannot share {tokens.shape[1]} tokens equally")
 
 
-def make_style(style: str, *, split_tokens: bool, split_logits: bool) -> Any:
-    """Return torch's style of the same meaning; None for a replicated module."""
+def make_styles(*, split_tokens: bool, split_logits: bool) -> dict[str, Any]:
+    """Return torch's styles by the style of a plan; modules with another style are replicated."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -99,26 +99,23 @@ def make_style(style: str, *, split_tokens: bool, split_logits: bool) -> Any:
     )
 
     tokens = Shard(1) if split_tokens else Replicate()
-    if style == "embedding":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
-    if style == "head":
-        logits = Shard(-1) if split_logits else Replicate()
-        return ColwiseParallel(input_layouts=tokens, output_layouts=logits, use_local_output=not split_logits)
-    if style == "colwise":
-        return ColwiseParallel(input_layouts=tokens)
-    if style == "rowwise":
-        return RowwiseParallel(output_layouts=tokens)
-    if style == "norm" and split_tokens:
-        return SequenceParallel()
-    if style == "all_tokens":
-        return PrepareModuleInputOutput(
+    logits = Shard(-1) if split_logits else Replicate()
+    styles: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "head": ColwiseParallel(input_layouts=tokens, output_layouts=logits, use_local_output=not split_logits),
+        "colwise": ColwiseParallel(input_layouts=tokens),
+        "rowwise": RowwiseParallel(output_layouts=tokens),
+        "all_tokens": PrepareModuleInputOutput(
             input_layouts=tokens,
             desired_input_layouts=Replicate(),
             use_local_input=True,
             output_layouts=Replicate(),
             desired_output_layouts=tokens,
-        )
-    return None
+        ),
+    }
+    if split_tokens:
+        styles["norm"] = SequenceParallel()
+    return styles
 
 
 def replicate_module(module: nn.Module, mesh: DeviceMesh) -> None:

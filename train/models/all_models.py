@@ -135,13 +135,14 @@ def build_model(name: str, channels: int, classes: int, width: int | None, **opt
         if number is not None and option not in network.options:
             supporting = [model_name for model_name, candidate in MODELS.items() if option in candidate.options]
             raise UserError(f"--{option} {number}: not supported by {name}; use it with {', '.join(supporting)}")
-    text_models = [model_name for model_name, candidate in MODELS.items() if candidate.text]
     is_text = channels == 0
-    refuse(
-        (network.text and not is_text, f"--model {name}: predicts text, not images; use --data text"),
-        (is_text and not network.text, f"--model {name}: for images, not for text; use {', '.join(text_models)}"),
-        ((width or 0) > MAX_WIDTH, f"--width {width}: must be at most {MAX_WIDTH}"),
-    )
+    if network.text != is_text:
+        text_models = [model_name for model_name, candidate in MODELS.items() if candidate.text]
+        problem = "predicts text, not images; use --data text"
+        if is_text:
+            problem = f"for images, not for text; use {', '.join(text_models)}"
+        raise UserError(f"--model {name}: {problem}")
+    refuse(((width or 0) > MAX_WIDTH, f"--width {width}: must be at most {MAX_WIDTH}"))
     try:
         return network.build(shape)
     except RuntimeError as error:  # torch has no exception class for a lack of CPU memory

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.errors import UserError
+from train.errors import refuse
 from train.models.transformer import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -158,10 +158,13 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         width, depth = width or WIDTH, depth or DEPTH
-        if width % (2 * HEADS):
-            raise UserError(f"--width {width}: for gpt-tiny, must be a multiple of {2 * HEADS}, two for each head")
-        if depth > MAX_DEPTH:
-            raise UserError(f"--depth {depth}: must be at most {MAX_DEPTH}")
+        refuse(
+            (
+                width % (2 * HEADS),
+                f"--width {width}: for gpt-tiny, must be a multiple of {2 * HEADS}, two for each head",
+            ),
+            (depth > MAX_DEPTH, f"--depth {depth}: must be at most {MAX_DEPTH}"),
+        )
         # The norm of the logits is small at the start, as in GPT-2, so that the first loss is near log(vocabulary).
         self.embed: nn.Embedding | None = nn.Embedding(vocabulary, width)
         self.layers = nn.Sequential(*(Block(width, experts=experts) for _ in range(depth)))

@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.errors import UserError
+from train.errors import refuse
+from train.models.resnet import init_convolutions
 
 # Channels of the first convolution in the paper.
 WIDTH = 16
@@ -101,11 +102,14 @@ class PyramidNet(nn.Module):
         width, depth, alpha = width or WIDTH, depth or block.depth, alpha or block.alpha
         step = 3 * block.layers
         blocks, remainder = divmod(depth - 2, step)
-        if remainder or not 0 < depth <= MAX_DEPTH or blocks < 1:
-            depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
-            raise UserError(f"--depth {depth}: for --model {block.name}, must be {depths}")
-        if alpha > MAX_ALPHA:
-            raise UserError(f"--alpha {alpha}: must be at most {MAX_ALPHA}")
+        depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
+        refuse(
+            (
+                remainder or blocks < 1 or depth > MAX_DEPTH,
+                f"--depth {depth}: for --model {block.name}, must be {depths}",
+            ),
+            (alpha > MAX_ALPHA, f"--alpha {alpha}: must be at most {MAX_ALPHA}"),
+        )
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         added = alpha / (3 * blocks)
@@ -117,9 +121,7 @@ class PyramidNet(nn.Module):
         self.layer3 = nn.Sequential(*layers[2 * blocks :])
         self.bn_final = nn.BatchNorm2d(inputs[-1])
         self.fc = nn.Linear(inputs[-1], classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, channels, H, W]. Returns logits [N, classes]."""

@@ -93,6 +93,13 @@ class Bottleneck(Block):
         return F.relu(y + self.downsample(x))
 
 
+def init_convolutions(model: nn.Module) -> None:
+    """Draw the weights of all convolutions as in He et al. (2015), https://arxiv.org/abs/1502.01852."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 class ResNet(nn.Module):
     """Stages with 1, 2, 4 and 8 times `width` channels, global average pooling, and a linear classifier.
 
@@ -116,9 +123,7 @@ class ResNet(nn.Module):
             self.stages.append(f"layer{number + 1}")
             self.add_module(self.stages[-1], nn.Sequential(*layers))
         self.fc = nn.Linear(channels_in, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, channels, H, W]. Returns logits [N, classes]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.checkpoints.checkpoint_files import write_atomic
-from train.errors import UserError
+from train.errors import explain_os_error
+from train.metrics import replace_nonfinite
 from train.recorders.rank_log import LogFile, classify_ending, device_name
 
 if TYPE_CHECKING:
@@ -40,12 +40,10 @@ class MetricsFile(LogFile):
         Partial lines of a crashed run are removed. Raises UserError if the file cannot be read or written.
         """
         kept_lines = []
-        try:
+        with explain_os_error(f"cannot read the log {self.path}"):
+            if not self.path.exists():
+                return
             lines = self.path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UserError(f"cannot read the log {self.path}: {error.strerror}") from error
         for line in lines:
             try:
                 record = json.loads(line)
@@ -126,11 +124,7 @@ class MetricsFile(LogFile):
 
     def _format_line(self, record: dict[str, Any]) -> str:
         complete = {"event": record["event"], "time": time.time(), "run": self.run, **record}
-        # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
-        for name, value in complete.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                complete[name] = None
-        return json.dumps(complete, allow_nan=False)
+        return json.dumps(replace_nonfinite(complete), allow_nan=False)
 
 
 def _list_fields(record: StepRecord | EpochRecord) -> dict[str, Any]:

@@ -176,9 +176,7 @@ def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> 
     """Build the recorder of --progress. kind: bar, plain, none, or auto (a bar if stdout is a terminal)."""
     if not is_main or kind == "none":
         return Recorder()
-    output = output or Output()
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
-    if kind == "bar":
-        return Bar(output)
-    return Lines(output)
+    kinds = {"bar": Bar, "plain": Lines}
+    return kinds[kind](output or Output())

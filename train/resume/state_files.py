@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import shutil
 import zipfile
 from contextlib import suppress
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoints.checkpoint_files import write_atomic
+from train.checkpoints.checkpoint_files import STEP_FOLDER, list_matching, write_atomic
 from train.checkpoints.formats import copy_to_cpu
-from train.errors import UserError, explain_os_error
+from train.errors import UserError, explain_os_error, first_line, refuse
 from train.launch.signals import print_once
 
 if TYPE_CHECKING:
@@ -76,12 +75,15 @@ def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
     """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
     ranks_by_step: dict[int, list[int]] = {}
     with explain_os_error(f"--resume: cannot read {folder}"):
-        for path in folder.glob("step_*/rank_*.pth"):
-            step = re.fullmatch(r"step_(\d+)", path.parent.name)
-            rank = re.fullmatch(r"rank_(\d+)\.pth", path.name)
-            if step and rank:
-                ranks_by_step.setdefault(int(step[1]), []).append(int(rank[1]))
+        for step_folder in list_matching(folder, STEP_FOLDER):
+            for path in list_matching(step_folder, r"rank_\d+\.pth"):
+                ranks_by_step.setdefault(read_number(step_folder), []).append(read_number(path))
     return {step: sorted(ranks) for step, ranks in ranks_by_step.items()}
+
+
+def read_number(path: Path) -> int:
+    """Return the number in the name of a step's folder, or of a rank's file."""
+    return int(path.stem.rpartition("_")[2])
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -96,44 +98,41 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 
     Raises UnusableState with the file and the reason.
     """
+    state: Any = None
     try:
         # torch.load ignores the CRC-32 checksums written by torch.save: a flipped bit would become a weight.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        if damaged is not None:
-            raise UnusableState(f"{path}: damaged at {damaged}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except UnusableState:
-        raise
+        if damaged is None:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UnusableState(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # a damaged file can make torch and zipfile raise anything
-        raise UnusableState(f"{path}: damaged or truncated ({_first_line(error)})") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UnusableState(f"{path}: not a state file of --resume")
-    if state.get("version") != VERSION:
-        raise UnusableState(f"{path}: version {state.get('version')}; expected version {VERSION}")
-    if state["run"] != run:
-        raise UnusableState(f"{path}: belongs to another run, {state['run']}")
-    return state
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        raise UnusableState(f"{path}: damaged or truncated ({first_line(error)[:200]})") from error
+    content: dict[str, Any] = state if isinstance(state, dict) else {}
+    version, saved_run = content.get("version"), content.get("run")
+    refuse(
+        (damaged is not None, f"{path}: damaged at {damaged}"),
+        (content.get("format") != FORMAT, f"{path}: not a state file of --resume"),
+        (version != VERSION, f"{path}: version {version}; expected version {VERSION}"),
+        (saved_run != run, f"{path}: belongs to another run, {saved_run}"),
+        error=UnusableState,
+    )
+    return content
 
 
 def remove_states(folder: Path, keep: Collection[int]) -> None:
     """Remove the states of all steps except `keep`, including temporary files. Raises UserError."""
     try:
-        for step in folder.glob("step_*"):
-            number = re.fullmatch(r"step_(\d+)", step.name)
-            if number and int(number[1]) not in keep:
-                shutil.rmtree(sharded_folder(step), ignore_errors=True)
-                for path in step.iterdir():
-                    if re.fullmatch(r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp", path.name) and not path.is_dir():
-                        path.unlink(missing_ok=True)
-                with suppress(OSError):  # contains files of the user
-                    step.rmdir()
+        for step in list_matching(folder, STEP_FOLDER):
+            if read_number(step) in keep:
+                continue
+            shutil.rmtree(sharded_folder(step), ignore_errors=True)
+            for path in list_matching(step, r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp"):
+                if not path.is_dir():
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # contains files of the user
+                step.rmdir()
     except FileNotFoundError:
         # A rank on another node removed it first, in a shared folder.
         pass
@@ -157,12 +156,16 @@ class FoundState:
 
 @dataclass(frozen=True)
 class StepFiles:
-    """The files of one step. problem: why the step is unusable, or empty. lacking: ranks without a file."""
+    """The files of one step.
+
+    problem: why the step is unusable, or empty. is_incomplete: whether a rank lacks its file, which is then the
+    problem: the run stopped before all ranks had written.
+    """
 
     world_size: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    lacking: tuple[int, ...] = ()
+    is_incomplete: bool = False
 
 
 def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> FoundState | None:
@@ -176,19 +179,15 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
         mine = list_visible_ranks(folder)
     visible_by_rank = ctx.gather(mine)
     steps = sorted({step for visible in visible_by_rank for step in visible}, reverse=True)
-    damaged = False
+    all_incomplete = True
     for index, step in enumerate(steps):
         saved_ranks = [visible.get(step, []) for visible in visible_by_rank]
         files = _read_step(folder, run, step, saved_ranks, ctx, sharded=sharded)
-        if not files.problem and not files.lacking:
+        if not files.problem:
             return FoundState(step, files.world_size, files.state, tuple(steps[index + 1 :]))
-        damaged = damaged or bool(files.problem)
-        problem = files.problem
-        if files.lacking:
-            rank = files.lacking[0]
-            problem = f"{state_path(folder, step, rank)}: rank {rank} lacks this file"
-        print_once(ctx, f"--resume: skipping step {step}: {problem}")
-    if damaged or len(steps) > 1:
+        all_incomplete = all_incomplete and files.is_incomplete
+        print_once(ctx, f"--resume: skipping step {step}: {files.problem}")
+    if not all_incomplete or len(steps) > 1:
         raise UserError(f"--resume: no state in {folder} is usable; remove the folder to start at step 0")
     # No state, or an incomplete first state: the run stopped before all ranks had written it.
     print_once(ctx, f"--resume: no state in {folder} yet, starting at step 0")
@@ -199,14 +198,7 @@ def _read_step(
     folder: Path, run: str, step: int, saved_ranks: list[list[int]], ctx: RankContext, *, sharded: bool
 ) -> StepFiles:
     """Read this rank's file of a step; a collective. saved_ranks: the ranks whose files each rank can read."""
-    readable = saved_ranks[ctx.rank]
-    rank: int | None = None
-    if ctx.rank in readable:
-        rank = ctx.rank
-    elif readable:
-        # A rank without a file of its own reads another, because every file contains the number of saving ranks.
-        rank = readable[ctx.rank % len(readable)]
-    state, problem = _read_rank(folder, run, step, rank)
+    state, problem = _read_rank(folder, run, step, ctx.rank, saved_ranks[ctx.rank])
     mine: tuple[str, int] | None = (state["run_id"], state["world_size"]) if state else None
     answers = ctx.gather((mine, problem))
     for _, text in answers:
@@ -217,8 +209,11 @@ def _read_step(
         return StepFiles(problem="its files come from different runs")
     ((_, saved_by),) = identities
     if saved_by == ctx.world_size:
-        lacking = tuple(rank for rank, ranks in enumerate(saved_ranks) if rank not in ranks)
-        return StepFiles(saved_by, state, lacking=lacking)
+        for rank, readable in enumerate(saved_ranks):
+            if rank not in readable:
+                problem = f"{state_path(folder, step, rank)}: rank {rank} lacks this file"
+                return StepFiles(problem=problem, is_incomplete=True)
+        return StepFiles(saved_by, state)
     if max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
         text = f"{folder / f'step_{step}'} was saved by {saved_by} ranks, each with another part of the model"
         raise UserError(f"--resume: {text}; start {saved_by} ranks, or use another --out")
@@ -236,10 +231,16 @@ def _read_step(
     return StepFiles(saved_by, state)
 
 
-def _read_rank(folder: Path, run: str, step: int, rank: int | None) -> tuple[dict[str, Any], str]:
-    """Read the file of a saving rank; return its contents, empty without a file, and the problem or an empty string."""
-    if rank is None:
+def _read_rank(folder: Path, run: str, step: int, rank: int, readable: list[int]) -> tuple[dict[str, Any], str]:
+    """Read the file of a rank; return its contents, empty without a file, and the problem or an empty string.
+
+    readable: the ranks whose files this process can read. A rank without a file of its own reads another, because every
+    file contains the number of saving ranks.
+    """
+    if not readable:
         return {}, ""
+    if rank not in readable:
+        rank = readable[rank % len(readable)]
     path = state_path(folder, step, rank)
     try:
         state = read_state(path, run)

@@ -34,7 +34,7 @@ from train.resume.state_files import (
     states_folder,
     write_state,
 )
-from train.schedule import Position
+from train.schedule import Position, is_due
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,12 +96,10 @@ class StateSaver:
         every, step = self.settings.checkpoint_every, position.step
         if step == self.saved_at:
             return
+        is_last = every is not None and step == self.plan.steps
         if now:
             self._save(position)
-            return
-        is_due = every is not None and step % every == 0
-        is_last = every is not None and step == self.plan.steps
-        if is_due or is_last:
+        elif is_last or is_due(step, every):
             self.saver.attempt(f"the state of step {step}", lambda: self._save(position))
 
     def _save(self, position: Position) -> None:
@@ -235,14 +233,14 @@ def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankCont
             "are summed in another order, BatchNorm statistics come from other shares"
         )
     then, now = state["config"], settings.config(new)
-    changed = [name for name in LENGTH if then.get(name) != now[name]]
-    if changed:
-        lengths = " and ".join(
-            f"--{name.replace('_', '-')} {now[name] or 'none'} (was {then.get(name) or 'none'})" for name in changed
-        )
+    lengths = []
+    for name in LENGTH:
+        if then.get(name) != now[name]:
+            lengths.append(f"--{name.replace('_', '-')} {now[name] or 'none'} (was {then.get(name) or 'none'})")
+    if lengths:
         changes.append(
-            f"{lengths}: the learning rate follows the schedule of the new length from here; not bitwise equal to an "
-            "uninterrupted run of that length"
+            f"{' and '.join(lengths)}: the learning rate follows the schedule of the new length from here; not bitwise "
+            "equal to an uninterrupted run of that length"
         )
     before, torch_now = (state["syncheck"].get("versions") or {}).get("torch"), torch.__version__
     if before != torch_now:

@@ -358,8 +358,7 @@ def test_torchrun_with_one_process(
     ranks: int | None,
 ) -> None:
     """If files per rank are requested, torchrun's single process implies --spawn, unless options select one rank."""
-    for module in ("spawn", "environment"):
-        monkeypatch.setattr(f"train.launch.{module}.count_gpus", lambda: gpus)
+    monkeypatch.setattr("train.launch.environment.count_gpus", lambda: gpus)
     environment, args = change(ELASTIC, changes), build_parser().parse_args(line.split())
     before = dict(environment)
     spawn.replace_torchrun(environment, args, saves=settings_from(args).save_per_rank)

@@ -230,7 +230,7 @@ class ShellProcess:
 
 def test_sigusr1_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGUSR1 after SIGTERM does not end the wait for the ranks, which may be saving."""
-    monkeypatch.setattr("train.launch.spawn.REPEAT", 0.1)
+    monkeypatch.setattr("train.launch.signals.REPEAT", 0.1)
     rank: Any = ShellProcess()
     reader, writer = socket.socketpair()
     with reader, writer, rank.process:
