@@ -1,8 +1,8 @@
 """The board: ranks post small records in the process group's store, and no rank ever waits for another one.
 
-A record is appended to one key for each tick of a replica group's clock, and torch's store adds the records of all ranks
-in one value. Posting takes a few microseconds and returns at once. Reading happens in threads of their own, with clones of
-the store's client: a read on the client of the script would block the script's own calls.
+A record is appended to one key for each tick of a replica group's clock, and torch's store joins the records of all
+ranks in one value. Posting takes a few microseconds and returns at once. Reading happens in threads of their own, with
+clones of the store's client: a read on the client of the script would block the script's own calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Board:
     def open(cls) -> Board:
         """Return a board with a client of its own. Raises Unusable."""
         distributed: Any = sys.modules["torch.distributed"]
-        store = distributed.distributed_c10d._get_default_store()
+        # torch has no public name for it; init_process_group may have created it.
+        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         # A FileStore reads its whole file for each key, and has no clones.
         try:
             clone = store.clone()

@@ -39,7 +39,8 @@ class Clock:
     def start(self, handle_tick: Callable[[Clock], None]) -> None:
         """Count from now on, and call the function after each reduction, within the backward pass."""
         torch: Any = sys.modules["torch"]
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        # As DDP and FSDP do, which have no public name for it either.
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
         def count(pass_of_forward: list[bool]) -> None:
             # A script may call backward twice on one output.

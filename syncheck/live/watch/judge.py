@@ -1,6 +1,6 @@
 """The judge of a replica group: a thread of its first rank that reads the records of each step and compares them.
 
-A step is judged when all ranks have posted it, or a later one. The judge never holds up the run: it may be steps behind.
+A step is judged when all ranks have posted it or a later one. The judge never holds up the run: it may be steps behind.
 If ranks disagree, it asks them for details of the step, and a thread on each rank answers from what the rank has kept.
 """
 

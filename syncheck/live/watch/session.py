@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Seconds at the end of the script for the judge to judge the last steps, and for the other ranks to answer it.
 _END_SECONDS = 2.0
 _DONE = "done"
+_LEFT = "left"
 
 
 class Session:
@@ -47,22 +48,25 @@ class Session:
         if self._judge is not None:
             # After an error, other ranks may have ended too.
             self._judge.finish(_END_SECONDS if normally else 0.0)
-            self._board.post(f"{_DONE}/{self._responder.rank}", {})
             self._print_summary(self._judge)
-        elif normally:
-            self._wait_for_judge(self._board)
-        self._responder.stop()
-
-    def _wait_for_judge(self, board: Board) -> None:
-        """Wait until the judges are done: they may ask this rank. For a limited time, because they may have ended."""
-        deadline = time.monotonic() + 2 * _END_SECONDS
-        names = {f"{_DONE}/{clock.ranks[0]}" for clock in self.watcher.clocks}
         try:
-            while names and time.monotonic() < deadline:
-                names = {name for name in names if not board.read(name)}
-                time.sleep(0.02)
+            self._leave(self._board, self._responder, wait=normally)
         except RuntimeError:
-            return
+            # The process that served the store has ended.
+            self._responder.stop()
+
+    def _leave(self, board: Board, responder: Responder, *, wait: bool) -> None:
+        """End together with the other ranks, if they end in time: judges may ask, and rank 0 may serve the store."""
+        judges = {clock.ranks[0] for clock in self.watcher.clocks}
+        members = {rank for clock in self.watcher.clocks for rank in clock.ranks}
+        if self._judge is not None:
+            board.post(f"{_DONE}/{responder.rank}", {})
+        deadline = time.monotonic() + (2 * _END_SECONDS if wait else 0.0)
+        _wait_for_keys(board, [f"{_DONE}/{rank}" for rank in judges], deadline)
+        responder.stop()
+        board.post(f"{_LEFT}/{responder.rank}", {})
+        if responder.rank in judges:
+            _wait_for_keys(board, [f"{_LEFT}/{rank}" for rank in members], deadline)
 
     def _begin_judging(self, watcher: Watcher, board: Board) -> None:
         distributed: Any = sys.modules["torch.distributed"]
@@ -100,6 +104,14 @@ class Session:
     def _print_on_first_rank(self, text: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             self._reporter.print_text(text, "yellow")
+
+
+def _wait_for_keys(board: Board, keys: list[str], deadline: float) -> None:
+    """Wait until all keys are on the board, until a time of time.monotonic()."""
+    missing = list(keys)
+    while missing and time.monotonic() < deadline:
+        missing = [key for key in missing if not board.read(key)]
+        time.sleep(0.02)
 
 
 def describe_judgement(judgement: Judgement) -> str:
