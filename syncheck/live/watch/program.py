@@ -34,9 +34,7 @@ def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is
 
     target: path of a script, or with `is_module` the name of a module.
     """
-    session = Session(settings.events)
-    session.start()
-    watch_processes(settings)
+    session = _start_session(settings)
     sys.argv = [target, *arguments]
     # Python replaces the folder of the running program, that of syncheck, by the folder of the script.
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(target))
@@ -75,6 +73,18 @@ def _is_of_launch(path: str) -> bool:
     return path == __file__ or path in (runpy.__file__, "<frozen runpy>")
 
 
+# The session of this process; a forked process inherits that of its parent, with its hooks.
+_sessions: list[Session] = []
+
+
+def _start_session(settings: Settings) -> Session:
+    if not _sessions:
+        _sessions.append(Session(settings.events))
+        _sessions[0].start()
+        _watch_processes(settings)
+    return _sessions[0]
+
+
 class WatchedTarget:
     """The function of a started process, watched. It is pickled for a spawned process, which imports this module.
 
@@ -95,9 +105,7 @@ class WatchedTarget:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function in the started process."""
-        session = Session(self.settings.events)
-        session.start()
-        watch_processes(self.settings)
+        session = _start_session(self.settings)
         ended = False
         try:
             result = self.target(*arguments, **named)
@@ -107,7 +115,7 @@ class WatchedTarget:
             session.finish(normally=ended)
 
 
-def watch_processes(settings: Settings) -> None:
+def _watch_processes(settings: Settings) -> None:
     """Watch every process that multiprocessing starts from now on, by any start method."""
     create = BaseProcess.__init__
 
@@ -120,4 +128,4 @@ def watch_processes(settings: Settings) -> None:
             target = WatchedTarget(target, settings)
         create(process, group, target, *arguments, **named)
 
-    BaseProcess.__init__ = create_watched  # type: ignore[method-assign]
+    BaseProcess.__init__ = create_watched  # type: ignore[assignment, method-assign]

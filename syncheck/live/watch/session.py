@@ -57,8 +57,11 @@ class Session:
 
     def _leave(self, board: Board, responder: Responder, *, wait: bool) -> None:
         """End together with the other ranks, if they end in time: judges may ask, and rank 0 may serve the store."""
-        judges = {clock.ranks[0] for clock in self.watcher.clocks}
-        members = {rank for clock in self.watcher.clocks for rank in clock.ranks}
+        judges: set[int] = set()
+        members: set[int] = set()
+        for clock in self.watcher.clocks:
+            judges.add(clock.ranks[0])
+            members.update(clock.ranks)
         if self._judge is not None:
             board.post(f"{_DONE}/{responder.rank}", {})
         deadline = time.monotonic() + (2 * _END_SECONDS if wait else 0.0)

@@ -42,7 +42,6 @@ class Watcher:
 
     def __init__(self, print_line: Callable[[str], None], begin_judging: Callable[[Watcher, Board], None]) -> None:
         self._print_line = print_line
-        self.posted_steps = 0
         self._begin_judging = begin_judging
         self.gradients = GradientWitness()
         self.board: Board | None = None
@@ -55,16 +54,15 @@ class Watcher:
         self.posted_bytes = 0
         self.last_tick = 0
         self._layouts: weakref.WeakKeyDictionary[Any, list[_Layout]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._step_counts: dict[str, int] = {}
 
     def install(self) -> None:
         """Watch all wrappers, optimizers and scalers that are created or used from now on."""
-        from torch.amp import GradScaler
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         create = DistributedDataParallel.__init__
-        step_with_scaler = GradScaler.step
         watcher = self
 
         @functools.wraps(create)
@@ -72,15 +70,11 @@ class Watcher:
             create(wrapper, *arguments, **named)
             watcher._guard(watcher._add_wrapper, wrapper)
 
-        @functools.wraps(step_with_scaler)
-        def step_watched(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            result = step_with_scaler(scaler, optimizer, *arguments, **named)
-            watcher._guard(watcher._see_scaler, scaler, optimizer)
-            return result
+        DistributedDataParallel.__init__ = create_watched  # type: ignore[assignment, method-assign]
+        register_optimizer_step_pre_hook(self._before_step)
 
-        DistributedDataParallel.__init__ = create_watched
-        GradScaler.step = step_watched
-        register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: watcher._guard(watcher._see_step, optimizer))
+    def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
+        self._guard(self._see_step, optimizer)
 
     def _guard(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run code of the watcher within the script."""
@@ -105,17 +99,20 @@ class Watcher:
         ranks = tuple(distributed.get_process_group_ranks(wrapper.process_group))
         if len(ranks) < 2:
             return
-        numbers = [clock for clock in self.clocks if clock.ranks == ranks]
-        name = f"{'-'.join(map(str, ranks[:1]))}of{len(ranks)}/{len(numbers)}"
+        # All ranks create their wrappers in the same order, so the number of a wrapper is the same on all of them.
+        name = f"{self._count_wrappers(ranks)}/{'-'.join(map(str, ranks))}"
         clock = Clock(name, wrapper, ranks)
         clock.start(self._see_tick)
         self.clocks.append(clock)
 
+    def _count_wrappers(self, ranks: tuple[int, ...]) -> int:
+        number = 0
+        for clock in self.clocks:
+            number += clock.ranks == ranks
+        return number
+
     def _see_tick(self, clock: Clock) -> None:
         self.last_tick = clock.ticks
-
-    def _see_scaler(self, scaler: Any, optimizer: Any) -> None:
-        pass
 
     def _see_step(self, optimizer: Any) -> None:
         for layout in self._find_layouts(optimizer):
@@ -139,18 +136,23 @@ class Watcher:
 
     def _find_layouts(self, optimizer: Any) -> list[_Layout]:
         """Return the parameters that an optimizer trains, by the wrapper that reduces them."""
-        number_of_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        trained: set[int] = set()
+        for group in optimizer.param_groups:
+            trained.update(map(id, group["params"]))
         layouts = self._layouts.get(optimizer)
-        # Parameters may be added later, for example a head that was frozen.
-        if layouts is None or sum(layout.trained for layout in layouts) != number_of_parameters:
-            trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            layouts = self._layouts[optimizer] = [
-                layout for clock in self.clocks if (layout := self._make_layout(clock, trained, number_of_parameters))
-            ]
+        # A head that was frozen may be added later.
+        if layouts is None or self._trained.get(optimizer) != trained:
+            layouts = []
+            for clock in self.clocks:
+                layout = self._make_layout(clock, trained)
+                if layout is not None:
+                    layouts.append(layout)
+            self._layouts[optimizer], self._trained[optimizer] = layouts, trained
         return layouts
 
-    def _make_layout(self, clock: Clock, trained: set[int], count: int) -> _Layout | None:
+    def _make_layout(self, clock: Clock, trained: set[int]) -> _Layout | None:
         wrapper = clock.wrapper
+        # The script has deleted the model.
         if wrapper is None:
             return None
         names = []
@@ -161,18 +163,19 @@ class Watcher:
                 parameters.append(parameter)
         if not parameters:
             return None
-        number = len({key for key in self._step_counts if key.startswith(f"{clock.name}/")})
-        return _Layout(clock, number, parameters, names, count)
+        number = 0
+        for key in self._step_counts:
+            number += key.startswith(f"{clock.name}/")
+        return _Layout(clock, number, parameters, names)
 
 
 class _Layout:
     """The parameters of one wrapper that one optimizer trains.
 
     number: of the optimizer among those that train parameters of the wrapper, in the order of their first steps.
-    trained: number of parameters of the optimizer, to notice when some are added.
     """
 
-    def __init__(self, clock: Clock, number: int, parameters: list[Any], names: list[str], trained: int) -> None:
-        self.clock, self.number, self.trained = clock, number, trained
+    def __init__(self, clock: Clock, number: int, parameters: list[Any], names: list[str]) -> None:
+        self.clock, self.number = clock, number
         self.key = f"{clock.name}/{number}"
         self.parameters, self.names = parameters, names

@@ -6,14 +6,15 @@ digests of its tensors and a few of their elements, which it keeps for the last 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from syncheck.live.digest import digest_all, hash_digests
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+T = TypeVar("T")
 # Steps whose details a rank keeps: the judge is at most a few steps behind.
 KEPT_STEPS = 16
 # Elements to recognize a factor between ranks: of the first tensors, the first elements.
@@ -52,14 +53,14 @@ class GradientWitness:
         digests = [""] * len(parameters)
         for index, (_, digest) in zip(indices, hashed, strict=True):
             digests[index] = digest[:8].hex()
-        elements = {}
+        elements: dict[int, list[float]] = {}
         for index, gradient in zip(indices[:_SAMPLED_TENSORS], gradients, strict=False):
             elements[index] = gradient.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()
         self._kept[key] = Details(digests, elements)
         if len(self._kept) > KEPT_STEPS:
             self._kept.popitem(last=False)
-        missing = ",".join(str(index) for index, digest in enumerate(digests) if not digest)
-        return hash_digests([*hashed, (missing, b"")]).hex()
+        # Another parameter without gradient is another set of gradients, whatever their bytes are.
+        return hash_digests([*hashed, (repr(indices), b"")]).hex()
 
     def tell(self, key: str) -> Details | None:
         """Return the details of a step, or None if they are no longer kept."""
@@ -88,31 +89,32 @@ class Disagreement(NamedTuple):
 
 def compare_details(details: Mapping[int, Details]) -> Disagreement:
     """Compare the details of all ranks at one step."""
-    ranks = sorted(details)
-    texts = {rank: " ".join(details[rank].digests) for rank in ranks}
-    majority = find_majority(texts)
-    deviating = tuple(rank for rank in ranks if texts[rank] != majority)
-    tensors = []
-    missing = []
-    for index, digests in enumerate(zip(*(details[rank].digests for rank in ranks), strict=True)):
+    columns = {rank: tuple(details[rank].digests) for rank in sorted(details)}
+    majority = find_majority(columns.values())
+    agreeing: list[int] = []
+    deviating: list[int] = []
+    for rank, column in columns.items():
+        if column == majority:
+            agreeing.append(rank)
+        else:
+            deviating.append(rank)
+    tensors: list[int] = []
+    missing: list[int] = []
+    for index, digests in enumerate(zip(*columns.values(), strict=True)):
         if len(set(digests)) > 1:
             tensors.append(index)
             if "" in digests:
                 missing.append(index)
     ratio = None
-    if majority is not None and len(deviating) == 1:
-        reference = next(rank for rank in ranks if texts[rank] == majority)
-        ratio = _find_ratio(details[deviating[0]].elements, details[reference].elements)
-    return Disagreement(deviating, tuple(tensors), tuple(missing), ratio)
+    if agreeing and len(deviating) == 1:
+        ratio = _find_ratio(details[deviating[0]].elements, details[agreeing[0]].elements)
+    return Disagreement(tuple(deviating), tuple(tensors), tuple(missing), ratio)
 
 
-def find_majority(values: Mapping[int, str]) -> str | None:
-    """Return the value of more than half of the ranks; with two ranks, that of the first one. None without any."""
-    by_value: dict[str, int] = {}
-    for value in values.values():
-        by_value[value] = by_value.get(value, 0) + 1
-    most_common = max(by_value, key=by_value.__getitem__)
-    return most_common if 2 * by_value[most_common] > len(values) else None
+def find_majority(values: Collection[T]) -> T | None:
+    """Return the value of more than half of the ranks, or None. values: of all ranks."""
+    ((value, count),) = Counter(values).most_common(1)
+    return value if 2 * count > len(values) else None
 
 
 def _find_ratio(elements: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]]) -> float | None:
@@ -122,8 +124,7 @@ def _find_ratio(elements: Mapping[int, Sequence[float]], reference: Mapping[int,
         for value, expected in zip(values, reference.get(index, ()), strict=False):
             if expected:
                 ratios.append(value / expected)
-    if not ratios:
-        return None
-    # Each float32 gradient is rounded once by the reduction and once by the factor.
-    is_constant = max(ratios) - min(ratios) <= 1e-5 * abs(ratios[0])
-    return ratios[0] if is_constant else None
+    # Each float32 gradient is rounded once by the factor.
+    if ratios and max(ratios) - min(ratios) <= 1e-5 * abs(ratios[0]):
+        return ratios[0]
+    return None
