@@ -1,0 +1,165 @@
+"""The judge of a replica group: a thread of its first rank that reads the records of each step and compares them.
+
+A step is judged when all ranks have posted it or a later one. The judge never holds up the run: it may be steps behind.
+If ranks disagree, it asks them for details of the step, and a thread on each rank answers from what the rank has kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.live.witnesses.gradients import Details, compare_details
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncheck.live.watch.board import Board
+    from syncheck.live.watch.watcher import Step, Watcher
+    from syncheck.live.witnesses.gradients import Disagreement
+
+# Seconds between two looks at the store.
+_PAUSE = 0.02
+# Seconds for the ranks to tell details; a rank that has ended never does.
+_ANSWER_SECONDS = 5.0
+# Seconds between two looks of a rank for questions.
+_LOOK_SECONDS = 0.1
+# Steps that may be incomplete before a later one: a rank skips few in a row.
+_LOOK_AHEAD = 8
+_ASK = "ask"
+
+
+class Judgement(NamedTuple):
+    """What the judge found at one step.
+
+    step: with the clock, its number and the names of the parameters.
+    since: the first step that was not judged before: ranks may have skipped it.
+    disagreement: of the gradients, None if a rank did not tell its details.
+    """
+
+    step: Step
+    since: int
+    code: str
+    ranks: tuple[int, ...]
+    disagreement: Disagreement | None
+
+
+class Judge(threading.Thread):
+    """Judges the steps of one rank's replica groups.
+
+    report: called with each new judgement.
+    """
+
+    def __init__(self, watcher: Watcher, board: Board, report: Callable[[Judgement], None]) -> None:
+        super().__init__(name="syncheck-judge", daemon=True)
+        self._watcher, self._board, self._report = watcher, board, report
+        self._questions = 0
+        self._deadline = 0.0
+        self._finishing = threading.Event()
+        self.judged: Counter[str] = Counter()
+        """The number of judged steps by outcome: in sync, or out of sync."""
+        self._lags: dict[str, dict[int, int]] = {}
+
+    def finish(self, seconds: float) -> None:
+        """Judge the steps that are posted, for a limited time, and end."""
+        self._deadline = time.monotonic() + seconds
+        self._finishing.set()
+        self.join(seconds + _ANSWER_SECONDS)
+
+    def run(self) -> None:
+        """Judge step by step, in the order of this rank."""
+        try:
+            while not self._is_over():
+                if not self._judge_next():
+                    time.sleep(_PAUSE)
+        except RuntimeError:
+            # The store has ended with the process that serves it.
+            return
+
+    def _is_over(self) -> bool:
+        if not self._finishing.is_set():
+            return False
+        return not self._watcher.steps or time.monotonic() > self._deadline
+
+    def _judge_next(self) -> bool:
+        """Judge the first step whose records are complete; return whether there is more to do at once."""
+        steps = self._watcher.steps
+        for position, step in enumerate(steps[:_LOOK_AHEAD]):
+            records = {record["r"]: record for record in self._board.read(step.key)}
+            if len(records) == len(step.clock.ranks):
+                # A rank skipped the steps before, since it posted a later one.
+                for incomplete in steps[:position]:
+                    self._board.delete(incomplete.key)
+                self._judge(step, steps[0].number, records)
+                self._board.delete(step.key)
+                del steps[: position + 1]
+                return True
+        return False
+
+    def _judge(self, step: Step, since: int, records: dict[int, dict[str, Any]]) -> None:
+        """Judge a complete step. since: the first step that is not judged yet."""
+        counts = {rank: record["s"] for rank, record in records.items()}
+        lags = {rank: max(counts.values()) - count for rank, count in counts.items()}
+        lags_before = self._lags.get(step.clock.name, dict.fromkeys(lags, 0))
+        self._lags[step.clock.name] = lags
+        skipping = tuple(rank for rank in step.clock.ranks if lags[rank] > lags_before[rank])
+        outcome = "in sync"
+        if skipping:
+            outcome = "out of sync"
+            self._report(Judgement(step, since, "SYN214", skipping, None))
+        if len({record["g"] for record in records.values()}) > 1:
+            outcome = "out of sync"
+            details = self._ask(step)
+            disagreement = compare_details(details) if len(details) == len(records) else None
+            ranks = disagreement.ranks if disagreement else tuple(sorted(records))
+            self._report(Judgement(step, since, "SYN410", ranks, disagreement))
+        self.judged[outcome] += 1
+
+    def _ask(self, step: Step) -> dict[int, Details]:
+        """Return the details of a step from all ranks that answer in time."""
+        question = f"{_ASK}/{step.clock.name}/{self._questions}"
+        self._questions += 1
+        self._board.post(question, {"key": step.key})
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        answers: dict[int, Details] = {}
+        while len(answers) < len(step.clock.ranks) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            for row in self._board.read(f"{question}/answers"):
+                elements = {int(index): values for index, values in row["e"].items()}
+                answers[row["r"]] = Details(row["d"], elements)
+        return answers
+
+
+class Responder(threading.Thread):
+    """Answers the questions of the judges with what this rank has kept."""
+
+    def __init__(self, watcher: Watcher, board: Board, rank: int) -> None:
+        super().__init__(name="syncheck-responder", daemon=True)
+        self._watcher, self._board, self.rank = watcher, board, rank
+        self._answered: Counter[str] = Counter()
+        self._ended = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread: one that still runs at the end of the interpreter would abort the process."""
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        """Look for questions until `stop`, or until the store ends."""
+        try:
+            while not self._ended.wait(_LOOK_SECONDS):
+                for clock in self._watcher.clocks:
+                    self._answer(clock.name)
+        except RuntimeError:
+            return
+
+    def _answer(self, clock: str) -> None:
+        question = f"{_ASK}/{clock}/{self._answered[clock]}"
+        for row in self._board.read(question):
+            details = self._watcher.gradients.tell(row["key"])
+            if details is not None:
+                answer = {"r": self.rank, "d": details.digests, "e": details.elements}
+                self._board.post(f"{question}/answers", answer)
+            self._answered[clock] += 1

@@ -1,0 +1,131 @@
+"""Run a script or a module as Python would, watched; also the processes that it starts with multiprocessing.
+
+The script is `__main__`, its folder is first in sys.path, its arguments are sys.argv, and its exit code and traceback
+are those of `python SCRIPT`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import signal
+import sys
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.live.watch.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# Workers that load data have no model.
+_UNWATCHED = ("torch.utils.data",)
+
+
+class Settings(NamedTuple):
+    """The options of watching, which started processes get too."""
+
+    events: str | None = None
+
+
+def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is_module: bool) -> int:
+    """Run a program to its end, and return its exit code.
+
+    target: path of a script, or with `is_module` the name of a module.
+    """
+    session = _start_session(settings)
+    sys.argv = [target, *arguments]
+    # Python replaces the folder of the running program, that of syncheck, by the folder of the script.
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(target))
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit:
+        session.finish(normally=False)
+        raise
+    except KeyboardInterrupt as error:
+        session.finish(normally=False)
+        _print_error(error)
+        # Shells and launchers expect the end by the signal, as of any Python program.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:  # noqa: BLE001 - printed as Python would
+        session.finish(normally=False)
+        _print_error(error)
+        return 1
+    session.finish(normally=True)
+    return 0
+
+
+def _print_error(error: BaseException) -> None:
+    """Print an error of the script as Python would: the traceback begins in the script."""
+    trace = error.__traceback__
+    while trace is not None and _is_of_launch(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    # The script may have replaced the hook.
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _is_of_launch(path: str) -> bool:
+    return path == __file__ or path in (runpy.__file__, "<frozen runpy>")
+
+
+# The session of this process; a forked process inherits that of its parent, with its hooks.
+_sessions: list[Session] = []
+
+
+def _start_session(settings: Settings) -> Session:
+    if not _sessions:
+        _sessions.append(Session(settings.events))
+        _sessions[0].start()
+        _watch_processes(settings)
+    return _sessions[0]
+
+
+class WatchedTarget:
+    """The function of a started process, watched. It is pickled for a spawned process, which imports this module.
+
+    target: the function.
+    """
+
+    def __init__(self, target: Callable[..., Any], settings: Settings) -> None:
+        self.target, self.settings = target, settings
+        # Names for logs and errors.
+        if hasattr(target, "__name__"):
+            functools.update_wrapper(self, target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"target": self.target, "settings": self.settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function in the started process."""
+        session = _start_session(self.settings)
+        ended = False
+        try:
+            result = self.target(*arguments, **named)
+            ended = True
+            return result
+        finally:
+            session.finish(normally=ended)
+
+
+def _watch_processes(settings: Settings) -> None:
+    """Watch every process that multiprocessing starts from now on, by any start method."""
+    create = BaseProcess.__init__
+
+    @functools.wraps(create)
+    def create_watched(
+        process: BaseProcess, group: None = None, target: Any = None, *arguments: Any, **named: Any
+    ) -> None:
+        module = getattr(target, "__module__", None) or ""
+        if target is not None and not module.startswith(_UNWATCHED) and not isinstance(target, WatchedTarget):
+            target = WatchedTarget(target, settings)
+        create(process, group, target, *arguments, **named)
+
+    BaseProcess.__init__ = create_watched  # type: ignore[assignment, method-assign]
