@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.averaging import recorded_step
@@ -163,7 +164,7 @@ def _optimizer_of(case: Case, counter: str) -> str:
 
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
     """Return the counter with the largest lag."""
-    return max(counters, key=lambda counter: counter.lag, default=None)
+    return max(counters, key=attrgetter("lag"), default=None)
 
 
 def names_of_values(counters: Iterable[StepCounter]) -> tuple[str, ...]:

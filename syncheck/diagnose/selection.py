@@ -39,7 +39,7 @@ def index_by_name(diffs: Iterable[Diff]) -> dict[str, Diff]:
 
 def list_value_names(values: Iterable[ValueDiff]) -> tuple[str, ...]:
     """Return the names of Python values, in their order."""
-    return tuple(value.name for value in values)
+    return list_names(values)
 
 
 def select_counting(values: Iterable[ValueDiff]) -> list[ValueDiff]:

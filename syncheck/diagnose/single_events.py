@@ -58,7 +58,7 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
     """
     measured = _measure(steps)
     # At every step, wrong gradients keep the first moments apart.
-    if not _is_rising([measurement.cosine for measurement in measured]):
+    if not _is_rising(measured):
         return list(findings)
     first, last = measured[0], measured[-1]
     fact = Event.CONVERGED(
@@ -91,12 +91,12 @@ def _measure(steps: Sequence[Group]) -> list[_Measurement]:
     return measured
 
 
-def _is_rising(cosines: Sequence[float]) -> bool:
+def _is_rising(measured: Sequence[_Measurement]) -> bool:
     """Whether the cosines of several steps rise to nearly 1."""
-    if len(cosines) < 2:
+    if len(measured) < 2:
         return False
-    first, last = cosines[0], cosines[-1]
+    first, last = measured[0].cosine, measured[-1].cosine
     if last < CONVERGED or last - first < LEAST_RISE:
         return False
     # Allow for rounding between two steps.
-    return all(later >= earlier - ROOM for earlier, later in pairwise(cosines))
+    return all(later.cosine >= earlier.cosine - ROOM for earlier, later in pairwise(measured))

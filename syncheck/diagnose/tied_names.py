@@ -84,7 +84,7 @@ def _fold_names(
     """Return the kept name by second name, for names in one memory. Empty if the comparison treats them differently."""
     if not _are_compared_alike(names, group, diffs):
         return {}
-    with_state = [name for name in names if name in optimized]
+    with_state = optimized.intersection(names)
     # Two states belong to two parameters.
     if len(with_state) > 1:
         return {}
