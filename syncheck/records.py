@@ -321,6 +321,11 @@ class Comparison:
         return tuple(replica.rank for replica in self.replicas)
 
     @property
+    def compared_kinds(self) -> frozenset[str]:
+        """The kinds with a compared tensor."""
+        return frozenset(kind for kind, counts in self.kinds.items() if counts.compared)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """A and B for two models; empty for replicas."""
         return tuple(replica.label for replica in self.replicas if replica.label)

@@ -34,7 +34,7 @@ TRAIN = {
         "checkpoints checkpoints.saver checkpoints.formats checkpoints.checkpoint_files checkpoints.lock resume"
     ),
     "Faults, errors and signals": "faults errors sync_checks result",
-    "Measurements and output": "metrics recorders evaluate bench",
+    "Measurements and output": "metrics recorders evaluate bench columns",
     "Options": "options option settings optional",
 }
 

@@ -50,16 +50,17 @@ def find_averaging(group: Comparison) -> Averaging | None:
         last=settings["last_step"],
         step=step,
     )
-    if step <= averaging.warmup:
-        return None
-    # The metadata is of another moment than the step.
-    if averaging.last > step:
-        return None
     is_overdue = averaging.own_steps >= averaging.period
-    return None if is_overdue else averaging
+    exceptions = (
+        is_overdue,
+        step <= averaging.warmup,
+        # The metadata is of another moment than the step.
+        averaging.last > step,
+    )
+    return None if any(exceptions) else averaging
 
 
 def recorded_step(group: Comparison) -> int | None:
     """Return the step of the metadata, else of the group; None if neither is known."""
-    metadata = group.evidence.metadata
-    return group.step if metadata.step is None else metadata.step
+    step = group.evidence.metadata.step
+    return group.step if step is None else step

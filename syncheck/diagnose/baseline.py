@@ -24,21 +24,33 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.diagnose.selection import index_by_name, list_names, out_of_sync, problems_of, with_status
 from syncheck.diagnose.verdicts import overall, with_findings
 from syncheck.errors import UsageError
 from syncheck.messages import Fact
-from syncheck.records import Fixed
+from syncheck.records import Fixed, Reason
 from syncheck.text import brief, system_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from syncheck.records import Finding, Group, Report, TensorDiff
 
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
-# Codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
-_OF_FACTS = ("SYN102", "SYN215")
+# The facts of codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
+_FACTS = {
+    "SYN102": frozenset({"shape", "dtype"}),
+    "SYN215": frozenset({"missing", "shape", "dtype", "values"}),
+}
+# The fact of each reason. All other reasons are differences of values.
+_REASONS: Mapping[Reason | None, str] = {
+    Reason.MISSING: "missing",
+    Reason.SHAPE: "shape",
+    Reason.DTYPE: "dtype",
+}
+# The verdicts of groups whose replicas were compared.
+_OF_COMPARED = ("in_sync", "out_of_sync")
 
 
 class Entry(NamedTuple):
@@ -62,9 +74,9 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
     Raises UsageError if the file is missing, unreadable, not a baseline, or of another version.
     """
     content = _read_content(path)
-    if content is None and may_be_missing:
-        return frozenset()
     if content is None:
+        if may_be_missing:
+            return frozenset()
         raise UsageError(f"{path}: no such baseline; create it with --update-baseline")
     try:
         document = json.loads(content.decode())
@@ -88,14 +100,18 @@ def _read_content(path: str) -> bytes | None:
 
 def _check_version(path: str, document: Any) -> None:
     """Raise UsageError if a document is no baseline, or of another version."""
-    version = document.get(_VERSION) if isinstance(document, dict) else None
-    if version is None:
+    if not isinstance(document, dict) or document.get(_VERSION) is None:
         raise UsageError(f"{path}: not a baseline: it has no {_VERSION}")
+    version = document[_VERSION]
     # True equals 1 in Python.
-    if version != SCHEMA or isinstance(version, bool):
-        raise UsageError(f"{path}: a baseline of version {brief(version)}; this syncheck reads version {SCHEMA}")
+    is_number = not isinstance(version, bool)
+    if version != SCHEMA or not is_number:
+        problem = f"a baseline of version {brief(version)}"
+        raise UsageError(f"{path}: {problem}; this syncheck reads version {SCHEMA}")
     if document.keys() != {_VERSION, _ACCEPTED}:
-        raise UsageError(f"{path}: not a baseline: needs {_VERSION} and {_ACCEPTED}, found {brief([*document])}")
+        present_keys = brief([*document])
+        problem = f"needs {_VERSION} and {_ACCEPTED}, found {present_keys}"
+        raise UsageError(f"{path}: not a baseline: {problem}")
 
 
 def _entries(path: str, accepted: object) -> Iterator[Entry]:
@@ -105,54 +121,63 @@ def _entries(path: str, accepted: object) -> Iterator[Entry]:
             for kind, names in _items(path, f"{brief(run)}, {brief(code)}", kinds):
                 key = f"{brief(run)}, {brief(code)}, {brief(kind)}"
                 for name in _check_names(path, key, names):
-                    yield Entry(run, code, kind, name)
+                    yield Entry(
+                        run,
+                        code,
+                        kind,
+                        name,
+                    )
 
 
 def _check_names(path: str, key: str, names: Any) -> list[str]:
     """Return a list of names. Raises UsageError for anything else."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"{path}: not a baseline: {key}: must be a list of names, found {brief(names)}")
+        problem = f"{key}: must be a list of names, found {brief(names)}"
+        raise UsageError(f"{path}: not a baseline: {problem}")
     return names
 
 
 def _items(path: str, key: str, value: object) -> list[tuple[str, Any]]:
     """Return the items of an object. Raises UsageError for anything else."""
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: not a baseline: {key}: must be an object, found {brief(value)}")
+        problem = f"{key}: must be an object, found {brief(value)}"
+        raise UsageError(f"{path}: not a baseline: {problem}")
     return list(value.items())
 
 
-def serialize(known: Known) -> str:
+def serialize(accepted: Known) -> str:
     """Return the text of a baseline, in ASCII. Equal entries give equal texts."""
     tree: dict[str, Any] = {}
-    for entry in sorted(known):
-        names = tree.setdefault(entry.run, {}).setdefault(entry.code, {}).setdefault(entry.kind, [])
+    for entry in sorted(accepted):
+        codes = tree.setdefault(entry.run, {})
+        kinds = codes.setdefault(entry.code, {})
+        names = kinds.setdefault(entry.kind, [])
         names.append(entry.name)
-    return json.dumps({_VERSION: SCHEMA, _ACCEPTED: tree}, indent=1) + "\n"
+    document = {_VERSION: SCHEMA, _ACCEPTED: tree}
+    return json.dumps(document, indent=1) + "\n"
 
 
-def apply_baseline(report: Report, known: Known) -> Report:
+def apply_baseline(report: Report, accepted: Known) -> Report:
     """Return the report with findings accepted by a baseline, and with new and fixed entries.
 
     A finding is accepted if the baseline contains all of its tensors and values under its run, code and kind. Otherwise
     it fails and lists the new tensors and values.
     """
-    last_position = {_label(group): position for position, group in enumerate(report.groups)}
-    fixed = _find_fixed(report, known)
+    last_groups = {_label(group): group for group in report.groups}
+    fixed = _find_fixed(report, accepted)
     groups = []
-    for position, group in enumerate(report.groups):
-        judged = group
-        if group.verdict != "alone":
-            findings = [_check_finding(group, finding, known) for finding in group.findings]
-            judged = with_findings(group, tuple(findings))
+    for group in report.groups:
+        judged = _check_group(group, accepted)
+        run = _label(group)
         # The last step of a run lists what is fixed.
-        if last_position[_label(group)] == position:
-            judged = replace(judged, fixed=_group_by_code(fixed, _label(group)))
+        if last_groups[run] is group:
+            judged = replace(judged, fixed=_group_by_code(fixed, run))
         groups.append(judged)
-    return replace(report, groups=tuple(groups), verdict=overall(groups, report.unreadable))
+    verdict = overall(groups, report.unreadable)
+    return replace(report, groups=tuple(groups), verdict=verdict)
 
 
-def update_baseline(report: Report, known: Known) -> Known:
+def update_baseline(report: Report, accepted: Known) -> Known:
     """Return a baseline that accepts all failing findings of a report, without fixed entries.
 
     Entries outside the report stay. Raises UsageError if files could not be read or nothing was compared.
@@ -161,12 +186,13 @@ def update_baseline(report: Report, known: Known) -> Known:
     if report.unreadable:
         first = report.unreadable[0]
         raise UsageError(f"the baseline is not updated: {first.path} could not be read, so findings may be missing")
-    if not any(map(_is_compared, report.groups)):
+    verdicts = {group.verdict for group in report.groups}
+    if verdicts.isdisjoint(_OF_COMPARED):
         raise UsageError("the baseline is not updated: nothing was compared")
+
     failing = find_failing(report)
-    # The entries of older versions have no fact, and are replaced.
-    replaced = frozenset(map(_without_fact, failing))
-    return (known - _find_fixed(report, known) - replaced) | failing
+    outdated = _find_fixed(report, accepted) | _without_facts(failing)
+    return (accepted - outdated) | failing
 
 
 def find_failing(report: Report) -> Known:
@@ -174,7 +200,9 @@ def find_failing(report: Report) -> Known:
     entries: set[Entry] = set()
     for group in report.groups:
         for finding in group.findings:
-            if finding.severity != "info" and not finding.allowed:
+            # Information is no fault, and `--allow` accepts a finding without a baseline.
+            may_fail = finding.severity != "info" and not finding.allowed
+            if may_fail:
                 entries |= _entries_of(group, finding)
     return frozenset(entries)
 
@@ -194,33 +222,66 @@ def _label(group: Group) -> str:
     return group.label or group.run
 
 
-def _is_compared(group: Group) -> bool:
-    """Whether the replicas of a group were compared."""
-    return group.verdict in ("in_sync", "out_of_sync")
-
-
 def _entries_of(group: Group, finding: Finding) -> set[Entry]:
     """Return the entries of a finding."""
     run, code = _label(group), finding.code
-    diffs = {diff.name: diff for diff in group.tensors}
-    entries = {Entry(run, code, "value", name) for name in finding.values}
+    diffs = index_by_name(group.tensors)
+    entries = {
+        Entry(
+            run,
+            code,
+            kind="value",
+            name=name,
+        )
+        for name in finding.values
+    }
     for name in finding.tensors:
-        kinds = _find_kinds(diffs[name], code) if name in diffs else ["other"]
-        entries.update(Entry(run, code, kind, name) for kind in kinds)
+        kinds = ["other"]
+        # Only differing tensors have a record.
+        if name in diffs:
+            kinds = _find_kinds(diffs[name], code)
+        for kind in kinds:
+            entry = Entry(
+                run,
+                code,
+                kind,
+                name,
+            )
+            entries.add(entry)
     return entries
 
 
 def _find_kinds(diff: TensorDiff, code: str) -> list[str]:
     """Return the kinds under which a tensor is listed, one per fact."""
-    if code not in _OF_FACTS:
+    facts_of_code = _FACTS.get(code)
+    if facts_of_code is None:
         return [diff.kind]
     kinds = []
-    for fact in diff.facts or (diff,):
-        reason = fact.reason if fact.reason in ("missing", "shape", "dtype") else "values"
-        # SYN102 covers no other facts.
-        if code != "SYN102" or reason in ("shape", "dtype"):
-            kinds.append(f"{diff.kind} ({reason})")
+    for problem in problems_of(diff):
+        fact = _REASONS.get(problem.reason, "values")
+        if fact in facts_of_code:
+            kinds.append(f"{diff.kind} ({fact})")
     return kinds
+
+
+def _without_facts(entries: Iterable[Entry]) -> Known:
+    """Return the entries in the format of older versions, whose kinds have no fact."""
+    older_entries = set()
+    for entry in entries:
+        kind, _, _ = entry.kind.partition(" (")
+        older_entries.add(entry._replace(kind=kind))
+    return frozenset(older_entries)
+
+
+def _check_group(group: Group, accepted: Known) -> Group:
+    """Return a group whose findings are checked against a baseline, and its new verdict."""
+    # A checkpoint that is alone has no findings, and keeps its verdict.
+    if group.verdict == "alone":
+        return group
+    findings = []
+    for finding in group.findings:
+        findings.append(_check_finding(group, finding, accepted))
+    return with_findings(group, tuple(findings))
 
 
 def _without_fact(entry: Entry) -> Entry:
@@ -228,19 +289,25 @@ def _without_fact(entry: Entry) -> Entry:
     return entry._replace(kind=entry.kind.partition(" (")[0])
 
 
-def _check_finding(group: Group, finding: Finding, known: Known) -> Finding:
+def _check_finding(group: Group, finding: Finding, accepted: Known) -> Finding:
     """Return the finding as accepted, or with its names that the baseline does not contain."""
     if not finding.fails:
         return finding
+    new_names = set()
     entries = _entries_of(group, finding)
-    new_entries = [entry for entry in entries if known.isdisjoint((entry, _without_fact(entry)))]
-    if entries and not new_entries:
+    for entry in entries:
+        possible_entries = _without_facts([entry]) | {entry}
+        if accepted.isdisjoint(possible_entries):
+            new_names.add(entry.name)
+    # A finding without any name is never accepted.
+    if entries and not new_names:
         return replace(finding, accepted=True)
-    new_names = tuple(sorted({entry.name for entry in new_entries}))
-    return replace(finding, new=new_names, facts=(Fact.NOT_IN_BASELINE(names=new_names), *finding.facts))
+    sorted_names = tuple(sorted(new_names))
+    fact = Fact.NOT_IN_BASELINE(names=sorted_names)
+    return replace(finding, new=sorted_names, facts=(fact, *finding.facts))
 
 
-def _find_fixed(report: Report, known: Known) -> Known:
+def _find_fixed(report: Report, accepted: Known) -> Known:
     """Return the compared entries of a baseline without a finding in the report.
 
     Excluded and incomparable tensors do not count as compared. If a file is unreadable or
@@ -249,45 +316,59 @@ def _find_fixed(report: Report, known: Known) -> Known:
     if report.unreadable:
         return frozenset()
     present: set[Entry] = set()
-    compared_groups: dict[str, list[Group]] = defaultdict(list)
+    coverage: dict[str, _Coverage] = defaultdict(_Coverage)
     for group in report.groups:
+        run = _label(group)
+        coverage[run].add(group)
         for finding in group.findings:
             present |= _entries_of(group, finding)
-        if _is_compared(group) and not _lacks_ranks(group):
-            compared_groups[_label(group)].append(group)
 
-    coverage = {run: _Coverage(groups) for run, groups in compared_groups.items()}
-    absent = known - present - frozenset(map(_without_fact, present))
-    return frozenset(entry for entry in absent if entry.run in coverage and coverage[entry.run].includes(entry))
+    absent = accepted - present - _without_facts(present)
+    fixed = set()
+    for entry in absent:
+        # A run outside the report covers nothing.
+        if coverage[entry.run].includes(entry):
+            fixed.add(entry)
+    return frozenset(fixed)
 
 
 def _lacks_ranks(group: Group) -> bool:
     """Whether the metadata records more ranks than were compared."""
-    return (group.evidence.metadata.world_size or 0) > len(group.replicas)
+    world_size = group.evidence.metadata.world_size or 0
+    return world_size > len(group.replicas)
 
 
 class _Coverage:
-    """The compared tensors of a run."""
+    """The compared tensors of a run. Without any compared group, it includes no entry."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        """Collect the tensors of all steps."""
-        self._complete = not any(group.left_out for group in groups)
+    def __init__(self) -> None:
+        """Begin without any group."""
+        self._groups = 0
+        self._incomplete_groups = 0
         self._present: set[str] = set()
         self._compared: set[str] = set()
-        for group in groups:
-            names = group.evidence.names.keys()
-            self._present |= names
-            self._compared |= names - {diff.name for diff in group.tensors if _is_skipped(diff)}
+
+    def add(self, group: Group) -> None:
+        """Add the tensors of a step, if all of its ranks were compared."""
+        if group.verdict not in _OF_COMPARED or _lacks_ranks(group):
+            return
+        self._groups += 1
+        # Excluded tensors may be those of the entry.
+        self._incomplete_groups += bool(group.left_out)
+        uncompared = with_status(group.tensors, "not_compared")
+        # Missing tensors and other shapes are compared: they differ.
+        skipped = set(list_names(uncompared)).difference(list_names(out_of_sync(group)))
+        names = group.evidence.names.keys()
+        self._present |= names
+        self._compared |= names - skipped
 
     def includes(self, entry: Entry) -> bool:
         """Whether an entry was compared, or is no longer in the checkpoints."""
-        if entry.kind != "value" and entry.name in self._present:
+        is_present = entry.name in self._present
+        if is_present and entry.kind != "value":
             return entry.name in self._compared
-        return self._complete
-
-
-def _is_skipped(diff: TensorDiff) -> bool:
-    return diff.status == "not_compared" and not diff.out_of_sync
+        # Without any group, nothing was compared.
+        return self._groups > self._incomplete_groups == 0
 
 
 def _group_by_code(fixed: Known, run: str) -> tuple[Fixed, ...]:
@@ -296,4 +377,9 @@ def _group_by_code(fixed: Known, run: str) -> tuple[Fixed, ...]:
     for entry in sorted(fixed):
         if entry.run == run:
             names_of_codes[entry.code].append(entry.name)
-    return tuple(Fixed(code, tuple(sorted(names))) for code, names in names_of_codes.items())
+    records = []
+    for code, names in names_of_codes.items():
+        # The entries are sorted by kind before their names.
+        names.sort()
+        records.append(Fixed(code, tuple(names)))
+    return tuple(records)

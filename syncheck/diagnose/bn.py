@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_weight
 from syncheck.diagnose.history import last_agreement, suspects
-from syncheck.diagnose.selection import exclude_names, has_kind, last_part, list_names, module_of, out_of_sync
+from syncheck.diagnose.selection import (
+    exclude_names,
+    has_kind,
+    last_part,
+    list_names,
+    module_of,
+    out_of_sync,
+    select_counting,
+    select_kinds,
+)
 from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from syncheck.records import Comparison, TensorDiff
 
@@ -55,7 +64,8 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
         return ()
     statistics = case.of_kind(*BN_STATISTICS)
     # Differences of the variances alone belong to SYN204.
-    if case.compared("bn_mean") and not has_kind(statistics, "bn_mean"):
+    means_agree = not has_kind(statistics, "bn_mean")
+    if means_agree and case.compared("bn_mean"):
         return ()
     return statistics
 
@@ -69,14 +79,16 @@ def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
     if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
         return ()
     statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
-    if all(map(_has_majority, statistics)):
-        return tuple(statistics)
-    return ()
+    have_majority = all(map(_has_majority, statistics))
+    return tuple(statistics) if have_majority else ()
 
 
 def _has_majority(diff: TensorDiff) -> bool:
     """Whether most ranks agree. A reference outside of them is no majority."""
-    return bool(diff.minority) and len(diff.clusters[0]) > 1
+    if not diff.minority:
+        return False
+    largest_set = diff.clusters[0]
+    return len(largest_set) > 1
 
 
 def may_be_changed(case: Case) -> bool:
@@ -85,41 +97,55 @@ def may_be_changed(case: Case) -> bool:
     Layers in evaluation mode agree too, and files saved after a broadcast. If no two of three or more ranks agree, a
     change on some ranks is no explanation.
     """
+    names = case.names_of(*BN_STATISTICS)
     # Before the first step, all statistics are equal.
     steps = [group for group in case.steps() if group.step != 0]
-    names = case.names_of(*BN_STATISTICS)
-    if names and last_agreement(names, steps) is not None:
+    agreed_step = last_agreement(names, steps)
+    if names and agreed_step is not None:
         return True
     differing = out_of_sync(case.group, *BN_STATISTICS)
-    if case.number_of_ranks > 2:
-        return any(map(_has_majority, differing))
-    return not names.issubset(list_names(differing))
+    # With two ranks, no majority shows which of them changed.
+    if case.number_of_ranks == 2:
+        return not names.issubset(list_names(differing))
+    return any(map(_has_majority, differing))
 
 
 def is_batchnorm(case: Case, name: str) -> bool:
     """Whether a running statistic is BatchNorm's. Observation normalizers have no batch count and no weight."""
     names = case.group.evidence.names
     module = name.removesuffix("running_mean").removesuffix("running_var")
-    has_siblings = f"{module}num_batches_tracked" in names or f"{module}weight" in names
-    return has_siblings or name not in names
+    siblings = {f"{module}num_batches_tracked", f"{module}weight"}
+    present_siblings = siblings & names.keys()
+    return bool(present_siblings) or name not in names
 
 
 def running_statistics(case: Case, differing: Sequence[TensorDiff]) -> list[TensorDiff]:
     """Select running statistics by dtype, by name, and by other names in the module."""
-    names = filter(_has_name_of_statistic, case.group.evidence.names)
-    modules = frozenset(map(module_of, names))
-    return [diff for diff in differing if _is_running_statistic(diff, modules)]
+    modules = set()
+    for name in case.group.evidence.names:
+        if _has_name_of_statistic(name):
+            module = module_of(name)
+            modules.add(module)
+    statistics = []
+    for diff in differing:
+        if _is_running_statistic(diff, modules):
+            statistics.append(diff)
+    return statistics
 
 
 def _has_name_of_statistic(name: str) -> bool:
+    """Whether the last part of a name is usual for a running statistic."""
     return _STATISTIC.fullmatch(last_part(name)) is not None
 
 
-def _is_running_statistic(diff: TensorDiff, modules: frozenset[str]) -> bool:
+def _is_running_statistic(diff: TensorDiff, modules: Collection[str]) -> bool:
     """Whether a tensor is a running statistic. modules: those with names of statistics."""
-    if diff.dtype.startswith(("int", "uint", "bool")) or _has_name_of_statistic(diff.name):
+    # Integers and masks count or select; they are no weights.
+    has_whole_numbers = diff.dtype.startswith(("int", "uint", "bool"))
+    if has_whole_numbers or _has_name_of_statistic(diff.name):
         return True
-    return module_of(diff.name) in modules and not is_weight(diff.name)
+    is_beside_statistics = module_of(diff.name) in modules
+    return is_beside_statistics and not is_weight(diff.name)
 
 
 def match_statistics(
@@ -129,10 +155,14 @@ def match_statistics(
 
     first: the first statement, with the parameters count, total and size. synchronization: the last statements.
     """
-    total, size = case.compared(*BN_STATISTICS), largest_difference(statistics)
     copies = statistics_of_copies(case)
+    difference = first(
+        count=len(statistics),
+        total=case.compared(*BN_STATISTICS),
+        size=largest_difference(statistics),
+    )
     facts = [
-        first(count=len(statistics), total=total, size=size),
+        difference,
         *case.agreement_facts(statistics),
         _describe_parameters(case),
     ]
@@ -140,7 +170,11 @@ def match_statistics(
         facts.append(Statistics.COUNTS_AGREE())
     facts += follower_facts(copies)
     facts += synchronization
-    return Match((*statistics, *copies), suspects(statistics, case.group), facts)
+    return Match(
+        tensors=(*statistics, *copies),
+        ranks=suspects(statistics, case.group),
+        facts=facts,
+    )
 
 
 def _describe_parameters(case: Case) -> Message:
@@ -157,25 +191,28 @@ def _describe_parameters(case: Case) -> Message:
 
 def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics of averaged copies, which are averages or copies of the model's."""
-    return tuple(diff for diff in case.differing("ema") if last_part(diff.name) in _LAST_PARTS)
+    statistics = []
+    for diff in case.differing("ema"):
+        # The kind is that of the copy, so only the name shows a statistic.
+        name = last_part(diff.name)
+        if name in _LAST_PARTS:
+            statistics.append(diff)
+    return tuple(statistics)
 
 
 def explained_by_settings(case: Case) -> bool:
     """Whether SYN107 covers differing settings and the differing parameters that follow from them."""
     # SYN107 precedes the rules on BatchNorm, and covers the settings with the parameters.
     uncovered = frozenset(list_names(case.tensors))
-    if not exclude_names(out_of_sync(case.group, "parameter"), uncovered):
-        return False
-    covered_values = [value for value in case.group.values if value.counts and value.name not in case.values]
-    return any(value.kind == "setting" for value in covered_values)
+    differing_parameters = out_of_sync(case.group, "parameter")
+    covered_parameters = exclude_names(differing_parameters, uncovered)
+    differing_values = select_counting(case.group.values)
+    covered_values = exclude_names(differing_values, case.values)
+    return bool(covered_parameters) and has_kind(covered_values, "setting")
 
 
 def drift(group: Comparison) -> float:
     """Return the mean of the largest differences of all differing running statistics; 0.0 if all agree."""
-    largest = []
-    for diff in group.tensors:
-        if diff.kind in BN_STATISTICS and diff.max_abs is not None:
-            largest.append(float(diff.max_abs))
-    if largest:
-        return sum(largest) / len(largest)
-    return 0.0
+    statistics = select_kinds(group.tensors, *BN_STATISTICS)
+    largest = [float(diff.max_abs) for diff in statistics if diff.max_abs is not None]
+    return sum(largest) / len(largest) if largest else 0.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from statistics import median
+from itertools import filterfalse
+from statistics import median, mode
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import count_agreeing, difference_ratios, suspects, trend_of
@@ -15,8 +15,22 @@ from syncheck.diagnose.optimizer_names import (
     is_setting,
     is_square,
     parameter_of,
+    split_number,
 )
-from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_kinds, with_status
+from syncheck.diagnose.selection import (
+    exclude_names,
+    has_kind,
+    index_by_name,
+    last_part,
+    list_names,
+    out_of_sync,
+    select_counting,
+    select_kinds,
+    select_names,
+    with_status,
+    with_step,
+)
+from syncheck.diagnose.series import step_order
 from syncheck.diagnose.statements import Common, Course, describe_clusters, largest_difference
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
@@ -53,7 +67,9 @@ class Case:
 
         Objects compared by one process are in memory too, but have no host.
         """
-        return all(replica.format == "memory" and replica.host is not None for replica in self.group.replicas)
+        formats = {replica.format for replica in self.group.replicas}
+        hosts = {replica.host for replica in self.group.replicas}
+        return formats <= {"memory"} and None not in hosts
 
     @property
     def number_of_ranks(self) -> int:
@@ -94,11 +110,10 @@ class Case:
 
     def of_values(self, *kinds: str) -> tuple[ValueDiff, ...]:
         """Return the uncovered, differing Python values of the kinds; without kinds, all."""
-        uncovered = frozenset(self.values)
-        values = tuple(value for value in self.group.values if value.name in uncovered)
+        values = select_names(self.group.values, frozenset(self.values))
         if kinds:
-            return tuple(value for value in values if value.kind in kinds)
-        return values
+            values = select_kinds(values, *kinds)
+        return tuple(values)
 
     # All tensors of the group, covered or not.
 
@@ -116,11 +131,13 @@ class Case:
 
     def is_in_sync(self, *kinds: str) -> bool:
         """Whether tensors of the kinds were compared, and all of them are in sync."""
-        return self.compared(*kinds) > 0 and self.agrees(*kinds)
+        are_compared = self.compared(*kinds) > 0
+        return are_compared and self.agrees(*kinds)
 
     def agreeing(self, kind: str) -> frozenset[str]:
         """Return the names of tensors of a kind if they are in sync or were not compared."""
-        return self.names_of(kind).difference(list_names(out_of_sync(self.group)))
+        differing = list_names(out_of_sync(self.group))
+        return self.names_of(kind).difference(differing)
 
     def _compared_names(self, kind: str) -> frozenset[str]:
         uncompared = with_status(self.group.tensors, "not_compared")
@@ -143,14 +160,16 @@ class Case:
         if metadata.optimizer_parameters:
             return frozenset(metadata.optimizer_parameters)
         owners = self.state_owners()
-        are_named = owners <= self.group.evidence.names.keys()
-        return owners if owners and are_named else None
+        # Without names in the file, the optimizer has ids.
+        are_names = owners <= self.group.evidence.names.keys()
+        return owners if owners and are_names else None
 
     def state_owners(self) -> frozenset[str]:
         """Return the parameters with optimizer state, or the optimizer's ids if their names are unknown."""
         owners = set()
-        for name, kind in self.group.evidence.names.items():
-            if kind in OPTIMIZER and not is_setting(name):
+        for name in self.names_of(*OPTIMIZER):
+            # The settings of a parameter group belong to many parameters.
+            if not is_setting(name):
                 owners.add(self.owner_of(name))
         return frozenset(owners)
 
@@ -164,21 +183,25 @@ class Case:
         # Without the names of the optimizer's parameters, any parameter may be trained.
         if optimized is None:
             return self.frozen
-        return self.frozen | (self.names_of("parameter") - optimized)
+        not_optimized = self.names_of("parameter") - optimized
+        return self.frozen | not_optimized
 
     @property
     def loose(self) -> frozenset[str]:
         """The untrained tensors that may be buffers, judged by the metadata and by their names."""
-        if self.group.evidence.metadata.buffers is not None:
+        metadata = self.group.evidence.metadata
+        # The metadata lists all buffers.
+        if metadata.buffers is not None:
             return frozenset()
-        return frozenset(name for name in self.untrained - self.frozen if not is_weight(name))
+        candidates = self.untrained - self.frozen
+        return frozenset(filterfalse(is_weight, candidates))
 
     def owner_of(self, name: str) -> str:
         """Return the parameter of an optimizer tensor, without the index of the optimizer if there are several."""
         parameter = parameter_of(name)
-        number, _, remainder = parameter.partition(".")
-        is_numbered = number.isdigit() and remainder in self.group.evidence.names
-        return remainder if is_numbered else parameter
+        _, without_number = split_number(parameter)
+        is_known = without_number in self.group.evidence.names
+        return without_number if is_known else parameter
 
     def owners_of(self, diffs: Iterable[TensorDiff]) -> frozenset[str]:
         """Return the parameters of optimizer tensors."""
@@ -186,8 +209,12 @@ class Case:
 
     def with_moment(self) -> frozenset[str]:
         """Return the parameters whose first moments were compared, or the optimizer's ids if names are unknown."""
-        moments = [name for name in self._compared_names("optimizer") if self._is_first_moment(name)]
-        return frozenset(map(self.owner_of, moments))
+        owners = set()
+        for name in self._compared_names("optimizer"):
+            if self._is_first_moment(name):
+                owner = self.owner_of(name)
+                owners.add(owner)
+        return frozenset(owners)
 
     def _is_first_moment(self, name: str) -> bool:
         """Whether an optimizer tensor is a running average of gradients.
@@ -195,7 +222,9 @@ class Case:
         RMSprop's momentum is not: it averages gradients divided by their own size. The momentum of clipped gradients
         was 1.4 times longer in measurements, with cosines of 0.91 to 0.97.
         """
-        return is_gradient_average(name) and not is_rmsprop_momentum(name, self.group.evidence.names)
+        names = self.group.evidence.names
+        averages_steps = is_rmsprop_momentum(name, names)
+        return is_gradient_average(name) and not averages_steps
 
     def trained_parameters(self) -> frozenset[str]:
         """Return the parameters with a first moment, or without optimizer state all possibly trained parameters.
@@ -209,21 +238,24 @@ class Case:
             return with_moment
         candidates = parameters - self.untrained
         weights = frozenset(filter(is_weight, candidates))
-        if self.optimized is not None or 2 * len(weights) <= len(candidates):
+        are_most_weights = 2 * len(weights) > len(candidates)
+        if self.optimized is not None or not are_most_weights:
             return candidates
-        return weights | (candidates & self.differing_parameters().keys())
+        differing = self.differing_parameters().keys()
+        return weights | (candidates & differing)
 
     def differing_parameters(self) -> dict[str, TensorDiff]:
         """Return the differing, unexplained trained parameters by name."""
-        untrained = self.untrained
-        return {diff.name: diff for diff in self.differing("parameter") if diff.name not in untrained}
+        trained = exclude_names(self.differing("parameter"), self.untrained)
+        return index_by_name(trained)
 
     def differing_moments(self) -> dict[str, TensorDiff]:
         """Return the differing, unexplained first moments by parameter."""
         moments = {}
         for diff in self.differing("optimizer"):
             if self._is_first_moment(diff.name):
-                moments[self.owner_of(diff.name)] = diff
+                parameter = self.owner_of(diff.name)
+                moments[parameter] = diff
         return moments
 
     def differing_squares(self) -> list[TensorDiff]:
@@ -237,7 +269,12 @@ class Case:
         last = self.group.step
         if last is None:
             return (self.group,)
-        return tuple(group for group in self.series if group.step is not None and group.step <= last)
+        groups = []
+        for group in with_step(self.series):
+            # Later steps do not matter: a report of an earlier step never refers to the future.
+            if step_order(group) <= last:
+                groups.append(group)
+        return tuple(groups)
 
     def in_step(self) -> bool:
         """Whether the ranks took the same number of steps, as far as known.
@@ -245,32 +282,45 @@ class Case:
         False for local SGD, which differs by design, and for different loss scales, which skip different steps.
         """
         evidence = self.group.evidence
-        if evidence.stale and self.differing_parameters():
-            return False
-        if evidence.metadata.averaging or not self.agrees("optimizer_step"):
-            return False
+        are_some_stale = bool(evidence.stale and self.differing_parameters())
         # A scaler skips the steps with an overflow, so another scale shows skipped steps.
-        counters = [value for value in self.group.values if value.kind in ("counter", "scaler")]
-        return not any(value.counts for value in counters)
+        counters = select_kinds(self.group.values, "counter", "scaler")
+        count_differently = bool(select_counting(counters))
+        reasons = (
+            are_some_stale,
+            bool(evidence.metadata.averaging),
+            not self.agrees("optimizer_step"),
+            count_differently,
+        )
+        return not any(reasons)
 
     def counts_steps(self) -> bool:
         """Whether the optimizer counts its steps, as Adam does. `in_step` is then a fact instead of an assumption."""
         if self.compared("optimizer_step"):
             return True
-        return any(name.endswith(".exp_avg") for name in self._compared_names("optimizer"))
+        states = self._compared_names("optimizer")
+        # Adam always counts, even if its counters are Python numbers.
+        return "exp_avg" in map(last_part, states)
 
     def just_began(self) -> bool:
         """Whether the parameters agreed at all earlier steps, so there is no trend yet.
 
         A single event, for example a skipped step, then looks like the start of a permanent fault.
         """
-        earlier = self.steps()[:-1]
-        return bool(earlier) and not any(has_kind(group.tensors, "parameter") for group in earlier)
+        agreements = self._earlier_agreements()
+        return bool(agreements) and all(agreements)
 
     def agreed_before(self) -> bool:
         """Whether the parameters agreed at some earlier step, so the run started in sync."""
-        earlier = self.steps()[:-1]
-        return not all(has_kind(group.tensors, "parameter") for group in earlier)
+        return any(self._earlier_agreements())
+
+    def _earlier_agreements(self) -> list[bool]:
+        """Return whether the parameters agreed at each earlier step."""
+        agreements = []
+        for group in self.steps()[:-1]:
+            differs = has_kind(group.tensors, "parameter")
+            agreements.append(not differs)
+        return agreements
 
     def trend_facts(self, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, tuple[Message, ...]]:
         """Return and state how the difference of tensors developed since the first step at which they differed.
@@ -280,25 +330,33 @@ class Case:
         groups = self.steps()
         steps = []
         for group in groups:
-            followed = [diff for diff in out_of_sync(group) if diff.kind in kinds or diff.name in names]
+            differing = out_of_sync(group)
+            followed = [diff for diff in differing if diff.kind in kinds or diff.name in names]
             steps.append(followed)
         first = count_agreeing(steps)
         trend = trend_of(steps[first:])
         if trend is None:
             return None, ()
+
         since = groups[first].step
         if trend == "constant":
-            return trend, (Course.UNCHANGED(step=since),)
+            unchanged = Course.UNCHANGED(step=since)
+            return trend, (unchanged,)
         sentence = Course.GREW if trend == "growing" else Course.CHANGED
-        ratio = median(difference_ratios(steps[first], steps[-1]))
-        return trend, (sentence(step=since, ratio=ratio),)
+        ratios = difference_ratios(steps[first], steps[-1])
+        changed = sentence(
+            step=since,
+            ratio=median(ratios),
+        )
+        return trend, (changed,)
 
     # The match.
 
     def with_followers(self, differing: Iterable[TensorDiff]) -> tuple[TensorDiff, ...]:
         """Add the affected optimizer state, running statistics, buffers and averaged copies to the differences."""
-        names = self.untrained.union(list_names(differing))
-        return tuple(diff for diff in self.tensors if diff.name in names or diff.kind in _FOLLOWERS)
+        followers = list_names(self.of_kind(*_FOLLOWERS))
+        names = self.untrained.union(list_names(differing), followers)
+        return tuple(select_names(self.tensors, names))
 
     def make_match(
         self, differing: Sequence[TensorDiff], facts: Iterable[Message], covered: Sequence[TensorDiff] = ()
@@ -308,37 +366,60 @@ class Case:
         covered: the covered tensors, by default the differing tensors.
         """
         agreement = self.agreement_facts(differing)
-        return Match(tuple(covered or differing), suspects(differing, self.group), (*facts, *agreement))
+        return Match(
+            tensors=tuple(covered or differing),
+            ranks=suspects(differing, self.group),
+            facts=(*facts, *agreement),
+        )
 
     def parameter_facts(self, tensors: Iterable[TensorDiff]) -> tuple[Message, ...]:
         """State how many of the tensors are parameters and by how much they differ; empty without parameters."""
         parameters = select_kinds(tensors, "parameter")
         if not parameters:
             return ()
-        total = max(self.compared("parameter"), len(parameters))  # other shapes are not compared
-        size = largest_difference(parameters)
-        return (Common.PARAMETERS(count=len(parameters), total=total, size=size),)
+        compared = self.compared("parameter")
+        fact = Common.PARAMETERS(
+            count=len(parameters),
+            # Parameters of different shapes are not compared.
+            total=max(compared, len(parameters)),
+            size=largest_difference(parameters),
+        )
+        return (fact,)
 
     def agreement_facts(self, tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
         """State which ranks agree and which differ, or that there is no majority. Empty for two replicas."""
         # Two replicas differ from each other, which the first statement of a finding says.
         if self.number_of_ranks < 3:
             return ()
+        if not tensors:
+            return describe_clusters((), self.group.ranks)
         partitioned = [diff for diff in tensors if len(diff.replica_groups) > 1]
+        if partitioned:
+            return self._facts_within_groups(partitioned)
+        return self._facts_of_most(tensors)
+
+    def _facts_of_most(self, tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:
+        """State which ranks agree in most of the tensors; empty if all tensors have a single set of ranks."""
+        clusters_of_tensors = []
+        for diff in tensors:
+            # A tensor may have only one set of ranks, because other ranks lack it.
+            if len(diff.clusters) != 1:
+                clusters_of_tensors.append(diff.clusters)
+        if not clusters_of_tensors:
+            return ()
+        most_common = mode(clusters_of_tensors)
+        return describe_clusters(most_common, self.group.ranks)
+
+    def _facts_within_groups(self, partitioned: Sequence[TensorDiff]) -> tuple[Message, ...]:
+        """State the suspects of tensors with several replica groups, between which tensors differ by design."""
         suspected: set[int] = set()
         for diff in partitioned:
             suspected.update(suspects([diff], self.group))
-        if suspected:
-            groups = tuple(ranks for ranks in partitioned[0].replica_groups if len(ranks) > 1)
-            return (Common.WITHIN_GROUPS(groups=groups, ranks=tuple(sorted(suspected))),)
-        # A tensor may have only one set of ranks, because other ranks lack it.
-        counts = Counter(diff.clusters for diff in tensors if len(diff.clusters) != 1)
-        if not counts:
-            if tensors:
-                return ()
-            return describe_clusters((), self.group.ranks)
-        most_common, _ = counts.most_common(1)[0]
-        return describe_clusters(most_common, self.group.ranks)
+        fact = Common.WITHIN_GROUPS(
+            groups=tuple(ranks for ranks in partitioned[0].replica_groups if len(ranks) > 1),
+            ranks=tuple(sorted(suspected)),
+        )
+        return (fact,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,9 +461,12 @@ class Match:
 
 def is_weight(name: str) -> bool:
     """Whether a tensor is named weight or bias. Buffers are not, except biases for balancing experts."""
-    return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
+    has_name_of_parameter = name.endswith(("weight", "bias"))
+    balances_experts = name.endswith(("expert_bias", "correction_bias"))
+    return has_name_of_parameter and not balances_experts
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter or module is an adapter of a frozen model, by its name."""
-    return any(word in name.lower() for word in _ADAPTERS)
+    lower_name = name.lower()
+    return any(word in lower_name for word in _ADAPTERS)

@@ -5,7 +5,7 @@ The docstring of the sentences is the text of `syncheck explain`.
 
 from __future__ import annotations
 
-from syncheck.diagnose import model_layouts, model_updates, model_values
+from syncheck.diagnose import model_layouts, model_positions, model_updates, model_values
 from syncheck.diagnose.rule import Rule, Turn
 from syncheck.findings import RelationKind
 
@@ -13,9 +13,9 @@ CONVERSION_RULES = (
     Rule(
         code="SYN310",
         slug="expert-misplaced",
-        sentences=model_layouts.ExpertMisplaced,
+        sentences=model_positions.ExpertMisplaced,
         two_models=Turn.RELATION,
-        match=model_layouts.match_misplaced_experts,
+        match=model_positions.match_misplaced_experts,
     ),
     Rule(
         code="SYN301",
@@ -106,18 +106,18 @@ CONVERSION_RULES = (
     Rule(
         code="SYN313",
         slug="wrong-shard",
-        sentences=model_layouts.WrongShard,
+        sentences=model_positions.WrongShard,
         two_models=Turn.RELATION,
         relation=RelationKind.SHARD,
-        state=model_layouts.state_wrong_shard,
+        state=model_positions.state_wrong_shard,
     ),
     Rule(
         code="SYN314",
         slug="tie-changed",
-        sentences=model_layouts.TieChanged,
+        sentences=model_positions.TieChanged,
         two_models=Turn.RELATION,
         relation=RelationKind.TIE,
-        state=model_layouts.state_tied,
+        state=model_positions.state_tied,
     ),
     Rule(
         code="SYN315",
@@ -140,11 +140,11 @@ CONVERSION_RULES = (
     Rule(
         code="SYN317",
         slug="repeated",
-        sentences=model_layouts.Repeated,
+        sentences=model_positions.Repeated,
         two_models=Turn.RELATION,
         relation=RelationKind.REPEATED,
-        state=model_layouts.state_repeated,
-        amend=model_layouts.explain_longer,
+        state=model_positions.state_repeated,
+        amend=model_positions.explain_longer,
     ),
     Rule(
         code="SYN311",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.averaging import recorded_step
-from syncheck.diagnose.optimizer_names import parameter_of
+from syncheck.diagnose.optimizer_names import parameter_of, split_number
 from syncheck.diagnose.rank_values import are_unequal, below_highest, counts_of, find_minority, known_numbers, spread
-from syncheck.diagnose.selection import join_ranks, ranks_outside, select_names
+from syncheck.diagnose.selection import ranks_outside, select_names
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.value_kinds import is_lbfgs_state
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff
@@ -63,7 +63,8 @@ class StepCounter:
     @property
     def far(self) -> bool:
         """Whether the lag is larger than a few skipped steps."""
-        return self.lag > FEW and self.lag >= SHARE * self.highest
+        least_share = SHARE * self.highest
+        return self.lag > FEW and self.lag >= least_share
 
     @property
     def behind(self) -> tuple[int, ...]:
@@ -75,22 +76,34 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
     """Return the uncovered step counters with different, known counts."""
     counters = []
     for diff in case.of_kind("optimizer_step"):
-        counts = counts_of(diff)
-        if are_unequal(counts.values()):
-            counters.append(StepCounter(diff.name, counts, diff, diff.minority))
+        counter = StepCounter(
+            name=diff.name,
+            by_rank=counts_of(diff),
+            diff=diff,
+            minority=diff.minority,
+        )
+        counters.append(counter)
     for value in case.of_values("counter"):
         # LBFGS counts iterations within a step, and their number depends on the loss.
         if is_lbfgs_state(value.name):
             continue
         counts = known_numbers(value.by_rank, value.by_rank.keys())
-        if are_unequal(counts.values()):
-            counters.append(StepCounter(value.name, counts, None, find_minority(counts)))
-    return tuple(counters)
+        counter = StepCounter(
+            name=value.name,
+            by_rank=counts,
+            diff=None,
+            minority=find_minority(counts),
+        )
+        counters.append(counter)
+    return tuple(counter for counter in counters if are_unequal(counter.by_rank.values()))
 
 
 def deviating_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
     """Return the ranks outside the majority, or without a majority the ranks with smaller counts."""
-    return tuple(sorted(join_ranks(counter.minority or counter.behind for counter in counters)))
+    deviating: set[int] = set()
+    for counter in counters:
+        deviating.update(counter.minority or counter.behind)
+    return tuple(sorted(deviating))
 
 
 def healthy_count(case: Case, counter: StepCounter) -> float | None:
@@ -102,36 +115,42 @@ def healthy_count(case: Case, counter: StepCounter) -> float | None:
         if len(possible) == 1:
             return possible.pop()
 
-    # The majority is healthy if all of its ranks counted the same steps.
     majority = ranks_outside(counter.by_rank, counter.minority)
-    agreed = {counter.by_rank[rank] for rank in majority}
-    if not counter.minority or len(agreed) > 1:
-        return None
-    return agreed.pop()
+    counts = {counter.by_rank[rank] for rank in majority}
+    # The majority is healthy if all of its ranks counted the same steps.
+    is_agreed = len(counts) == 1
+    return counts.pop() if counter.minority and is_agreed else None
 
 
 def are_partial(case: Case) -> bool:
     """Whether some step counters differ and others agree, so that a part of the optimizer took other steps."""
-    return bool(case.of_kind("optimizer_step") and case.agreeing("optimizer_step"))
+    differing = case.of_kind("optimizer_step")
+    agreeing = case.agreeing("optimizer_step")
+    return bool(differing and agreeing)
 
 
 def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
     """Whether the parameters are all those of some of several optimizers, as in a GAN. names: of other steps."""
-    sizes: Counter[str] = Counter()
-    lagging: Counter[str] = Counter()
+    optimizers_behind = set()
+    optimizers_in_step = set()
     for counter in case.names_of("optimizer_step"):
         optimizer = _optimizer_of(case, counter)
-        sizes[optimizer] += 1
         if case.owner_of(counter) in names:
-            lagging[optimizer] += 1
-    # A single optimizer has no number, and a part of an optimizer lags for another reason.
-    is_part_behind = any(lagging[optimizer] < sizes[optimizer] for optimizer in lagging)
-    return len(sizes) > 1 and not is_part_behind
+            optimizers_behind.add(optimizer)
+        else:
+            optimizers_in_step.add(optimizer)
+    # A part of an optimizer lags for another reason.
+    are_whole = optimizers_behind.isdisjoint(optimizers_in_step)
+    # A single optimizer has no number.
+    are_several = len(optimizers_behind | optimizers_in_step) > 1
+    return are_several and are_whole
 
 
 def is_optimizer_behind(case: Case) -> bool:
     """Whether all counters of some of several optimizers differ, and all counters of the rest agree."""
-    return are_partial(case) and is_whole_optimizer(case, case.owners_of(case.of_kind("optimizer_step")))
+    differing = case.of_kind("optimizer_step")
+    lagging_owners = case.owners_of(differing)
+    return are_partial(case) and is_whole_optimizer(case, lagging_owners)
 
 
 def _optimizer_of(case: Case, counter: str) -> str:
@@ -139,19 +158,23 @@ def _optimizer_of(case: Case, counter: str) -> str:
     parameter = parameter_of(counter)
     if parameter in case.group.evidence.names:
         return ""
-    number, _, remainder = parameter.partition(".")
-    is_numbered = number.isdecimal() and bool(remainder)
-    return number if is_numbered else ""
+    number, _ = split_number(parameter)
+    return number
 
 
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
     """Return the counter with the largest lag."""
-    return max(counters, key=lambda counter: counter.lag, default=None)
+    return max(counters, key=attrgetter("lag"), default=None)
 
 
 def names_of_values(counters: Iterable[StepCounter]) -> tuple[str, ...]:
     """Return the names of counters stored as Python numbers; a finding covers them as values, not as tensors."""
-    return tuple(counter.name for counter in counters if counter.diff is None)
+    names = []
+    for counter in counters:
+        is_tensor = counter.diff is not None
+        if not is_tensor:
+            names.append(counter.name)
+    return tuple(names)
 
 
 def counter_facts(counters: Sequence[StepCounter]) -> tuple[Message, ...]:
@@ -167,44 +190,65 @@ def counter_facts(counters: Sequence[StepCounter]) -> tuple[Message, ...]:
     return (fact,)
 
 
-def _earlier_counts(
-    counter: StepCounter, series: Sequence[Comparison]
-) -> Iterator[tuple[int | None, dict[int, float]]]:
-    """Yield the step and the counts by rank at earlier steps at which the counter differed."""
+class _EarlierLag(NamedTuple):
+    """How a counter differed at an earlier step."""
+
+    step: int | None
+    lag: float
+    highest: float
+    """The largest count of a rank."""
+
+
+def _earlier_lags(counter: StepCounter, series: Sequence[Comparison]) -> list[_EarlierLag]:
+    """Return how the counter differed at the earlier steps at which its counts are known."""
+    lags = []
     for group in series[:-1]:
         for diff in select_names(group.tensors, (counter.name,)):
             counts = counts_of(diff)
             if counts:
-                yield group.step, counts
+                earlier = _EarlierLag(
+                    step=group.step,
+                    lag=spread(counts),
+                    highest=max(counts.values()),
+                )
+                lags.append(earlier)
+    return lags
 
 
 def steps_by_rank(counter: StepCounter) -> dict[int, int]:
     """Return the number of steps that each rank counted."""
-    return {rank: int(count) for rank, count in sorted(counter.by_rank.items())}
+    steps = {}
+    for rank in sorted(counter.by_rank):
+        count = counter.by_rank[rank]
+        # All numbers of ranks are read as floats.
+        steps[rank] = int(count)
+    return steps
 
 
 def earlier_lag(counter: StepCounter, series: Sequence[Comparison]) -> tuple[int, int] | None:
     """Return the first step at which the counter differed and its lag there; None if the lag has not changed."""
-    for step, counts in _earlier_counts(counter, series):
-        if step is not None:
-            lag = spread(counts)
-            if lag == counter.lag:
-                return None
-            return (step, int(lag))
+    for earlier in _earlier_lags(counter, series):
+        if earlier.step is not None:
+            has_changed = earlier.lag != counter.lag
+            return (earlier.step, int(earlier.lag)) if has_changed else None
     return None
 
 
 def lag_grew(counter: StepCounter, series: Sequence[Comparison]) -> bool:
     """Whether the counter lagged at an earlier step too, and by less: steps are skipped again and again."""
     earlier = earlier_lag(counter, series)
-    return earlier is not None and earlier[1] < counter.lag
+    if earlier is None:
+        return False
+    _, lag = earlier
+    return lag < counter.lag
 
 
 def lag_stayed(counter: StepCounter, series: Sequence[Comparison]) -> bool:
     """Whether the counter lagged by as much at an earlier step, so that the lag has a single cause."""
-    for _, counts in _earlier_counts(counter, series):
-        if spread(counts) == counter.lag:
-            return max(counts.values()) < counter.highest
+    for earlier in _earlier_lags(counter, series):
+        if earlier.lag == counter.lag:
+            # The ranks went on counting since.
+            return earlier.highest < counter.highest
     return False
 
 

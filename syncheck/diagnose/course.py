@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from statistics import mode
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.selection import list_names, out_of_sync, select_names
+from syncheck.diagnose.selection import list_names, out_of_sync, select_names, with_step
 from syncheck.diagnose.series import by_run
 from syncheck.diagnose.single_events import describe_events
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.findings import Certainty
     from syncheck.messages import Message
@@ -64,53 +65,55 @@ class _Sighting:
 
     def continues(self, earlier: _Sighting) -> bool:
         """Whether both are the same fault at neighbouring steps: the same parameters and ranks."""
-        if self.position != earlier.position + 1 or self.ranks != earlier.ranks:
+        is_next_step = self.position == earlier.position + 1
+        if not is_next_step or self.ranks != earlier.ranks:
             return False
-        common = len(self.names & earlier.names)
-        return common >= _MOST * len(self.names | earlier.names)
+        common = self.names & earlier.names
+        all_names = self.names | earlier.names
+        return len(common) >= _MOST * len(all_names)
 
 
 def decide_over_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return the groups; findings of one fault at several steps of a run have the same code, cause and certainty."""
-    decided = {id(group): group for group in groups}
+    decided: dict[int, Finding] = {}
     for run in by_run(groups).values():
-        steps = [group for group in run if group.step is not None]
-        # A single step has no course.
-        if len(steps) < 2:
-            continue
-        for position, findings in _decide_run(steps).items():
-            group = steps[position]
-            decided[id(group)] = replace(group, findings=findings)
-    return tuple(decided[id(group)] for group in groups)
+        decided |= _decide_run(with_step(run))
+    return tuple(_replace_findings(group, decided) for group in groups)
 
 
-def _decide_run(steps: Sequence[Group]) -> dict[int, tuple[Finding, ...]]:
-    """Return the new findings of the steps that change, by position."""
-    replaced: dict[int, Finding] = {}
+def _replace_findings(group: Group, decided: Mapping[int, Finding]) -> Group:
+    """Return the group with its decided findings. decided: by the identity of the finding of one step."""
+    findings = tuple(decided.get(id(finding), finding) for finding in group.findings)
+    codes = {finding.code for finding in findings}
+    # A report has one finding of each code.
+    are_unique = len(codes) == len(findings)
+    return replace(group, findings=findings) if are_unique else group
+
+
+def _decide_run(steps: Sequence[Group]) -> dict[int, Finding]:
+    """Return the findings of faults that several steps of a run show, by the identity of the finding of one step."""
+    decided: dict[int, Finding] = {}
     for course in _find_courses(steps):
         groups = [steps[sighting.position] for sighting in course]
-        described = describe_events(groups, _decide(course, steps))
-        for sighting, finding in zip(course, described, strict=True):
-            replaced[id(sighting.finding)] = finding
-
-    changed: dict[int, tuple[Finding, ...]] = {}
-    for position, group in enumerate(steps):
-        findings = tuple(replaced.get(id(finding), finding) for finding in group.findings)
-        # A report has one finding of each code.
-        codes = {finding.code for finding in findings}
-        if findings != group.findings and len(codes) == len(findings):
-            changed[position] = findings
-    return changed
+        findings = describe_events(groups, _decide(course, steps))
+        for sighting, finding in zip(course, findings, strict=True):
+            decided[id(sighting.finding)] = finding
+    return decided
 
 
 def _find_courses(steps: Sequence[Group]) -> list[list[_Sighting]]:
     """Return the faults that several neighbouring steps show."""
-    courses: list[list[_Sighting]] = []
+    sightings = []
     for position, group in enumerate(steps):
         for finding in group.findings:
             sighting = _observe(position, group, finding)
             if sighting is not None:
-                _find_course(courses, sighting).append(sighting)
+                sightings.append(sighting)
+    courses: list[list[_Sighting]] = []
+    for sighting in sightings:
+        course = _find_course(courses, sighting)
+        course.append(sighting)
+    # A fault at a single step has nothing to decide.
     return [course for course in courses if len(course) > 1]
 
 
@@ -125,17 +128,23 @@ def _find_course(courses: list[list[_Sighting]], sighting: _Sighting) -> list[_S
 
 def _observe(position: int, group: Group, finding: Finding) -> _Sighting | None:
     """Return the parameters and ranks of a finding; None if it is not about the values of parameters."""
-    if finding.code not in _OF_PARAMETERS or group.step is None:
-        return None
     # A warning that does not count is no fault.
-    if not finding.counts:
+    if group.step is None or not finding.counts:
+        return None
+    if finding.code not in _OF_PARAMETERS:
         return None
     parameters = select_names(out_of_sync(group, "parameter"), finding.tensors)
     if not parameters:
         return None
-    sets_of_ranks = Counter(frozenset(diff.clusters) for diff in parameters)
-    most_common, _ = sets_of_ranks.most_common(1)[0]
-    return _Sighting(position, group.step, finding, frozenset(list_names(parameters)), most_common)
+    sets_of_ranks = [frozenset(diff.clusters) for diff in parameters]
+    return _Sighting(
+        position=position,
+        step=group.step,
+        finding=finding,
+        names=frozenset(list_names(parameters)),
+        # Of several sets, those of most parameters.
+        ranks=mode(sets_of_ranks),
+    )
 
 
 def _decide(course: Sequence[_Sighting], steps: Sequence[Group]) -> list[Finding]:
@@ -145,28 +154,37 @@ def _decide(course: Sequence[_Sighting], steps: Sequence[Group]) -> list[Finding
         return [sighting.finding for sighting in course]
     merged = [sighting for sighting in course if _may_refer(sighting, clearest)]
     rivals = _find_rivals(merged, clearest)
+    disagreements = _disagreements(merged, rivals)
     certainty, alternatives = _limit_certainty(clearest.finding, rivals)
 
     decided = []
     for sighting in course:
         finding = sighting.finding
         if sighting in merged:
-            if finding.code == clearest.code:
-                finding = replace(finding, facts=(*finding.facts, *_disagreements(merged, rivals)))
-            else:
-                finding = _refer(sighting, clearest, steps[sighting.position], merged)
-            finding = replace(finding, certainty=certainty, alternatives=alternatives)
+            facts = (*finding.facts, *disagreements)
+            # The step keeps its own evidence only if it fits the cause.
+            if finding.code != clearest.code:
+                finding = _refer(sighting, clearest, steps[sighting.position])
+                facts = (_state_decision(merged, clearest), *finding.facts)
+            finding = replace(
+                finding,
+                facts=facts,
+                certainty=certainty,
+                alternatives=alternatives,
+            )
         decided.append(finding)
     return decided
 
 
 def _find_rivals(merged: Sequence[_Sighting], clearest: _Sighting) -> tuple[str, ...]:
     """Return the codes of other causes that seemed certain at some step."""
+    no_rivals = {*_WITHOUT_CAUSE, clearest.code}
     rivals = []
     for sighting in merged:
-        has_cause = sighting.code not in {*_WITHOUT_CAUSE, clearest.code}
-        if has_cause and sighting.finding.certainty != "consistent":
+        is_certain = sighting.finding.certainty != "consistent"
+        if is_certain and sighting.code not in no_rivals:
             rivals.append(sighting.code)
+    # Each code once, in the order of the steps.
     return tuple(dict.fromkeys(rivals))
 
 
@@ -175,17 +193,27 @@ def _limit_certainty(finding: Finding, rivals: Sequence[str]) -> tuple[Certainty
     if not rivals or finding.certainty == "proved":
         return finding.certainty, finding.alternatives
     # Two causes that both seemed certain: a cause at least is wrong.
-    return "consistent", tuple(dict.fromkeys((*finding.alternatives, *rivals)))
+    alternatives = dict.fromkeys((*finding.alternatives, *rivals))
+    return "consistent", tuple(alternatives)
 
 
 def _find_clearest(course: Sequence[_Sighting]) -> _Sighting | None:
     """Return the clearest sighting of the code that decides; None if the steps agree, or no step shows a cause."""
     counts = Counter(sighting.code for sighting in course)
-    causes = [sighting for sighting in course if sighting.code not in _WITHOUT_CAUSE]
-    if len(counts) < 2 or not causes:
+    # The steps agree.
+    if len(counts) == 1:
         return None
-    # The first of equally clear steps.
-    return max(causes, key=lambda sighting: (_STRENGTH[sighting.finding.certainty], counts[sighting.code]))
+    clearest: _Sighting | None = None
+    most_clarity = (-1, 0)
+    for sighting in course:
+        if sighting.code in _WITHOUT_CAUSE:
+            continue
+        strength = _STRENGTH[sighting.finding.certainty]
+        clarity = (strength, counts[sighting.code])
+        # The first of equally clear steps decides.
+        if clarity > most_clarity:
+            clearest, most_clarity = sighting, clarity
+    return clearest
 
 
 def _may_refer(sighting: _Sighting, clearest: _Sighting) -> bool:
@@ -195,29 +223,38 @@ def _may_refer(sighting: _Sighting, clearest: _Sighting) -> bool:
     # An allowed finding does not fail, so it must not replace one that fails.
     if sighting.finding.allowed != clearest.finding.allowed:
         return False
-    if sighting.code == "SYN240":  # the first differences of a fault are small
-        return clearest.code in _OF_GRADIENTS and sighting.step < clearest.step
-    return sighting.finding.certainty == "consistent" or {sighting.code, clearest.code} <= _OF_GRADIENTS
+    # The first differences of a fault are small.
+    if sighting.code == "SYN240":
+        is_earlier = sighting.step < clearest.step
+        return is_earlier and clearest.code in _OF_GRADIENTS
+    is_uncertain = sighting.finding.certainty == "consistent"
+    are_both_of_gradients = {sighting.code, clearest.code} <= _OF_GRADIENTS
+    return is_uncertain or are_both_of_gradients
 
 
-def _refer(sighting: _Sighting, clearest: _Sighting, group: Group, merged: Sequence[_Sighting]) -> Finding:
-    """Return the finding of a step that refers to the clearest step."""
+def _refer(sighting: _Sighting, clearest: _Sighting, group: Group) -> Finding:
+    """Return the finding of a step with the code and the cause of the clearest step, and its own differences."""
     cause = clearest.finding
     differing = select_names(out_of_sync(group), sighting.finding.tensors)
-    steps = tuple(merged_sighting.step for merged_sighting in merged)
-    facts = (
-        Course.DECIDED(steps=steps, step=clearest.step, fact=cause.facts[0]),
-        Course.TENSORS(count=len(differing), size=largest_difference(differing)),
-    )
+    fact = Course.TENSORS(count=len(differing), size=largest_difference(differing))
     return replace(
         sighting.finding,
         code=cause.code,
         slug=cause.slug,
         severity=cause.severity,
         ranks=cause.ranks,
-        facts=facts,
+        facts=(fact,),
         cause=cause.cause,
         fix=cause.fix,
+    )
+
+
+def _state_decision(merged: Sequence[_Sighting], clearest: _Sighting) -> Message:
+    """State which steps decide, and what the clearest of them shows."""
+    return Course.DECIDED(
+        steps=tuple(sighting.step for sighting in merged),
+        step=clearest.step,
+        fact=clearest.finding.facts[0],
     )
 
 

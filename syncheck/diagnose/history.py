@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,8 +13,10 @@ from syncheck.diagnose.selection import (
     list_names,
     minorities_of,
     out_of_sync,
+    select_counting,
     select_kinds,
     select_names,
+    size_of,
     with_status,
 )
 from syncheck.records import History, HistoryPoint
@@ -26,7 +29,14 @@ if TYPE_CHECKING:
 
 # Counters show when the ranks began to differ, but not how much the model differs.
 _COUNTERS = ("bn_count", "optimizer_step")
-_TRAINED = ("parameter", *OPTIMIZER)
+# Which tensors of a finding show its history: the first of these that it has. Other kinds come second.
+_OTHER_KINDS = 1
+_FOLLOWED = {
+    **dict.fromkeys(("parameter", *OPTIMIZER), 0),
+    **dict.fromkeys(BN_STATISTICS, 2),
+    # An averaged copy differs longer than the model, and later.
+    "ema": 3,
+}
 
 # Ratio of the differences of a tensor at the last and the first step. Constant differences change only by float32
 # rounding over hundreds of steps; differences that amplify themselves more than double.
@@ -52,38 +62,47 @@ def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History 
     steps = []
     for group in groups:
         if group.step is not None:
-            steps.append(_Step(group.step, group, select_names(out_of_sync(group), followed)))
+            differing = select_names(out_of_sync(group), followed)
+            steps.append(_Step(group.step, group, differing))
     differing_by_step = [step.differing for step in steps]
     first = count_agreeing(differing_by_step)
     # A single step has no history.
     if len(steps) < 2 or first == len(steps):
         return None
+
     measured_by_step = _select_measured(differing_by_step)
     points = []
     for step, measured in zip(steps, measured_by_step, strict=True):
-        others_differ = _have_others(followed, step.group)
-        points.append(HistoryPoint(step.number, len(step.differing), _find_largest(measured), others_differ))
+        point = HistoryPoint(
+            step=step.number,
+            differing=len(step.differing),
+            max_abs=_find_largest(measured),
+            others_differ=_have_others(followed, step.group),
+        )
+        points.append(point)
     begin = steps[first]
+    first_names = list_names((*measured_by_step[first], *begin.differing))
     return History(
         points=tuple(points),
         since=begin.number,
         agreed=steps[first - 1].number if first else None,
-        tensors=tuple(dict.fromkeys(list_names((*measured_by_step[first], *begin.differing)))),
+        tensors=tuple(dict.fromkeys(first_names)),
         ranks=suspects(begin.differing, begin.group),
         trend=trend_of(measured_by_step[first:]),
     )
 
 
 def _select_followed(names: Collection[str], groups: Sequence[Comparison]) -> Collection[str]:
-    """Return the names whose differences are followed: of trained tensors, or else of the model, or else all."""
+    """Return the names whose differences are followed: those of the first kinds in the order of `_FOLLOWED`."""
     kinds: dict[str, str] = {}
     for group in groups:
         kinds.update((diff.name, diff.kind) for diff in group.tensors)
-    # An averaged copy differs longer than the model, and later.
-    of_model = {name for name in names if kinds.get(name) != "ema"} or names
-    trained = {name for name in of_model if kinds.get(name) in _TRAINED}
-    without_statistics = {name for name in of_model if kinds.get(name) not in BN_STATISTICS}
-    return trained or without_statistics or of_model
+    names_by_order: dict[int, set[str]] = defaultdict(set)
+    for name in names:
+        order = _FOLLOWED.get(kinds.get(name, ""), _OTHER_KINDS)
+        names_by_order[order].add(name)
+    first_order = min(names_by_order, default=_OTHER_KINDS)
+    return names_by_order[first_order]
 
 
 def count_agreeing(steps: Sequence[Sequence[TensorDiff]]) -> int:
@@ -104,31 +123,36 @@ def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
     ratios = difference_ratios(steps[0], steps[-1])
     if not ratios:
         return None
+
     middle = median(ratios)
     close_ratios = [ratio for ratio in ratios if abs(ratio - middle) <= CONSTANT * middle]
     is_uniform = 2 * len(close_ratios) > len(ratios)
-    if is_uniform and abs(middle - 1) <= CONSTANT:
-        return "constant"
-    if is_uniform and middle < 1:
-        return "shrinking"
+    if is_uniform:
+        if abs(middle - 1) <= CONSTANT:
+            return "constant"
+        if middle < 1:
+            return "shrinking"
     return "growing" if middle >= GROWING else "varying"
 
 
 def difference_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> list[float]:
     """Return the ratio of the later to the earlier difference for each tensor with both."""
-    earlier = {diff.name: float(diff.max_abs) for diff in before if diff.max_abs}
+    earlier_sizes = {diff.name: float(size_of(diff)) for diff in before}
     ratios = []
     for diff in after:
-        if diff.max_abs and diff.name in earlier:
-            ratios.append(float(diff.max_abs) / earlier[diff.name])
+        earlier_size = earlier_sizes.get(diff.name, 0.0)
+        later_size = float(size_of(diff))
+        # A tensor that agrees at one of the steps has no ratio.
+        if min(earlier_size, later_size) > 0:
+            ratios.append(later_size / earlier_size)
     return ratios
 
 
 def _have_others(names: Collection[str], group: Comparison) -> bool:
     """Whether other tensors, or any values, are out of sync at a step."""
-    if exclude_names(out_of_sync(group), names):
-        return True
-    return any(value.counts for value in group.values)
+    other_tensors = exclude_names(out_of_sync(group), names)
+    other_differences = [*other_tensors, *select_counting(group.values)]
+    return bool(other_differences)
 
 
 def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
@@ -137,16 +161,28 @@ def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]
     Returns the parameters, or else all tensors except statistics and counters, or else all tensors except counters.
     Statistics depend on the batch of each step even if the difference of the weights is constant.
     """
-    candidates = (
-        [select_kinds(diffs, "parameter") for diffs in steps],
-        [exclude_kinds(diffs, *_COUNTERS, *BN_STATISTICS) for diffs in steps],
-        [exclude_kinds(diffs, *_COUNTERS) for diffs in steps],
-    )
-    differing_steps = list(map(bool, steps))
-    for candidate in candidates:
-        if list(map(bool, candidate)) == differing_steps:
-            return candidate
-    return list(steps)
+    steps = list(steps)
+    for select in (_select_parameters, _exclude_statistics, _exclude_counters):
+        selected = [select(differing) for differing in steps]
+        # The size is unknown at a step with other differences only.
+        if selected.count([]) == steps.count([]):
+            return selected
+    return steps
+
+
+def _select_parameters(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return the parameters."""
+    return select_kinds(diffs, "parameter")
+
+
+def _exclude_statistics(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return all tensors except running statistics and counters."""
+    return exclude_kinds(diffs, *BN_STATISTICS, *_COUNTERS)
+
+
+def _exclude_counters(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return all tensors except counters."""
+    return exclude_kinds(diffs, *_COUNTERS)
 
 
 def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
@@ -165,24 +201,38 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     If most of the tensors have no majority, a majority in a few of them does not count: for example, two ranks may
     agree on a bias that changes only by rounding.
     """
-    # Running statistics differ between ranks without a fault, so they only count if no other tensor differs.
     diffs = list(tensors)
-    diffs = exclude_kinds(diffs, *BN_STATISTICS) or diffs
-    deviating = minorities_of(diffs)
-    without_majority = [diff for diff in diffs if len(diff.clusters) > 1 and not diff.minority]
-    are_most = 2 * len(without_majority) > len(diffs)
-    if are_most or not deviating or len(deviating) >= len(group.replicas):
-        deviating = holders_of(diffs)
+    without_statistics = exclude_kinds(diffs, *BN_STATISTICS)
+    # Running statistics differ between ranks without a fault, so they only count if no other tensor differs.
+    counting = without_statistics or diffs
+    deviating = minorities_of(counting)
+    # At least one rank deviates, and at least one rank never does.
+    are_some_healthy = 0 < len(deviating) < len(group.replicas)
+    if not are_some_healthy or _lack_majority(counting):
+        deviating = holders_of(counting)
     return tuple(sorted(deviating)) or group.ranks
+
+
+def _lack_majority(diffs: Sequence[TensorDiff]) -> bool:
+    """Whether no majority of the ranks agrees in most of the tensors."""
+    without_majority = []
+    for diff in diffs:
+        # Only one rank may hold a tensor, which then has a single set without a minority.
+        differs_between_ranks = len(diff.clusters) > 1
+        if differs_between_ranks and not diff.minority:
+            without_majority.append(diff)
+    return 2 * len(without_majority) > len(diffs)
 
 
 def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
     """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
-    for group in reversed(groups[:-1]):
+    expected_names = set(names)
+    earlier_groups = groups[:-1]
+    for group in reversed(earlier_groups):
         uncompared = with_status(group.tensors, "not_compared")
         unequal = list_names((*out_of_sync(group), *uncompared))
-        are_present = group.evidence.names.keys() >= set(names)
-        if are_present and set(unequal).isdisjoint(names):
+        agreeing_names = group.evidence.names.keys() - unequal
+        if agreeing_names >= expected_names:
             return group.step
     return None
 

@@ -10,6 +10,7 @@ from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
+    from syncheck.records import Comparison
 
 
 def ranks_without_state(case: Case) -> tuple[int, ...]:
@@ -23,13 +24,23 @@ def ranks_without_state(case: Case) -> tuple[int, ...]:
         return ()
     # Look at all missing tensors, because an earlier rule may cover some of them, for example for NaNs beside them.
     missing = select_missing(group.tensors, *OPTIMIZER)
-    is_whole_state = len(missing) >= len(case.names_of(*OPTIMIZER))
+    all_states = case.names_of(*OPTIMIZER)
+    is_whole_state = len(missing) >= len(all_states)
     sets_of_holders = {frozenset(join_ranks(diff.clusters)) for diff in missing}
     # A part of the state is missing on ranks that never updated some parameters (SYN225).
     if not is_whole_state or len(sets_of_holders) != 1:
         return ()
+
     (holders,) = sets_of_holders
     without_state = ranks_outside(group.ranks, holders)
-    # A rank without parameter groups has no optimizer in its file.
-    without_groups = join_ranks(value.lost for value in group.values if is_setting(value.name))
-    return () if without_groups.intersection(without_state) else without_state
+    without_optimizer = _ranks_without_groups(group)
+    return without_state if without_optimizer.isdisjoint(without_state) else ()
+
+
+def _ranks_without_groups(group: Comparison) -> set[int]:
+    """Return the ranks without parameter groups, whose files have no optimizer."""
+    ranks: set[int] = set()
+    for value in group.values:
+        if is_setting(value.name):
+            ranks.update(value.lost)
+    return ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.records import Evidence, sets_within
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from syncheck.findings import RelationKind
     from syncheck.records import TensorDiff
 
+_Default = TypeVar("_Default", float, None)
 # Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
 TOUCHED = 0.1
 # Extents of differences that damage explains, unlike the updates of a whole tensor.
@@ -34,6 +35,11 @@ def evidence_of(diff: TensorDiff) -> Evidence:
     return diff.evidence or Evidence()
 
 
+def median_or(numbers: Sequence[float], default: _Default) -> float | _Default:
+    """Return the median of numbers, or the default without any number."""
+    return median(numbers) if numbers else default
+
+
 def relation_of(diff: TensorDiff) -> RelationKind | None:
     """Return how a tensor of model B follows from A; None if no relation was found."""
     relation = evidence_of(diff).relation
@@ -46,15 +52,19 @@ def parameters_of(diff: TensorDiff) -> Mapping[str, Any]:
     return {} if relation is None else relation.parameters
 
 
+def list_parameter(diffs: Iterable[TensorDiff], name: str) -> list[Any]:
+    """Return one parameter of the relation of each tensor; None for a relation without this parameter."""
+    return [parameters_of(diff).get(name) for diff in diffs]
+
+
 def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the median share of differing elements, or None if only digests were compared."""
     shares = []
     for diff in diffs:
+        # A tensor without elements has no share.
         if diff.mismatched is not None and diff.numel:
-            shares.append(diff.mismatched / diff.numel)
-    if shares:
-        return median(shares)
-    return None
+            shares.append(share_of(diff))
+    return median_or(shares, None)
 
 
 def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
@@ -83,17 +93,15 @@ def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
     for diff in diffs:
         cosine = evidence_of(diff).cosine
         # The cosine of two numbers shows their signs only.
-        if diff.numel > 1 and cosine is not None:
+        is_number = diff.numel <= 1
+        if cosine is not None and not is_number:
             measured.append(cosine)
     return measured
 
 
 def median_cosine(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the median of the cosines between replicas; None if none was measured."""
-    measured = cosines(diffs)
-    if measured:
-        return median(measured)
-    return None
+    return median_or(cosines(diffs), None)
 
 
 def largest_norm(diff: TensorDiff, default: float) -> float:
@@ -116,18 +124,19 @@ def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
 
     locations: by rank, a host or a mesh coordinate.
     """
-    groups = sets_within(diff)
-    for clusters in groups:
-        if not _is_one_cluster_each(clusters, locations):
-            return False
-    return bool(groups)
+    clusters_of_groups = sets_within(diff)
+    if not clusters_of_groups:
+        return False
+    return all(_is_one_cluster_each(clusters, locations) for clusters in clusters_of_groups)
 
 
 def _is_one_cluster_each(clusters: Sequence[Sequence[int]], locations: Mapping[int, Hashable]) -> bool:
     """Whether all ranks of a location are in the same cluster."""
-    cluster_of: dict[Hashable, int] = {}
-    for number, ranks in enumerate(clusters):
-        for rank in ranks:
-            if cluster_of.setdefault(locations[rank], number) != number:
-                return False
+    seen_locations: set[Hashable] = set()
+    for ranks in clusters:
+        locations_of_cluster = {locations[rank] for rank in ranks}
+        # Another cluster has ranks of the same location.
+        if not seen_locations.isdisjoint(locations_of_cluster):
+            return False
+        seen_locations |= locations_of_cluster
     return True

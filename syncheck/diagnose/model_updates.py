@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import parameters_of, relation_of
+from syncheck.diagnose.measures import list_parameter, parameters_of
 from syncheck.diagnose.rule import group_by_parameters, state_tensors
 from syncheck.findings import RelationKind
-from syncheck.messages import Sentence
+from syncheck.messages import Message, Sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.records import TensorDiff
 
 
 class NotUpdated(Sentence, topic="SYN301"):
@@ -38,13 +43,16 @@ class NotUpdated(Sentence, topic="SYN301"):
 def match_not_updated(case: Case) -> Match | None:
     """Match the tensors of the earlier model, if B has no updated tensor."""
     stale = case.related(RelationKind.BASE)
-    if not stale or case.group.evidence.updated:
-        return None
     # Any other difference shows that B has values that are not of the earlier model.
-    if any(relation_of(diff) is not RelationKind.BASE for diff in case.tensors):
+    has_other_values = len(stale) < len(case.tensors)
+    if not stale or has_other_values or case.group.evidence.updated:
         return None
     equal = state_tensors(NotUpdated.EQUAL, stale, base=case.group.evidence.base)
-    return Match(stale, case.group.ranks, [equal, NotUpdated.NONE()])
+    return Match(
+        tensors=stale,
+        ranks=case.group.ranks,
+        facts=[equal, NotUpdated.NONE()],
+    )
 
 
 class PartiallyUpdated(Sentence, topic="SYN302"):
@@ -132,15 +140,24 @@ def match_unmerged(case: Case) -> Match | None:
     total = max(case.group.evidence.adapted, len(unmerged))
     facts = []
     for tensors in group_by_parameters(unmerged, ("pattern", "factor")):
-        parameters = parameters_of(tensors[0])
-        if "pattern" in parameters:
-            facts.append(state_tensors(AdapterNotMerged.NOT_REPLACED, tensors, total=total))
-        elif "factor" in parameters:
-            facts.append(state_tensors(AdapterNotMerged.SCALED, tensors, total=total, factor=parameters["factor"]))
-        else:
-            facts.append(state_tensors(AdapterNotMerged.UNMERGED, tensors, total=total))
+        facts.append(_state_unmerged(tensors, total))
     match = Match(unmerged, case.group.ranks, facts)
     # Each tensor has the product of the adapter, but another multiple of it.
-    if all("factor" in parameters_of(diff) for diff in unmerged):
-        return replace(match, cause=AdapterNotMerged.CAUSE_SCALE, fix=AdapterNotMerged.FIX_SCALE)
+    if None not in list_parameter(unmerged, "factor"):
+        return match.with_cause(AdapterNotMerged.CAUSE_SCALE, AdapterNotMerged.FIX_SCALE)
     return match
+
+
+def _state_unmerged(tensors: Sequence[TensorDiff], total: int) -> Message:
+    """State what the tensors of B have instead of the adapter. total: number of tensors with an adapter."""
+    parameters = parameters_of(tensors[0])
+    if "pattern" in parameters:
+        return state_tensors(AdapterNotMerged.NOT_REPLACED, tensors, total=total)
+    if "factor" not in parameters:
+        return state_tensors(AdapterNotMerged.UNMERGED, tensors, total=total)
+    return state_tensors(
+        AdapterNotMerged.SCALED,
+        tensors,
+        total=total,
+        factor=parameters["factor"],
+    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import parameters_of, relation_of
+from syncheck.diagnose.measures import is_partly_nonfinite, list_parameter, parameters_of, relation_of
 from syncheck.diagnose.rule import MOST_FACTS, other_model, state_tensors
 from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.findings import RelationKind
@@ -53,7 +52,13 @@ def state_cast(tensors: Sequence[TensorDiff]) -> Message:
     """State which model was converted, and to which dtype."""
     parameters = parameters_of(tensors[0])
     side = parameters["side"]
-    return state_tensors(Cast.CAST, tensors, side=side, other=other_model(side), dtype=parameters["dtype"])
+    return state_tensors(
+        Cast.CAST,
+        tensors,
+        side=side,
+        other=other_model(side),
+        dtype=parameters["dtype"],
+    )
 
 
 class Quantized(Sentence, topic="SYN308"):
@@ -84,8 +89,12 @@ class Quantized(Sentence, topic="SYN308"):
 
 def state_quantized(tensors: Sequence[TensorDiff]) -> Message:
     """State the scheme of the quantization, and the largest difference in its steps."""
-    steps = max(float(parameters_of(diff)["steps"]) for diff in tensors)
-    return state_tensors(Quantized.QUANTIZED, tensors, scheme=parameters_of(tensors[0])["scheme"], steps=steps)
+    return state_tensors(
+        Quantized.QUANTIZED,
+        tensors,
+        scheme=parameters_of(tensors[0])["scheme"],
+        steps=float(max(list_parameter(tensors, "steps"))),
+    )
 
 
 class Unrelated(Sentence, topic="SYN311"):
@@ -117,24 +126,35 @@ def match_unrelated(case: Case) -> Match | None:
     unrelated = case.related(RelationKind.UNRELATED)
     if not unrelated:
         return None
-    constant: list[TensorDiff] = []
-    uncorrelated: list[TensorDiff] = []
+    tensors_by_sentence: dict[Sentence, list[TensorDiff]] = {
+        Unrelated.UNRELATED: [],
+        Unrelated.CONSTANT: [],
+    }
     for diff in unrelated:
         # A constant has no correlation, and its value as parameter.
-        if "value" in parameters_of(diff):
-            constant.append(diff)
-        else:
-            uncorrelated.append(diff)
+        is_constant = "value" in parameters_of(diff)
+        sentence = Unrelated.CONSTANT if is_constant else Unrelated.UNRELATED
+        tensors_by_sentence[sentence].append(diff)
     facts = []
-    if uncorrelated:
-        facts.append(state_tensors(Unrelated.UNRELATED, uncorrelated))
-    if constant:
-        facts.append(state_tensors(Unrelated.CONSTANT, constant))
+    for relation_sentence, tensors in tensors_by_sentence.items():
+        if tensors:
+            facts.append(state_tensors(relation_sentence, tensors))
+
     match = Match(unrelated, case.group.ranks, facts)
     largest = max(diff.numel for diff in unrelated)
-    if constant or largest >= _ENOUGH_ELEMENTS:
+    if largest >= _ENOUGH_ELEMENTS or tensors_by_sentence[Unrelated.CONSTANT]:
         return match
-    return replace(match, certainty="consistent", alternatives=("SYN399",))
+    return match.as_consistent("SYN399")
+
+
+class _Scales(NamedTuple):
+    """What the scales of several tensors have in common."""
+
+    sentence: Sentence
+    side: str
+    """The model without scales; empty if neither model has scales of its own."""
+    unit: Message
+    """The part of a matrix that has one scale."""
 
 
 class Scaled(Sentence, topic="SYN312"):
@@ -238,39 +258,60 @@ def match_missing_scales(case: Case) -> Match | None:
     tensors = (*case.related(RelationKind.UNSCALED), *case.related(RelationKind.FACTORS))
     if not tensors:
         return None
-    tensors_by_kind: dict[tuple[Sentence, str, Message], list[TensorDiff]] = defaultdict(list)
+    tensors_by_scales: dict[_Scales, list[TensorDiff]] = defaultdict(list)
     for diff in tensors:
-        parameters = parameters_of(diff)
-        sentence: Sentence = ScalesMissing.FACTORS
-        if relation_of(diff) is RelationKind.UNSCALED:
-            sentence = ScalesMissing.FITTED if "fitted" in parameters else ScalesMissing.STORED
-        unit = _name_unit(parameters["block"], parameters["of"])
-        tensors_by_kind[sentence, parameters.get("side", ""), unit].append(diff)
+        scales = _describe_scales(diff)
+        tensors_by_scales[scales].append(diff)
     facts = []
-    for (sentence, side, unit), similar in tensors_by_kind.items():
-        facts.append(_state_scales(sentence, side, unit, similar))
-    match = Match(tensors, case.group.ranks, limit_facts(facts, MOST_FACTS, ScalesMissing.MORE))
-    # Only stored numbers are equal, bit by bit. All other scales are fitted.
-    if all(sentence is ScalesMissing.STORED for sentence, _, _ in tensors_by_kind):
-        return replace(match, certainty="proved")
-    return match
+    sentences = set()
+    for scales, similar in tensors_by_scales.items():
+        sentences.add(scales.sentence)
+        facts.append(_state_scales(scales, similar))
+    return Match(
+        tensors=tensors,
+        ranks=case.group.ranks,
+        facts=limit_facts(facts, MOST_FACTS, ScalesMissing.MORE),
+        # Only stored numbers are equal, bit by bit. All other scales are fitted.
+        certainty="proved" if sentences == {ScalesMissing.STORED} else None,
+    )
 
 
-def _state_scales(sentence: Sentence, side: str, unit: Message, tensors: Sequence[TensorDiff]) -> Message:
+def _describe_scales(diff: TensorDiff) -> _Scales:
+    """Return which sentence states the scales of a tensor, and its parameters."""
+    parameters = parameters_of(diff)
+    sentence = ScalesMissing.STORED
+    if relation_of(diff) is RelationKind.FACTORS:
+        sentence = ScalesMissing.FACTORS
+    elif "fitted" in parameters:
+        sentence = ScalesMissing.FITTED
+    unit = _name_unit(parameters["block"], parameters["of"])
+    return _Scales(sentence, parameters.get("side", ""), unit)
+
+
+def _state_scales(scales: _Scales, tensors: Sequence[TensorDiff]) -> Message:
     """State which tensors have scales of one kind, and the range of the scales."""
-    least = min(parameters_of(diff)["least"] for diff in tensors)
-    most = max(parameters_of(diff)["most"] for diff in tensors)
-    return state_tensors(sentence, tensors, side=side, other=other_model(side), unit=unit, least=least, most=most)
+    return state_tensors(
+        scales.sentence,
+        tensors,
+        side=scales.side,
+        other=other_model(scales.side),
+        unit=scales.unit,
+        least=min(list_parameter(tensors, "least")),
+        most=max(list_parameter(tensors, "most")),
+    )
 
 
 def _name_unit(block: tuple[int, int], shape: tuple[int, int]) -> Message:
     """Name the part of a matrix that has one scale."""
-    if block == shape:
-        return ScalesMissing.TENSOR()
-    if block == (1, shape[1]):
-        return ScalesMissing.ROW()
-    if block == (shape[0], 1):
-        return ScalesMissing.COLUMN()
+    rows, columns = shape
+    units = {
+        (rows, 1): ScalesMissing.COLUMN(),
+        (1, columns): ScalesMissing.ROW(),
+        # A matrix of one row or column is named as a whole.
+        (rows, columns): ScalesMissing.TENSOR(),
+    }
+    if block in units:
+        return units[block]
     return ScalesMissing.BLOCK(rows=block[0], columns=block[1])
 
 
@@ -317,39 +358,58 @@ def match_remaining(case: Case) -> Match | None:
     """Match all remaining differences."""
     if not case.tensors and not case.values:
         return None
-    facts: list[Message] = []
-    if case.tensors:
-        facts += _summarize_tensors(case)
-    values = [Unexplained.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
-    facts += limit_facts(values, _MOST_VALUES, Unexplained.MORE_VALUES)
     overflows = _state_overflows(case)
-    facts += limit_facts(overflows, _MOST_VALUES, Unexplained.MORE_NOT_FINITE)
-    match = Match(case.tensors, case.group.ranks, facts, case.values)
+    facts = [
+        *_summarize_tensors(case),
+        *limit_facts(_state_values(case), _MOST_VALUES, Unexplained.MORE_VALUES),
+        *limit_facts(overflows, _MOST_VALUES, Unexplained.MORE_NOT_FINITE),
+    ]
+    match = Match(
+        tensors=case.tensors,
+        ranks=case.group.ranks,
+        facts=facts,
+        values=case.values,
+    )
     # NaN or infinity in one model only shows more than any size of a difference.
     if overflows:
-        return replace(match, cause=Unexplained.CAUSE_NOT_FINITE, fix=Unexplained.FIX_NOT_FINITE)
-    if case.tensors and all(is_code_constant(diff.name) for diff in case.tensors):
-        return replace(match, cause=OtherCode.CAUSE, fix=OtherCode.FIX)
+        return match.with_cause(Unexplained.CAUSE_NOT_FINITE, Unexplained.FIX_NOT_FINITE)
+    are_constants = all(is_code_constant(diff.name) for diff in case.tensors)
+    if case.tensors and are_constants:
+        return match.with_cause(OtherCode.CAUSE, OtherCode.FIX)
     return match
+
+
+def _state_values(case: Case) -> list[Message]:
+    """State the differing Python values of both models."""
+    facts = []
+    for value in case.of_values():
+        fact = Unexplained.VALUE(name=value.name, values=dict(value.by_rank))
+        facts.append(fact)
+    return facts
 
 
 def _state_overflows(case: Case) -> list[Message]:
     """State how many elements are not finite, for tensors with another number of them in each model."""
     facts = []
     for diff in case.tensors:
-        counts = dict(diff.nonfinite)
-        if len(set(counts.values())) > 1:
-            facts.append(Unexplained.NOT_FINITE(name=diff.name, values=counts))
+        if is_partly_nonfinite(diff):
+            facts.append(Unexplained.NOT_FINITE(name=diff.name, values=dict(diff.nonfinite)))
     return facts
 
 
 def _summarize_tensors(case: Case) -> list[Message]:
-    """State how many tensors of each kind differ, by how much, and how many agree."""
+    """State how many tensors of each kind differ, by how much, and how many agree; empty without tensors."""
+    if not case.tensors:
+        return []
     kinds = []
     for kind, count in Counter(diff.kind for diff in case.tensors).items():
         kinds.append(Unexplained.KIND(count=count, kind=kind))
-    size = largest_difference(case.tensors)
-    facts = [Unexplained.TENSORS(count=len(case.tensors), kinds=tuple(kinds), size=size)]
+    summary = Unexplained.TENSORS(
+        count=len(case.tensors),
+        kinds=tuple(kinds),
+        size=largest_difference(case.tensors),
+    )
+    facts = [summary]
     agreeing = case.group.counts.identical + case.group.counts.equal
     if agreeing:
         facts.append(Unexplained.AGREE(count=agreeing))

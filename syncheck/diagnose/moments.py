@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.measures import evidence_of, largest_norm, share_of
+from syncheck.diagnose.measures import evidence_of, largest_norm, median_or, share_of
 from syncheck.diagnose.optimizer_names import is_gradient_average, is_momentum, is_square
 from syncheck.diagnose.selection import last_part, out_of_sync
 from syncheck.findings import MEASURED
@@ -52,9 +51,7 @@ class _WeightedMean:
 
     def value(self) -> float | None:
         """Return the mean; None without any weight."""
-        if self._weight:
-            return self._total / self._weight
-        return None
+        return self._total / self._weight if self._weight else None
 
 
 def mean_cosine(diffs: Iterable[TensorDiff]) -> float | None:
@@ -63,7 +60,8 @@ def mean_cosine(diffs: Iterable[TensorDiff]) -> float | None:
     for diff in diffs:
         cosine = evidence_of(diff).cosine
         if cosine is not None:
-            mean.add(cosine, _measured_elements(diff))
+            weight = _measured_elements(diff)
+            mean.add(cosine, weight)
     return mean.value()
 
 
@@ -97,12 +95,12 @@ def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
 
     The median over tensors: in an embedding, the rows of each batch may be on another side.
     """
-    sides: list[float] = []
+    sides = []
     for diff in diffs:
-        sides += [max(share, 1 - share) for share in evidence_of(diff).smaller.values()]
-    if sides:
-        return median(sides)
-    return 1.0
+        for share in evidence_of(diff).smaller.values():
+            larger_share = max(share, 1 - share)
+            sides.append(larger_share)
+    return median_or(sides, 1.0)
 
 
 def _measured_elements(diff: TensorDiff) -> int:
@@ -113,16 +111,15 @@ def _measured_elements(diff: TensorDiff) -> int:
 def median_share_differing(diffs: Iterable[TensorDiff]) -> float:
     """Return the median share of the elements that differ; 0 without tensors."""
     shares = [share_of(diff) for diff in diffs if diff.numel]
-    return median(shares) if shares else 0.0
+    return median_or(shares, 0.0)
 
 
 def decay_share(case: Case) -> float:
     """Return the ratio of momentum difference to parameter difference explained by SGD's weight decay."""
     settings = case.group.evidence.hyperparameters
+    decay = settings.get("weight_decay", 0.0)
     momentum = settings.get("momentum", 1.0)
-    if not 0 <= momentum < 1:
-        return 0.0
-    return settings.get("weight_decay", 0.0) / (1 - momentum)
+    return decay / (1 - momentum) if 0 <= momentum < 1 else 0.0
 
 
 def only_decay(case: Case) -> bool:
@@ -135,9 +132,18 @@ def only_decay(case: Case) -> bool:
     averages = [diff for diff in out_of_sync(case.group, "optimizer") if not is_square(diff.name)]
     if not averages or not case.differing_parameters():
         return False
-    shares = {"momentum_buffer": decay_share(case), "exp_avg": _adam_decay(case)}
+    shares = {
+        "momentum_buffer": decay_share(case),
+        "exp_avg": _adam_decay(case),
+    }
     sizes = _ParameterSizes(case)
-    return all(sizes.explain(diff, shares.get(last_part(diff.name), 0.0)) for diff in averages)
+    unexplained = []
+    for diff in averages:
+        # Decay has no known effect on the states of other optimizers.
+        share = shares.get(last_part(diff.name), 0.0)
+        if not sizes.explain(diff, share):
+            unexplained.append(diff)
+    return not unexplained
 
 
 class _DecayBounds(NamedTuple):
@@ -156,14 +162,13 @@ def unexplained_by_decay(case: Case, diffs: Iterable[TensorDiff], decay: float =
     """
     sizes = _ParameterSizes(case)
     of_sgd = _bounds_of_momentum(case, decay)
-    of_adam = _DecayBounds(_adam_decay(case), decay)
+    of_adam = _DecayBounds(share=_adam_decay(case), of_norm=decay)
     unexplained = []
     for diff in diffs:
         bounds = of_sgd if is_momentum(diff.name) else of_adam
+        is_explained = bool(bounds.share or decay)
         if is_gradient_average(diff.name):
             is_explained = sizes.explain(diff, bounds.share, bounds.of_norm)
-        else:
-            is_explained = bool(bounds.share or decay)
         if not is_explained:
             unexplained.append(diff)
     return unexplained
@@ -178,7 +183,10 @@ def _bounds_of_momentum(case: Case, decay: float) -> _DecayBounds:
     # Only the first parameter group is known, which often has no decay, unlike the others.
     if not settings.get("weight_decay"):
         share = max(share, USUAL_DECAY * length)
-    return _DecayBounds(max(share, 0.0), decay * length)
+    return _DecayBounds(
+        share=max(share, 0.0),
+        of_norm=decay * length,
+    )
 
 
 class _ParameterSizes:
@@ -203,16 +211,17 @@ class _ParameterSizes:
         if diff.max_abs is None or self._largest is None:
             return False
         owner = self._case.owner_of(diff.name)
-        explained = share * self._differences.get(owner, self._largest)
+        difference = self._differences.get(owner, self._largest)
+        explained = share * difference
         if of_norm:
             # No element is larger than the norm. Without a norm, nothing bounds the effect of another decay.
-            explained += of_norm * self._norms.get(owner, 0.0)
+            norm = self._norms.get(owner, 0.0)
+            explained += of_norm * norm
         return float(diff.max_abs) <= DECAY_ROOM * explained
 
 
 def _adam_decay(case: Case) -> float:
     """Return the weight decay that Adam adds to the gradients; 0 for AdamW."""
     settings = case.group.evidence.hyperparameters
-    if settings.get("decoupled_weight_decay"):
-        return 0.0
-    return settings.get("weight_decay", 0.0)
+    is_decoupled = bool(settings.get("decoupled_weight_decay"))
+    return 0.0 if is_decoupled else settings.get("weight_decay", 0.0)

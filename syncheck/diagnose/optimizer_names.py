@@ -20,6 +20,16 @@ def parameter_of(name: str) -> str:
     return module_of(name.removeprefix("optimizer."))
 
 
+def split_number(parameter: str) -> tuple[str, str]:
+    """Return the number of one of several optimizers and its parameter: '0' and 'fc.weight' for '0.fc.weight'.
+
+    The number is empty for a single optimizer, whose parameters have no number in front.
+    """
+    number, _, name = parameter.partition(".")
+    is_numbered = number.isdecimal() and bool(name)
+    return (number, name) if is_numbered else ("", parameter)
+
+
 def is_momentum(name: str) -> bool:
     """Whether a tensor is the momentum of SGD or RMSprop."""
     return last_part(name) == _MOMENTUM
@@ -27,7 +37,8 @@ def is_momentum(name: str) -> bool:
 
 def is_rmsprop_momentum(name: str, names: Collection[str]) -> bool:
     """Whether a tensor is RMSprop's momentum, which averages steps instead of gradients. names: of all tensors."""
-    return is_momentum(name) and f"{module_of(name)}.{_SQUARES_OF_RMSPROP}" in names
+    square = f"{module_of(name)}.{_SQUARES_OF_RMSPROP}"
+    return is_momentum(name) and square in names
 
 
 def is_gradient_average(name: str) -> bool:

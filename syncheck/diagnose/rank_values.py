@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 def find_minority(by_rank: Mapping[int, object]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most common value; empty if there is a tie."""
+    ranks_by_value = group_ranks(by_rank)
+    sets = largest_first(ranks_by_value.values())
     # Two equally large sets are no majority.
-    return minority_of(largest_first(group_ranks(by_rank).values()))
+    return minority_of(sets)
 
 
 def below_highest(by_rank: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks with a smaller number than another rank."""
     highest = max(by_rank.values(), default=0.0)
-    return tuple(sorted(rank for rank, number in by_rank.items() if number < highest))
+    ranks = []
+    for rank in sorted(by_rank):
+        if by_rank[rank] < highest:
+            ranks.append(rank)
+    return tuple(ranks)
 
 
 def are_unequal(values: Iterable[object]) -> bool:
@@ -47,7 +53,8 @@ def known_numbers(by_rank: Mapping[int, object], ranks: Collection[int]) -> dict
             continue
         if math.isfinite(value):
             numbers[rank] = float(value)
-    return numbers if numbers.keys() >= set(ranks) else {}
+    expected_ranks = set(ranks)
+    return numbers if numbers.keys() >= expected_ranks else {}
 
 
 def counts_of(diff: TensorDiff) -> dict[int, float]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.selection import join_ranks
+from syncheck.diagnose.selection import index_by_name, join_ranks, select_names
 from syncheck.records import largest_first, minority_of, sets_within
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-    from syncheck.records import TensorDiff
+    from syncheck.diagnose.case import Case
+    from syncheck.records import TensorDiff, ValueDiff
 
     Blocks = Sequence[Sequence[int]]
     Clusters = Sequence[tuple[int, ...]]
@@ -26,41 +27,47 @@ def find_unexplained_tensors(
     explained = {(diff.name, diff.reason) for diff in covered}
     unexplained = []
     for diff in tensors:
-        if (diff.name, diff.reason) not in explained:
-            unexplained.append(diff)
-            continue
-        # The cause sets the blocks of ranks apart, and explains no difference within a block.
-        remainder = _restrict(diff, agree)
+        remainder: TensorDiff | None = diff
+        if (diff.name, diff.reason) in explained:
+            # The cause sets the blocks of ranks apart, and explains no difference within a block.
+            remainder = _restrict(diff, agree)
         if remainder is not None:
             unexplained.append(remainder)
     return tuple(unexplained)
 
 
-def find_unexplained_values(
-    names: Sequence[str], covered: Sequence[str], by_rank: Mapping[str, Mapping[int, Any]], agree: Blocks
-) -> tuple[str, ...]:
-    """Return the Python values left unexplained by a finding. covered: its values. agree: see `Match`."""
-    explained = frozenset(covered)
+def find_unexplained_values(case: Case, covered: Sequence[str], agree: Blocks) -> tuple[str, ...]:
+    """Return the Python values of a case that a finding leaves unexplained. covered: its values. agree: see `Match`."""
+    covered_names = frozenset(covered)
+    covered_values = select_names(case.group.values, covered_names)
+    explained = index_by_name(covered_values)
     unexplained = []
-    for name in names:
-        if name not in explained or _differs_within(by_rank[name], agree):
+    for name in case.values:
+        value = explained.get(name)
+        if value is None or _differs_within(value, agree):
             unexplained.append(name)
     return tuple(unexplained)
 
 
-def _differs_within(by_rank: Mapping[int, Any], agree: Blocks) -> bool:
+def _differs_within(value: ValueDiff, agree: Blocks) -> bool:
     """Whether a value differs between the ranks of any block."""
     for block in agree:
-        values = [by_rank.get(rank) for rank in block]
-        if not all(_are_equal(value, values[0]) for value in values):
-            return True
+        for rank in block:
+            # All ranks of a block are compared with its first rank.
+            first = value.by_rank.get(block[0])
+            number = value.by_rank.get(rank)
+            if not _are_equal(number, first):
+                return True
     return False
 
 
 def _are_equal(value: Any, other_value: Any) -> bool:
     """Whether two values are equal, or both are NaN."""
     is_different = value != other_value
-    both_nan = value != value and other_value != other_value
+    # Only NaN differs from itself.
+    is_nan = value != value
+    is_other_nan = other_value != other_value
+    both_nan = is_nan and is_other_nan
     return both_nan or not is_different
 
 
@@ -71,22 +78,25 @@ def _restrict(diff: TensorDiff, blocks: Blocks) -> TensorDiff | None:
     """
     clusters_of_groups = sets_within(diff)
     remaining: list[Clusters] = []
-    for clusters in clusters_of_groups:
-        for block in blocks:
-            within = _intersect(clusters, frozenset(block))
-            if len(within) > 1:
-                remaining.append(within)
+    for clusters, block in product(clusters_of_groups, blocks):
+        within = _intersect(clusters, frozenset(block))
+        if len(within) > 1:
+            remaining.append(within)
     if not remaining:
         return None
-    if _contain_all(remaining, clusters_of_groups):
+    # The blocks take no rank from any replica group.
+    if remaining == clusters_of_groups:
         return diff
-    differing_ranks = join_ranks(chain.from_iterable(remaining))
+
     minority: list[int] = []
+    replica_groups = []
     for remaining_clusters in remaining:
-        minority.extend(minority_of(remaining_clusters))
+        minority += minority_of(remaining_clusters)
+        replica_groups.append(tuple(sorted(join_ranks(remaining_clusters))))
+    differing_ranks = join_ranks(replica_groups)
     return replace(
         diff,
-        replica_groups=tuple(tuple(sorted(join_ranks(clusters))) for clusters in remaining),
+        replica_groups=tuple(replica_groups),
         clusters=largest_first(chain.from_iterable(remaining)),
         minority=tuple(sorted(minority)),
         nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in differing_ranks},
@@ -109,10 +119,3 @@ def _intersect(clusters: Clusters, block: Collection[int]) -> list[tuple[int, ..
         if common:
             within.append(common)
     return list(largest_first(within))
-
-
-def _contain_all(remaining: Sequence[Clusters], clusters_of_groups: Sequence[Clusters]) -> bool:
-    """Whether the blocks take no rank from any replica group."""
-    if sum(map(len, remaining)) != sum(map(len, clusters_of_groups)):
-        return False
-    return all(clusters in clusters_of_groups for clusters in remaining)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Match
 from syncheck.diagnose.measures import parameters_of
+from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import limit_facts
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class Turn(IntEnum):
     """Rules that cover no difference."""
 
 
+def keep_match(match: Match) -> Match:
+    """Return the match of a rule that amends nothing."""
+    return match
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule: it calls `match`, or it covers the tensors of two models that have a `relation`."""
@@ -68,13 +74,17 @@ class Rule:
     """Parameters of the relation. One statement is about all tensors with equal values; None: about one tensor each."""
     state: Callable[[Sequence[TensorDiff]], Message] | None = None
     """Returns the statement about the tensors of one key."""
-    amend: Callable[[Match], Match] | None = None
+    amend: Callable[[Match], Match] = keep_match
     """Replaces cause, fix or certainty of the match, or adds statements, if the tensors require it."""
 
     def apply(self, case: Case) -> Match | None:
         """Return the explained differences, or None if the rule explains none."""
         if self.match is not None:
             return self.match(case)
+        return self._cover_relation(case)
+
+    def _cover_relation(self, case: Case) -> Match | None:
+        """Return the match of all tensors with the relation; None without any."""
         if self.relation is None or self.state is None:
             return None
         tensors = case.related(self.relation)
@@ -82,13 +92,17 @@ class Rule:
             return None
         facts = []
         for similar in group_by_parameters(tensors, self.key):
-            facts.append(self.state(similar))
-        if "MORE" in self.sentences.__members__:
-            facts = limit_facts(facts, MOST_FACTS, self.sentences["MORE"])
-        # Two models have no suspects: a difference is between A and B.
-        match = Match(tensors, case.group.ranks, facts)
-        if self.amend is None:
-            return match
+            fact = self.state(similar)
+            facts.append(fact)
+        more = self.sentences.__members__.get("MORE")
+        if more is not None:
+            facts = limit_facts(facts, MOST_FACTS, more)
+        match = Match(
+            tensors=tensors,
+            # Two models have no suspects: a difference is between A and B.
+            ranks=case.group.ranks,
+            facts=facts,
+        )
         return self.amend(match)
 
     @property
@@ -124,20 +138,25 @@ def group_by_parameters(tensors: Iterable[TensorDiff], key: tuple[str, ...] | No
     groups: dict[tuple[Hashable, ...], list[TensorDiff]] = defaultdict(list)
     for diff in tensors:
         parameters = parameters_of(diff)
-        groups[tuple(_round_number(parameters.get(name)) for name in key)].append(diff)
+        values = []
+        for name in key:
+            values.append(_round_number(parameters.get(name)))
+        groups[tuple(values)].append(diff)
     return list(groups.values())
 
 
 def _round_number(value: Hashable) -> Hashable:
     """Return three digits of a float: factors of several tensors differ by their rounding."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return value
+    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def state_tensors(sentence: Sentence, tensors: Sequence[TensorDiff], **parameters: Any) -> Message:
     """Return a sentence about tensors, with their number, their names, and these parameters."""
-    return sentence(count=len(tensors), names=tuple(diff.name for diff in tensors), **parameters)
+    return sentence(
+        count=len(tensors),
+        names=list_names(tensors),
+        **parameters,
+    )
 
 
 def other_model(side: str) -> str:

@@ -49,6 +49,7 @@ from syncheck.diagnose.conversion_rules import CONVERSION_RULES
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.remainder import find_unexplained_tensors, find_unexplained_values
 from syncheck.diagnose.rule import Turn, replica_rule
+from syncheck.diagnose.selection import list_names, out_of_sync, problems_of, ranks_outside, select_counting
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper, for_two_models
 from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.records import Finding
@@ -56,8 +57,9 @@ from syncheck.records import Finding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.diagnose.case import Match
     from syncheck.diagnose.rule import Rule
-    from syncheck.records import Comparison
+    from syncheck.records import Comparison, TensorDiff
 
 
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
@@ -113,17 +115,30 @@ def diagnose(
 
     series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     """
-    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
     rules = list(REPLICA_RULES)
     codes = [rule.code for rule in rules]
-    rules.insert(codes.index("SYN299"), rules[codes.index("SYN201")])
+    of_statistics = rules[codes.index("SYN201")]
+    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
+    rules.insert(codes.index("SYN299"), of_statistics)
     folded = fold_ties(group)
-    steps = tuple(folded.group if step is group else fold_ties(step).group for step in series)
-    findings: list[Finding] = []
-    for finding in _apply_rules(rules, folded.group, steps, allow):
+    steps = []
+    for step in series:
+        # The last step of the series is the group itself.
+        steps.append(folded.group if step is group else fold_ties(step).group)
+    findings = []
+    for finding in _apply_rules(
+        rules,
+        folded.group,
+        tuple(steps),
+        allow,
+    ):
         names = add_copies(finding.tensors, folded.copies)
         if names != finding.tensors:
-            finding = replace(finding, tensors=names, history=history_of(frozenset(names), series))
+            finding = replace(
+                finding,
+                tensors=names,
+                history=history_of(frozenset(names), series),
+            )
         findings.append(finding)
     return tuple(findings)
 
@@ -131,54 +146,102 @@ def diagnose(
 def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
     """Return findings for every difference of two models. SYN399 covers all unexplained differences."""
     findings = []
-    for finding in _apply_rules(DIFF_RULES, pair, (), allow):
-        facts = tuple(map(for_two_models, finding.facts))
-        cause, fix = for_two_models(finding.cause), for_two_models(finding.fix)
-        findings.append(replace(finding, ranks=(), facts=facts, cause=cause, fix=fix))
+    for finding in _apply_rules(
+        DIFF_RULES,
+        pair,
+        (),
+        allow,
+    ):
+        finding_of_models = replace(
+            finding,
+            ranks=(),
+            facts=tuple(map(for_two_models, finding.facts)),
+            cause=for_two_models(finding.cause),
+            fix=for_two_models(finding.fix),
+        )
+        findings.append(finding_of_models)
     return tuple(findings)
 
 
 def _apply_rules(
     rules: Sequence[Rule], group: Comparison, series: tuple[Comparison, ...], allow: frozenset[str]
 ) -> tuple[Finding, ...]:
-    tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
-    by_rank = {diff.name: diff.by_rank for diff in group.values}
-    values = tuple(diff.name for diff in group.values if diff.counts)
-    findings: list[Finding] = []
+    """Return the findings of all matching rules, each of which covers what the earlier rules leave unexplained."""
+    tensors = _list_problems(group)
+    values = list_names(select_counting(group.values))
+    findings = []
     for rule in rules:
-        case = Case(group, tensors, values, series or (group,))
-        of_runs = group.is_pair and rule.code in two_runs.CODES
-        if of_runs and not two_runs.may_explain(rule.code, case):
-            continue
-        match = rule.apply(case)
+        case = Case(
+            group=group,
+            tensors=tensors,
+            values=values,
+            series=series or (group,),
+        )
+        match = _find_match(rule, case)
         if match is None:
             continue
-        if of_runs:
-            certainty, alternatives = two_runs.limit_certainty(rule.code, match, case)
-            match = replace(match, certainty=certainty, alternatives=alternatives)
-        agree = match.agree
-        if agree is None:
-            suspects = frozenset(match.ranks)
-            unsuspected = tuple(rank for rank in group.ranks if rank not in suspects)
-            agree = (unsuspected,) if unsuspected and not rule.every_rank else ()
+        agree = _find_agreeing(rule, match, group)
         tensors = find_unexplained_tensors(tensors, match.tensors, agree)
-        values = find_unexplained_values(values, match.values, by_rank, agree)
-        findings.append(
-            Finding(
-                code=rule.code,
-                slug=rule.slug,
-                severity="warning" if match.only_warns else rule.severity,
-                ranks=tuple(sorted(match.ranks)),
-                tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
-                facts=(*match.facts, *describe_wrapper(rule, case)),
-                cause=choose_cause(rule, match, case)(),
-                fix=choose_fix(rule, match, case)(),
-                values=match.values,
-                counts=not match.only_warns,
-                certainty=match.certainty or rule.certainty,
-                alternatives=match.alternatives,
-                allowed=rule.code in allow,
-                history=history_of({diff.name for diff in match.tensors}, series),
-            )
+        values = find_unexplained_values(case, match.values, agree)
+        finding = _make_finding(rule, match, case)
+        finding = replace(
+            finding,
+            allowed=rule.code in allow,
+            history=history_of(frozenset(finding.tensors), series),
         )
+        findings.append(finding)
     return tuple(findings)
+
+
+def _list_problems(group: Comparison) -> tuple[TensorDiff, ...]:
+    """Return the differences of all tensors, one for each problem of a tensor."""
+    problems: list[TensorDiff] = []
+    for diff in out_of_sync(group):
+        problems += problems_of(diff)
+    return tuple(problems)
+
+
+def _find_match(rule: Rule, case: Case) -> Match | None:
+    """Return what a rule explains; less certain for causes of replicas that also explain two runs."""
+    if not case.group.is_pair or rule.code not in two_runs.CODES:
+        return rule.apply(case)
+    if not two_runs.may_explain(rule.code, case):
+        return None
+    match = rule.apply(case)
+    if match is None:
+        return None
+    certainty, alternatives = two_runs.limit_certainty(rule.code, match, case)
+    return replace(match, certainty=certainty, alternatives=alternatives)
+
+
+def _find_agreeing(rule: Rule, match: Match, group: Comparison) -> Sequence[Sequence[int]]:
+    """Return the sets of ranks within which a match explains no difference, see `Match.agree`."""
+    if match.agree is not None:
+        return match.agree
+    suspects = frozenset(match.ranks)
+    unsuspected = ranks_outside(group.ranks, suspects)
+    if rule.every_rank or not unsuspected:
+        return ()
+    return (unsuspected,)
+
+
+def _make_finding(rule: Rule, match: Match, case: Case) -> Finding:
+    """Return the finding of a match, without its history, and not allowed."""
+    # A tensor with several problems occurs several times.
+    names = dict.fromkeys(list_names(match.tensors))
+    cause = choose_cause(rule, match, case)
+    fix = choose_fix(rule, match, case)
+    return Finding(
+        code=rule.code,
+        slug=rule.slug,
+        severity="warning" if match.only_warns else rule.severity,
+        ranks=tuple(sorted(match.ranks)),
+        tensors=tuple(names),
+        facts=(*match.facts, *describe_wrapper(rule, case)),
+        cause=cause(),
+        fix=fix(),
+        values=match.values,
+        counts=not match.only_warns,
+        certainty=match.certainty or rule.certainty,
+        alternatives=match.alternatives,
+    )

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from syncheck.records import Comparison, TensorDiff, ValueDiff
+
+# Tensors and Python values are selected in the same way.
+Diff = TypeVar("Diff", "TensorDiff", "ValueDiff")
+_Group = TypeVar("_Group", bound="Comparison")
+
+
+class _Named(Protocol):
+    """A record with the name of a tensor or value."""
+
+    @property
+    def name(self) -> str:
+        """The name in the checkpoint."""
 
 
 def with_status(diffs: Iterable[TensorDiff], status: str) -> list[TensorDiff]:
@@ -15,18 +27,28 @@ def with_status(diffs: Iterable[TensorDiff], status: str) -> list[TensorDiff]:
     return [diff for diff in diffs if diff.status == status]
 
 
-def list_names(diffs: Iterable[TensorDiff]) -> tuple[str, ...]:
-    """Return the names of tensors, in their order."""
+def list_names(diffs: Iterable[_Named]) -> tuple[str, ...]:
+    """Return the names of tensors, Python values or counters, in their order."""
     return tuple(diff.name for diff in diffs)
+
+
+def index_by_name(diffs: Iterable[Diff]) -> dict[str, Diff]:
+    """Return tensors or Python values by name."""
+    return {diff.name: diff for diff in diffs}
 
 
 def list_value_names(values: Iterable[ValueDiff]) -> tuple[str, ...]:
     """Return the names of Python values, in their order."""
-    return tuple(value.name for value in values)
+    return list_names(values)
 
 
-def select_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
-    """Return the tensors of the kinds."""
+def select_counting(values: Iterable[ValueDiff]) -> list[ValueDiff]:
+    """Return the Python values that make a group out of sync."""
+    return [value for value in values if value.counts]
+
+
+def select_kinds(diffs: Iterable[Diff], *kinds: str) -> list[Diff]:
+    """Return the tensors or Python values of the kinds."""
     return [diff for diff in diffs if diff.kind in kinds]
 
 
@@ -40,19 +62,29 @@ def count_kinds(diffs: Iterable[TensorDiff], *kinds: str) -> int:
     return len(select_kinds(diffs, *kinds))
 
 
-def has_kind(diffs: Iterable[TensorDiff], *kinds: str) -> bool:
-    """Whether any of the tensors is of the kinds."""
+def has_kind(diffs: Iterable[TensorDiff | ValueDiff], *kinds: str) -> bool:
+    """Whether any of the tensors or Python values is of the kinds."""
     return any(diff.kind in kinds for diff in diffs)
 
 
-def select_names(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[TensorDiff]:
-    """Return the tensors with these names."""
+def problems_of(diff: TensorDiff) -> tuple[TensorDiff, ...]:
+    """Return the separate problems of a tensor with several, else the only difference."""
+    return diff.facts or (diff,)
+
+
+def select_names(diffs: Iterable[Diff], names: Collection[str]) -> list[Diff]:
+    """Return the tensors or Python values with these names."""
     return [diff for diff in diffs if diff.name in names]
 
 
-def exclude_names(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[TensorDiff]:
-    """Return the tensors with any other name."""
+def exclude_names(diffs: Iterable[Diff], names: Collection[str]) -> list[Diff]:
+    """Return the tensors or Python values with any other name."""
     return [diff for diff in diffs if diff.name not in names]
+
+
+def select_prefixes(diffs: Iterable[Diff], prefixes: tuple[str, ...]) -> list[Diff]:
+    """Return the tensors or Python values whose names begin with one of the prefixes."""
+    return [diff for diff in diffs if diff.name.startswith(prefixes)]
 
 
 def modules_of(diffs: Iterable[TensorDiff]) -> set[str]:
@@ -61,17 +93,32 @@ def modules_of(diffs: Iterable[TensorDiff]) -> set[str]:
 
 
 def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]:
-    """Return the tensors of the kinds that some ranks lack."""
-    return [diff for diff in select_kinds(diffs, *kinds) if diff.reason == "missing"]
+    """Return the tensors of the kinds that some ranks lack; without kinds, all."""
+    missing = [diff for diff in diffs if diff.reason == "missing"]
+    return select_kinds(missing, *kinds) if kinds else missing
 
 
 def out_of_sync(group: Comparison, *kinds: str) -> list[TensorDiff]:
     """Return the tensors of the kinds that are out of sync, whatever rule explains them; without kinds, all."""
     # Also tensors that a rule has covered: they still show what happened to the ranks.
     differing = [diff for diff in group.tensors if diff.out_of_sync]
-    if kinds:
-        return select_kinds(differing, *kinds)
-    return differing
+    return select_kinds(differing, *kinds) if kinds else differing
+
+
+def with_step(groups: Iterable[_Group]) -> list[_Group]:
+    """Return the groups of known step, in their order."""
+    return [group for group in groups if group.step is not None]
+
+
+def find_largest(diffs: Iterable[TensorDiff]) -> TensorDiff | None:
+    """Return the tensor with the largest difference, the first of equal ones; None if no difference has a number."""
+    measured = [diff for diff in diffs if diff.max_abs is not None]
+    return max(measured, key=size_of, default=None)
+
+
+def size_of(diff: TensorDiff) -> float:
+    """Return the largest difference of the elements; 0 if it has no number."""
+    return 0.0 if diff.max_abs is None else diff.max_abs
 
 
 def join_ranks(sets: Iterable[Iterable[int]]) -> set[int]:

@@ -14,6 +14,7 @@ A sentence NAME of a rule or of its evidence may have a twin DIFF_NAME for two m
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
@@ -45,45 +46,49 @@ def choose_cause(rule: Rule, match: Match, case: Case) -> Sentence:
     """Return the sentence of the cause."""
     if match.cause is not None:
         return match.cause
-    is_active = case.group.evidence.metadata.no_sync == "active"
-    if is_active and "CAUSE_NO_SYNC" in rule.sentences.__members__:
-        return rule.sentences["CAUSE_NO_SYNC"]
-    return rule.sentences["CAUSE"]
+    sentences = rule.sentences.__members__
+    metadata = case.group.evidence.metadata
+    name = "CAUSE_NO_SYNC" if metadata.no_sync == "active" else "CAUSE"
+    # Only rules on gradients have a cause of their own for `no_sync()`.
+    return sentences.get(name, sentences["CAUSE"])
 
 
 def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     """Return the sentence of the fix."""
     if match.fix is not None:
         return match.fix
+    sentences = rule.sentences.__members__
     # Two models have neither ranks nor a wrapper.
     if case.group.is_pair:
-        return rule.sentences["FIX"]
+        return sentences["FIX"]
     name = _name_fix(rule, case)
-    without_majority = f"{name}_NO_MAJORITY"
-    if without_majority in rule.sentences.__members__ and not has_majority(match.tensors):
-        return rule.sentences[without_majority]
-    return rule.sentences[name]
+    without_majority = sentences.get(f"{name}_NO_MAJORITY")
+    if without_majority is None or has_majority(match.tensors):
+        return sentences[name]
+    return without_majority
 
 
 def _name_fix(rule: Rule, case: Case) -> str:
     """Return the name of the fix for the wrapper, the sharding and the files of the ranks."""
-    conditions = (
-        ("FIX_NO_SYNC", bool(case.group.evidence.metadata.no_sync)),
-        ("FIX_SHARDED", is_sharded(case.group)),
-        ("IN_A_JOB", case.in_memory),
-    )
-    for name, does_apply in conditions:
-        if does_apply and name in rule.sentences.__members__:
-            return name
-    return "FIX"
+    conditions = {
+        "FIX_NO_SYNC": bool(case.group.evidence.metadata.no_sync),
+        "FIX_SHARDED": is_sharded(case.group),
+        "IN_A_JOB": case.in_memory,
+        # Every rule has this one.
+        "FIX": True,
+    }
+    applicable = [name for name, does_apply in conditions.items() if does_apply]
+    return next(name for name in applicable if name in rule.sentences.__members__)
 
 
 def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
     """State whether DDP's `no_sync()` is or was active, for rules on gradients."""
     no_sync = case.group.evidence.metadata.no_sync
-    if not no_sync or "FIX_NO_SYNC" not in rule.sentences.__members__:
+    is_of_gradients = "FIX_NO_SYNC" in rule.sentences.__members__
+    if not no_sync or not is_of_gradients:
         return ()
-    return (Wrapper.NO_SYNC() if no_sync == "active" else Wrapper.LAST_FORWARD(),)
+    sentence = Wrapper.NO_SYNC if no_sync == "active" else Wrapper.LAST_FORWARD
+    return (sentence(),)
 
 
 def for_two_models(message: Message) -> Message:
@@ -94,20 +99,21 @@ def for_two_models(message: Message) -> Message:
 
 
 def _parameter_for_two_models(value: Any) -> Any:
+    """Replace the sentences inside the value of a parameter."""
+    if isinstance(value, Message):
+        return for_two_models(value)
     if isinstance(value, tuple):
         return tuple(map(_parameter_for_two_models, value))
-    return for_two_models(value) if isinstance(value, Message) else value
+    return value
 
 
 def is_sharded(group: Comparison) -> bool:
     """Whether FSDP or HSDP shards the model. Shards of tensor parallelism alone do not count."""
+    dimensions: list[tuple[str, str]] = []
     for shards in group.shards:
-        if shards.kind != "DTensor":
-            continue
-        for name, dimension in _SHARDED_ALONG.findall(shards.layout):
-            if _is_data_parallel(name, dimension):
-                return True
-    return False
+        if shards.kind == "DTensor":
+            dimensions += _SHARDED_ALONG.findall(shards.layout)
+    return any(_is_data_parallel(name, dimension) for name, dimension in dimensions)
 
 
 def _is_data_parallel(name: str, dimension: str) -> bool:
@@ -123,9 +129,10 @@ def _is_data_parallel(name: str, dimension: str) -> bool:
 
 def has_majority(tensors: Iterable[TensorDiff]) -> bool:
     """Whether more than half of the ranks of each replica group agree in every tensor."""
-    for diff in tensors:
-        for clusters in sets_within(diff):
-            ranks = sum(map(len, clusters))
-            if 2 * len(clusters[0]) <= ranks:
-                return False
+    clusters_of_groups = chain.from_iterable(map(sets_within, tensors))
+    for clusters in clusters_of_groups:
+        number_of_ranks = sum(map(len, clusters))
+        largest = clusters[0]
+        if 2 * len(largest) <= number_of_ranks:
+            return False
     return True

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from syncheck.diagnose.selection import find_largest, out_of_sync, select_kinds, size_of, with_step
 from syncheck.messages import Sentence
 from syncheck.records import Closure, Comparison, DriftPoint, NotFinite
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -46,11 +47,15 @@ class Gap(Sentence):
 
 def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
     """Return the groups with at least two replicas by run, ordered by step. Keeps the first group of each step."""
-    runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
+    steps_of_runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
     for group in groups:
         if len(group.replicas) > 1:
-            runs[group.run].setdefault(group.step, group)
-    return {run: tuple(sorted(steps.values(), key=step_order)) for run, steps in runs.items()}
+            steps = steps_of_runs[group.run]
+            steps.setdefault(group.step, group)
+    runs = {}
+    for run, steps in steps_of_runs.items():
+        runs[run] = tuple(sorted(steps.values(), key=step_order))
+    return runs
 
 
 def step_order(group: Comparison) -> int:
@@ -68,17 +73,23 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
     later_verdicts: set[str] = set()
     for group in reversed(groups):
         news = []
+        new_keys = []
+        severities = set()
         for finding in group.findings:
             # A code may be accepted at one step and fail at another.
-            if (finding.code, finding.fails) not in later_findings:
+            key = (finding.code, finding.fails)
+            if key not in later_findings:
                 news.append(finding)
+                new_keys.append(key)
+                severities.add(finding.severity)
 
-        has_news = any(finding.severity != "info" for finding in news)
-        is_first_undecided = group.verdict == "undecided" and "undecided" not in later_verdicts
-        # The last step is always shown.
-        if has_news or is_first_undecided or not steps:
-            steps.append(replace(group, findings=tuple(news)))
-            later_findings.update((finding.code, finding.fails) for finding in news)
+        is_last = not steps
+        has_news = not severities <= {"info"}
+        new_verdicts = {group.verdict} - later_verdicts
+        if is_last or has_news or "undecided" in new_verdicts:
+            step = replace(group, findings=tuple(news))
+            steps.append(step)
+            later_findings.update(new_keys)
             later_verdicts.add(group.verdict)
     return tuple(reversed(steps))
 
@@ -88,25 +99,34 @@ def follow_not_finite(groups: Sequence[Compared]) -> list[Compared]:
     runs = by_run(groups)
     followed = []
     for group in groups:
-        steps = [step for step in runs.get(group.run, ()) if step.step is not None]
-        # Steps after this one do not matter: a report of an earlier step never refers to the future.
-        until = [step for step in steps if step_order(step) <= step_order(group)]
-        has_course = bool(until) and len(steps) > 1
-        if has_course and group.not_finite is not None:
-            group = replace(group, not_finite=_since(group.not_finite, until))
+        if group.not_finite is not None:
+            run = runs.get(group.run, ())
+            not_finite = _since(group, group.not_finite, run)
+            group = replace(group, not_finite=not_finite)
         followed.append(group)
     return followed
 
 
-def _since(last: NotFinite, steps: Sequence[Comparison]) -> NotFinite:
-    """Add the first step that is not finite. steps: of one run, at least one of which is not finite."""
-    before: Comparison | None = None
+def _since(group: Comparison, not_finite: NotFinite, run: Sequence[Comparison]) -> NotFinite:
+    """Return the tensors of a step that are not finite, with the first such step of the run."""
+    steps = with_step(run)
+    # A single step has no course.
+    if len(steps) < 2:
+        return not_finite
+    previous: int | None = None
     for step in steps:
+        # Steps after this one do not matter: a report of an earlier step never refers to the future.
+        if step_order(step) > step_order(group):
+            break
         if step.not_finite is not None:
-            finite = None if before is None else before.step
-            return replace(last, since=step.step, finite=finite, first=step.not_finite.names)
-        before = step
-    return last
+            return replace(
+                not_finite,
+                since=step.step,
+                finite=previous,
+                first=step.not_finite.names,
+            )
+        previous = step.step
+    return not_finite
 
 
 def drift_of(group: Comparison) -> DriftPoint | None:
@@ -115,26 +135,33 @@ def drift_of(group: Comparison) -> DriftPoint | None:
     None if no statistic was compared, or a difference has no number (missing, different shapes, not finite): the
     maximum of the other differences would be misleading.
     """
-    compared_kinds = {kind for kind, counts in group.kinds.items() if counts.compared}
-    if compared_kinds.isdisjoint(BN_STATISTICS):
+    if group.compared_kinds.isdisjoint(BN_STATISTICS):
         return None
-    largest: float = 0.0
-    tensor = None
-    for diff in group.tensors:
-        if diff.kind not in BN_STATISTICS:
-            continue
-        if diff.out_of_sync and _has_no_number(diff):
-            return None
-        if diff.max_abs is None:
-            continue
-        if tensor is None or diff.max_abs > largest:
-            largest, tensor = float(diff.max_abs), diff.name
-    return DriftPoint(group.run, group.step, largest, tensor)
+    differing = out_of_sync(group, *BN_STATISTICS)
+    if any(map(_has_no_number, differing)):
+        return None
+    # Statistics within a tolerance count too.
+    largest = find_largest(select_kinds(group.tensors, *BN_STATISTICS))
+    if largest is None:
+        return DriftPoint(
+            group.run,
+            group.step,
+            max_abs=0.0,
+            tensor=None,
+        )
+    return DriftPoint(
+        group.run,
+        group.step,
+        max_abs=float(size_of(largest)),
+        tensor=largest.name,
+    )
 
 
 def _has_no_number(diff: TensorDiff) -> bool:
     """Whether the size of a difference is unknown, or the replicas have different numbers of NaN."""
-    return diff.max_abs is None or len(set(diff.nonfinite.values())) > 1
+    is_unknown = diff.max_abs is None
+    numbers_of_nan = set(diff.nonfinite.values())
+    return is_unknown or len(numbers_of_nan) > 1
 
 
 def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
@@ -157,13 +184,16 @@ def _drift_by_step(groups: Sequence[Comparison]) -> dict[int | None, DriftPoint]
 
 def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
     """Return the effect of SyncBatchNorm for each pair of runs without other differences, at their last common step."""
-    found_closures = []
-    for plain, synced in product(runs.values(), runs.values()):
+    measured_closures = []
+    pairs = product(runs.values(), runs.values())
+    for plain, synced in pairs:
+        # The last steps have the configuration of the whole run.
         if _differ_in_sync_bn(plain[-1], synced[-1]):
             closure = _closure(plain, synced)
+            # Without the drift of a run, there is nothing to compare.
             if closure is not None:
-                found_closures.append(closure)
-    return tuple(found_closures)
+                measured_closures.append(closure)
+    return tuple(measured_closures)
 
 
 def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closure | None:
@@ -185,41 +215,53 @@ def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closu
     )
     if not common_steps:
         return Closure(before, after, Gap.NO_COMMON_STEP(lengths=lengths))
-    common_before, common_after = plain_points[common_steps[-1]], synced_points[common_steps[-1]]
-    gap = _describe_gap(common_before, common_after)
-    text = Gap.AT_COMMON_STEP(gap=gap, step=_format_step(common_before), lengths=lengths)
+    last_step = common_steps[-1]
+    common_before, common_after = plain_points[last_step], synced_points[last_step]
+    text = Gap.AT_COMMON_STEP(
+        gap=_describe_gap(common_before, common_after),
+        step=_format_step(common_before),
+        lengths=lengths,
+    )
     return Closure(common_before, common_after, text)
 
 
 def _format_step(point: DriftPoint) -> str:
     """Return the text of a step."""
-    if point.step is None:
-        return "an unknown step"
-    return f"step {point.step}"
+    return "an unknown step" if point.step is None else f"step {point.step}"
 
 
 def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     """Whether the recorded configurations differ only in SyncBatchNorm and lengths. Without them, the name decides."""
-    plain_config = dict(plain.evidence.metadata.config)
-    synced_config = dict(synced.evidence.metadata.config)
+    plain_config = plain.evidence.metadata.config
+    synced_config = synced.evidence.metadata.config
     if not plain_config and not synced_config:
         return synced.run == f"{plain.run}-syncbn"
+    plain_settings = _without_lengths(plain_config)
+    synced_settings = _without_lengths(synced_config)
+    is_plain = plain_settings.pop("sync_bn", None) is False
+    is_synced = synced_settings.pop("sync_bn", None) is True
+    are_other_settings_equal = plain_settings == synced_settings
+    return is_plain and is_synced and are_other_settings_equal
+
+
+def _without_lengths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the length of the run and the saving interval."""
+    remaining = dict(config)
     for name in LENGTHS:
-        plain_config.pop(name, None)
-        synced_config.pop(name, None)
-    is_plain = plain_config.pop("sync_bn", None) is False
-    is_synced = synced_config.pop("sync_bn", None) is True
-    return is_plain and is_synced and plain_config == synced_config
+        remaining.pop(name, None)
+    return remaining
 
 
 def _describe_gap(before: DriftPoint, after: DriftPoint) -> Message:
+    """State how much of the drift SyncBatchNorm removed."""
     drift = _describe_drift(before, after)
     if before.max_abs == 0:
         return Gap.ABSENT(drift=drift)
     if after.max_abs == 0:
         return Gap.CLOSED(drift=drift)
-    if after.max_abs < before.max_abs:
-        return Gap.PARTLY_CLOSED(share=1 - after.max_abs / before.max_abs, drift=drift)
+    remaining_share = after.max_abs / before.max_abs
+    if remaining_share < 1:
+        return Gap.PARTLY_CLOSED(share=1 - remaining_share, drift=drift)
     return Gap.OPEN(drift=drift)
 
 

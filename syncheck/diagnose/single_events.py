@@ -56,15 +56,10 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
 
     steps: the groups of the findings, in their order.
     """
-    measured = []
-    for group in steps:
-        cosine = median_cosine(diff for diff in out_of_sync(group) if is_gradient_average(diff.name))
-        if cosine is not None:
-            measured.append(_Measurement(group.step, cosine))
+    measured = _measure(steps)
     # At every step, wrong gradients keep the first moments apart.
-    if not _is_rising([measurement.cosine for measurement in measured]):
+    if not _is_rising(measured):
         return list(findings)
-
     first, last = measured[0], measured[-1]
     fact = Event.CONVERGED(
         first=first.cosine,
@@ -75,15 +70,33 @@ def describe_events(steps: Sequence[Group], findings: Sequence[Finding]) -> list
     described = []
     for finding in findings:
         if finding.code in CODES:
-            finding = replace(finding, facts=(*finding.facts, fact), cause=Event.CAUSE(), fix=Event.FIX())
+            finding = replace(
+                finding,
+                facts=(*finding.facts, fact),
+                cause=Event.CAUSE(),
+                fix=Event.FIX(),
+            )
         described.append(finding)
     return described
 
 
-def _is_rising(cosines: Sequence[float]) -> bool:
+def _measure(steps: Sequence[Group]) -> list[_Measurement]:
+    """Return the median cosine of the first moments at each step with a cosine."""
+    measured = []
+    for group in steps:
+        moments = [diff for diff in out_of_sync(group) if is_gradient_average(diff.name)]
+        cosine = median_cosine(moments)
+        if cosine is not None:
+            measured.append(_Measurement(group.step, cosine))
+    return measured
+
+
+def _is_rising(measured: Sequence[_Measurement]) -> bool:
     """Whether the cosines of several steps rise to nearly 1."""
-    if len(cosines) < 2 or cosines[-1] < CONVERGED:
+    if len(measured) < 2:
         return False
-    if cosines[-1] - cosines[0] < LEAST_RISE:
+    first, last = measured[0].cosine, measured[-1].cosine
+    if last < CONVERGED or last - first < LEAST_RISE:
         return False
-    return all(later >= earlier - ROOM for earlier, later in pairwise(cosines))
+    # Allow for rounding between two steps.
+    return all(later.cosine >= earlier.cosine - ROOM for earlier, later in pairwise(measured))

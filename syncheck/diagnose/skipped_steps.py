@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.counters import BURST, StepCounter, counters_of, farthest, is_optimizer_behind, lag_grew
 from syncheck.diagnose.loss_scales import scaler_explains
 from syncheck.diagnose.optimizer_names import parameter_of
-from syncheck.diagnose.rank_values import counts_of
-from syncheck.diagnose.selection import has_kind, list_names
+from syncheck.diagnose.rank_values import counts_of, spread
+from syncheck.diagnose.selection import has_kind, list_names, select_names
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
@@ -52,27 +52,36 @@ def counters_of_lost_state(case: Case) -> Counters:
 def _split_by_lag(case: Case) -> _Lags:
     """Return the differing counters by what their lag means."""
     counters = counters_of(case)
+    if _are_steps_skipped(case, counters):
+        return _Lags(few=counters, many=())
+    counters_by_distance: dict[bool, list[StepCounter]] = defaultdict(list)
+    for counter in counters:
+        counters_by_distance[counter.far].append(counter)
+    return _Lags(
+        few=tuple(counters_by_distance[False]),
+        many=tuple(counters_by_distance[True]),
+    )
+
+
+def _are_steps_skipped(case: Case, counters: Counters) -> bool:
+    """Whether all lags mean skipped steps, however large they are."""
     largest = farthest(counters)
     if largest is None or lag_grew(largest, case.series):
-        return _Lags(counters, ())
+        return True
     # A rank skips a few steps of an optimizer, as in a GAN, more often than it loses the state of only one of them.
-    if largest.lag <= BURST and is_optimizer_behind(case):
-        return _Lags(counters, ())
-    few = tuple(counter for counter in counters if not counter.far)
-    many = tuple(counter for counter in counters if counter.far)
-    return _Lags(few, many)
+    return largest.lag <= BURST and is_optimizer_behind(case)
 
 
 def _exclude_other_causes(case: Case, counters: Counters) -> Counters:
     """Return the counters, or nothing if loss scalers explain them or nothing else differs."""
-    if not counters or scaler_explains(case, counters):
+    if scaler_explains(case, counters):
         return ()
-    if not case.compared("parameter", "optimizer"):
-        return counters
-    if has_kind(followers(case, counters), "parameter", "optimizer"):
-        return counters
-    # Somebody set the counters.
-    return ()
+    is_model_compared = case.compared("parameter", "optimizer") > 0
+    covered = followers(case, counters)
+    # Somebody set the counters if the model and its optimizer agree.
+    if is_model_compared and not has_kind(covered, "parameter", "optimizer"):
+        return ()
+    return counters
 
 
 def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, ...]:
@@ -83,79 +92,94 @@ def followers(case: Case, counters: Sequence[StepCounter]) -> tuple[TensorDiff, 
     counter is unknown, all parameters follow except frozen parameters.
     """
     step_diffs = _select_step_diffs(case, counters)
-    counter_names = [counter.name for counter in counters]
-    owners = frozenset(map(parameter_of, (*counter_names, *list_names(step_diffs))))
-    are_known = bool(counters) and owners <= case.names_of("parameter")
-    parameters = _following_parameters(case, owners, are_known=are_known)
-    following_kinds = {"ema", "scaler", "buffer"}
+    owners = _find_owners(case, counters, step_diffs)
+    # The loss scaler and averaged weights follow the step, and buffers the inputs.
+    following_diffs = list(case.of_kind("ema", "scaler", "buffer"))
     if case.agrees("bn_count"):
-        following_kinds |= BN_STATISTICS
+        following_diffs += case.of_kind(*BN_STATISTICS)
+    following_diffs += _following_states(case, owners)
+    names = _following_parameters(case, owners).union(list_names(following_diffs))
 
-    result = list(step_diffs)
-    for diff in case.tensors:
-        if diff.kind == "parameter":
-            follows = diff.name in parameters
-        elif diff.kind == "optimizer":
-            follows = not are_known or parameter_of(diff.name) in owners
-        else:
-            follows = diff.kind in following_kinds
-        if follows:
-            result.append(diff)
+    covered = [*step_diffs, *select_names(case.tensors, names)]
     if counters and forwards_lag(case, counters):
-        result += case.of_kind("bn_count", *BN_STATISTICS)
-    return tuple(result)
+        covered += case.of_kind("bn_count", *BN_STATISTICS)
+    return tuple(covered)
+
+
+def _find_owners(
+    case: Case, counters: Sequence[StepCounter], step_diffs: Sequence[TensorDiff]
+) -> frozenset[str] | None:
+    """Return the parameters of the counters; None if the parameter of a counter is unknown, or without counters."""
+    names = list_names((*counters, *step_diffs))
+    owners = frozenset(map(parameter_of, names))
+    are_known = owners <= case.names_of("parameter")
+    return owners if counters and are_known else None
+
+
+def _following_states(case: Case, owners: frozenset[str] | None) -> list[TensorDiff]:
+    """Return the differing optimizer state of these parameters; of all parameters if they are unknown."""
+    states = case.of_kind("optimizer")
+    if owners is None:
+        return list(states)
+    return [diff for diff in states if parameter_of(diff.name) in owners]
 
 
 def _select_step_diffs(case: Case, counters: Sequence[StepCounter]) -> list[TensorDiff]:
     """Return the differing tensors of the counters; without counters, those of all counters."""
-    step_diffs = case.of_kind("optimizer_step")
+    step_diffs = list(case.of_kind("optimizer_step"))
     if not counters:
-        return list(step_diffs)
-    names = {counter.name for counter in counters}
-    clusters = {counter.diff.clusters for counter in counters if counter.diff is not None}
+        return step_diffs
+    names = frozenset(list_names(counters))
+    read_diffs = select_names(step_diffs, names)
+    clusters = {diff.clusters for diff in read_diffs}
     selected = []
     for diff in step_diffs:
+        is_read = diff.name in names
+        has_same_clusters = diff.clusters in clusters
         # Only the first of very many counters are read, so unread counters with the same clusters count too.
-        is_unread = diff.clusters in clusters and not counts_of(diff)
-        if diff.name in names or is_unread:
+        is_unread = has_same_clusters and not counts_of(diff)
+        if is_read or is_unread:
             selected.append(diff)
     return selected
 
 
-def _following_parameters(case: Case, owners: frozenset[str], *, are_known: bool) -> frozenset[str]:
+def _following_parameters(case: Case, owners: frozenset[str] | None) -> frozenset[str]:
     """Return the parameters that differ because of the event. owners: the parameters of the counters, if known."""
     differing = frozenset(list_names(case.of_kind("parameter")))
     # Buffers follow because their inputs differ.
     buffers = differing & case.loose
-    if are_known:
-        return buffers | (differing & owners)
-    return buffers | (differing - case.frozen)
+    if owners is None:
+        return buffers | (differing - case.frozen)
+    return buffers | (differing & owners)
 
 
 def forwards_lag(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether BatchNorm's counts lag on the same ranks as the step counters, so the ranks missed whole steps."""
-    batch_counts = [counts_of(diff) for diff in case.of_kind("bn_count")]
-    if not batch_counts or not all(batch_counts):
+    batch_counts = case.of_kind("bn_count")
+    if not batch_counts:
         return False
-    step_counts = [counter.by_rank for counter in counters]
-    return all(_lags_alike(steps, batches) for steps, batches in product(step_counts, batch_counts))
+    for diff in batch_counts:
+        batches = counts_of(diff)
+        for counter in counters:
+            if not _lags_alike(counter.by_rank, batches):
+                return False
+    return True
 
 
 def _lags_alike(steps: Mapping[int, float], batches: Mapping[int, float]) -> bool:
-    """Whether each rank lacks the same number of batches for every step that it lacks, and no further batch."""
-    if steps.keys() != batches.keys():
-        return False
-    most_steps, most_batches = max(steps.values()), max(batches.values())
-    batches_per_step = set()
-    for rank, count in steps.items():
-        missing_steps = most_steps - count
-        missing_batches = most_batches - batches[rank]
-        if missing_steps:
-            batches_per_step.add(missing_batches / missing_steps)
-        elif missing_batches:
-            return False
-    if len(batches_per_step) != 1:
+    """Whether each rank lacks the same number of batches for every step that it lacks, and no further batch.
+
+    steps: at least two different counts. batches: empty if a count is unknown.
+    """
+    if not batches:
         return False
     # With gradient accumulation, a step has several batches.
-    (ratio,) = batches_per_step
-    return ratio >= 1 and ratio.is_integer()
+    batches_per_step = spread(batches) / spread(steps)
+    if batches_per_step < 1 or not batches_per_step.is_integer():
+        return False
+    most_steps, most_batches = max(steps.values()), max(batches.values())
+    expected_batches = {}
+    for rank, count in steps.items():
+        missing_steps = most_steps - count
+        expected_batches[rank] = most_batches - batches_per_step * missing_steps
+    return batches == expected_batches

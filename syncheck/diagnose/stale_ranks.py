@@ -21,40 +21,45 @@ def stale_at_first(case: Case) -> Comparison | None:
 
     Without a series this is the group of the case.
     """
-    first = None
+    first: Comparison | None = None
     for group in reversed(case.series):
         # A difference from before a step in sync has another cause.
         if not out_of_sync(group, "parameter"):
             break
         first = group
-    if first is None or not first.evidence.stale:
-        return None
-    return first
+    was_stale = first is not None and bool(first.evidence.stale)
+    return first if was_stale else None
 
 
 def ran_forward(group: Comparison) -> bool | None:
     """Whether stale ranks ran the forward pass, by BatchNorm's counts. None without BatchNorm."""
-    counts = group.kinds.get("bn_count")
-    if counts is None or not counts.compared:
-        return None
-    return not out_of_sync(group, "bn_count")
+    is_compared = "bn_count" in group.compared_kinds
+    return not out_of_sync(group, "bn_count") if is_compared else None
 
 
 def only_skipped(group: Comparison) -> bool:
     """Whether stale ranks ran the forward pass and skipped the optimizer step: parameters and state are old."""
-    # After an early parameter gather the parameters are old and the optimizer state is new.
-    if not group.evidence.stale or not out_of_sync(group, *OPTIMIZER):
-        return False
-    # If loss scales differ, an overflow caused the skipped step, which is SYN216.
-    if scales_of(group):
-        return False
-    return ran_forward(group) is True
+    conditions = (
+        bool(group.evidence.stale),
+        # After an early parameter gather the parameters are old and the optimizer state is new.
+        bool(out_of_sync(group, *OPTIMIZER)),
+        # If loss scales differ, an overflow caused the skipped step, which is SYN216.
+        not scales_of(group),
+        ran_forward(group) is True,
+    )
+    return all(conditions)
 
 
 def stale_facts(group: Comparison) -> tuple[Message, ...]:
     """State which ranks were bitwise equal to the other ranks at which earlier step."""
     facts = []
-    ranks_of_steps = group_ranks(dict(sorted(group.evidence.stale.items())))
+    stale_ranks = dict(sorted(group.evidence.stale.items()))
+    ranks_of_steps = group_ranks(stale_ranks)
     for earlier, ranks in ranks_of_steps.items():
-        facts.append(Origin.STALE(step=group.step, ranks=tuple(ranks), earlier=earlier))
+        fact = Origin.STALE(
+            step=group.step,
+            ranks=tuple(ranks),
+            earlier=earlier,
+        )
+        facts.append(fact)
     return tuple(facts)

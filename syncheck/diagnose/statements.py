@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.measures import is_partly_nonfinite
+from syncheck.diagnose.selection import exclude_kinds, find_largest
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -68,53 +69,59 @@ _FOLLOWERS = {
 def largest_difference(tensors: Iterable[TensorDiff]) -> Message:
     """State the largest difference and its element, if the differences were measured."""
     tensors = tuple(tensors)
-    if any(diff.mismatched is None for diff in tensors):
+    # Digests show no size.
+    are_all_measured = all(diff.mismatched is not None for diff in tensors)
+    if not are_all_measured:
         return Common.SIZE_UNKNOWN()
+    first_not_finite = next(filter(is_partly_nonfinite, tensors), None)
     # An element that is finite in one replica only counts more than any number.
-    not_finite = list(filter(is_partly_nonfinite, tensors))
-    if not_finite and not_finite[0].index:
-        return Common.NOT_FINITE_IN(element=element_name(not_finite[0]))
-    measured = [diff for diff in tensors if diff.max_abs is not None]
-    if not measured:
+    if first_not_finite is not None and first_not_finite.index:
+        element = element_name(first_not_finite)
+        return Common.NOT_FINITE_IN(element=element)
+    largest = find_largest(tensors)
+    if largest is None:
         return Common.NOT_FINITE()
-    largest = max(measured, key=_size_of)
-    return Common.LARGEST(difference=largest.max_abs, element=element_name(largest))
-
-
-def _size_of(diff: TensorDiff) -> float:
-    """Return the largest difference; 0 if it has no number."""
-    return 0.0 if diff.max_abs is None else diff.max_abs
+    return Common.LARGEST(
+        difference=largest.max_abs,
+        element=element_name(largest),
+    )
 
 
 def element_name(diff: TensorDiff) -> str:
     """Return the element with the largest difference: 'fc.weight[3, 1]', or the name of a tensor of one element."""
-    if not diff.index:
-        return diff.name
-    return f"{diff.name}{index_text(diff.index)}"
+    return f"{diff.name}{index_text(diff.index)}" if diff.index else diff.name
 
 
 def index_text(index: Iterable[int]) -> str:
     """Return the index of an element as Python writes it: '[3, 1]'."""
-    return f"[{', '.join(map(str, index))}]"
+    positions = ", ".join(map(str, index))
+    return f"[{positions}]"
 
 
 def limit_facts(facts: Sequence[Message], most: int, more: Sentence) -> list[Message]:
     """Return the first facts, and a statement of the number of further facts."""
     limited = list(facts[:most])
-    if len(facts) > most:
-        limited.append(more(count=len(facts) - most))
+    further = len(facts) - most
+    if further > 0:
+        limited.append(more(count=further))
     return limited
 
 
 def describe_clusters(clusters: Sequence[Sequence[int]], ranks: tuple[int, ...]) -> tuple[Message, ...]:
     """State which ranks agree and which differ from all others. clusters: the largest first. ranks: of the group."""
-    agreeing = [cluster for cluster in clusters if len(cluster) > 1]
-    if not agreeing:
+    facts = []
+    single_ranks: list[int] = []
+    for cluster in clusters:
+        if len(cluster) > 1:
+            facts.append(Common.AGREE(ranks=cluster))
+        else:
+            single_ranks += cluster
+    if not facts:
         return (Common.NO_TWO_AGREE(ranks=ranks),)
-    facts = [Common.AGREE(ranks=cluster) for cluster in agreeing]
-    single_ranks = tuple(sorted(cluster[0] for cluster in clusters if len(cluster) == 1))
+
     if single_ranks:
-        facts.append(Common.DIFFERS(ranks=single_ranks))
+        single_ranks.sort()
+        facts.append(Common.DIFFERS(ranks=tuple(single_ranks)))
     # The sets are sorted by size, so the first two show a tie.
     if len(clusters[0]) == len(clusters[1]):
         facts.append(Common.NO_MAJORITY())
@@ -123,8 +130,13 @@ def describe_clusters(clusters: Sequence[Sequence[int]], ranks: tuple[int, ...])
 
 def follower_facts(covered: Iterable[TensorDiff], *reported: str) -> tuple[Message, ...]:
     """State how many other tensors a finding covers. reported: kinds already in the evidence."""
-    counts: Counter[Sentence] = Counter()
-    for diff in covered:
-        if diff.kind in _FOLLOWERS and diff.kind not in reported:
-            counts[_FOLLOWERS[diff.kind]] += 1
-    return tuple(sentence(count=count) for sentence, count in counts.items())
+    counts: Counter[Course] = Counter()
+    for diff in exclude_kinds(covered, *reported):
+        if diff.kind in _FOLLOWERS:
+            sentence = _FOLLOWERS[diff.kind]
+            counts[sentence] += 1
+    facts = []
+    for sentence, count in counts.items():
+        fact = sentence(count=count)
+        facts.append(fact)
+    return tuple(facts)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.selection import list_names, select_missing, select_prefixes
+
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import TensorDiff
@@ -19,7 +21,11 @@ def list_forms(diff: TensorDiff) -> tuple[str, ...]:
     """Return the forms of a tensor with different dtypes, as texts; empty for other differences."""
     if diff.reason != "dtype" or diff.detail is None:
         return ()
-    return tuple(str(form) for form, _ in diff.detail.parameters.get("values", ()))
+    forms = []
+    for form, _ in diff.detail.parameters.get("values", ()):
+        # Forms are messages or texts.
+        forms.append(str(form))
+    return tuple(forms)
 
 
 def is_in_other_form(diff: TensorDiff) -> bool:
@@ -29,11 +35,11 @@ def is_in_other_form(diff: TensorDiff) -> bool:
 
 def list_parts(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[str, ...]]:
     """Return the missing tensors and the names of the missing values that are parts of tensors in another form."""
+    in_other_form = filter(is_in_other_form, case.tensors)
     # The reader adds the names of the parts to the name of the tensor.
-    prefixes = tuple(f"{diff.name}." for diff in case.tensors if is_in_other_form(diff))
-    # No name starts with one of no prefixes.
-    missing_tensors = [diff for diff in case.tensors if diff.reason == "missing"]
-    missing_values = [value.name for value in case.of_values() if value.lost]
-    tensors = tuple(diff for diff in missing_tensors if diff.name.startswith(prefixes))
-    values = tuple(name for name in missing_values if name.startswith(prefixes))
-    return tensors, values
+    prefixes = tuple(f"{name}." for name in list_names(in_other_form))
+    missing_tensors = select_missing(case.tensors)
+    missing_values = [value for value in case.of_values() if value.lost]
+    tensors = select_prefixes(missing_tensors, prefixes)
+    values = select_prefixes(missing_values, prefixes)
+    return tuple(tensors), list_names(values)

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.measures import evidence_of
-from syncheck.diagnose.optimizer_names import parameter_of
-from syncheck.diagnose.selection import exclude_names
+from syncheck.diagnose.optimizer_names import parameter_of, split_number
+from syncheck.diagnose.selection import exclude_names, index_by_name, size_of
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison, TensorDiff
 
@@ -36,15 +36,20 @@ class Folded(NamedTuple):
 
 def fold_ties(group: Comparison) -> Folded:
     """Return the group with each tied weight under a single name: the name with optimizer state, else the first."""
-    diffs = {diff.name: diff for diff in group.tensors}
+    diffs = index_by_name(group.tensors)
     optimized = _list_optimized(group)
     copies: dict[str, str] = {}
     for names in group.evidence.tied:
-        copies |= _fold_names(names, group, diffs, optimized)
-    copies |= _find_equal_numbers(group, diffs, optimized, copies)
-    if copies:
-        return Folded(_drop(group, diffs, copies), copies)
-    return Folded(group, {})
+        copies |= _fold_names(
+            names,
+            group,
+            diffs,
+            optimized,
+        )
+    copies |= _find_equal_numbers(group, copies, optimized)
+    if not copies:
+        return Folded(group, {})
+    return Folded(_drop(group, diffs, copies), copies)
 
 
 def add_copies(names: Iterable[str], copies: Mapping[str, str]) -> tuple[str, ...]:
@@ -55,7 +60,9 @@ def add_copies(names: Iterable[str], copies: Mapping[str, str]) -> tuple[str, ..
         second_names[kept_name].append(copy)
     all_names: list[str] = []
     for name in names:
-        all_names += [name, *second_names.get(name, ())]
+        all_names.append(name)
+        all_names += second_names.get(name, ())
+    # A finding may list a name more than once.
     return tuple(dict.fromkeys(all_names))
 
 
@@ -63,14 +70,11 @@ def _list_optimized(group: Comparison) -> frozenset[str]:
     """Return the names of parameters with optimizer state, and those that the metadata lists."""
     optimized = set(group.evidence.metadata.optimizer_parameters)
     for name, kind in group.evidence.names.items():
-        if kind not in OPTIMIZER:
-            continue
-        owner = parameter_of(name)
-        optimized.add(owner)
-        # The state of one of several optimizers has the number of the optimizer in front.
-        number, _, remainder = owner.partition(".")
-        if number.isdigit():
-            optimized.add(remainder)
+        if kind in OPTIMIZER:
+            owner = parameter_of(name)
+            # The state of one of several optimizers has the number of the optimizer in front.
+            _, without_number = split_number(owner)
+            optimized |= {owner, without_number}
     return frozenset(optimized)
 
 
@@ -78,34 +82,39 @@ def _fold_names(
     names: Sequence[str], group: Comparison, diffs: Mapping[str, TensorDiff], optimized: frozenset[str]
 ) -> dict[str, str]:
     """Return the kept name by second name, for names in one memory. Empty if the comparison treats them differently."""
-    kinds = set()
-    numbers = set()
-    for name in names:
-        kinds.add(group.evidence.names.get(name))
-        numbers.add(_numbers(diffs[name]) if name in diffs else None)
-    if len(kinds) > 1 or not kinds.issubset(_KINDS):
+    if not _are_compared_alike(names, group, diffs):
         return {}
-    # The names differ by other numbers if they are tied on some ranks only.
-    if len(numbers) > 1:
-        return {}
-
-    with_state = [name for name in names if name in optimized]
+    with_state = optimized.intersection(names)
     # Two states belong to two parameters.
     if len(with_state) > 1:
         return {}
-    kept_name = with_state[0] if with_state else names[0]
-    return {name: kept_name for name in names if name != kept_name}
+    (kept_name,) = with_state or names[:1]
+    second_names = dict.fromkeys(names, kept_name)
+    del second_names[kept_name]
+    return second_names
 
 
-def _find_equal_numbers(
-    group: Comparison, diffs: Mapping[str, TensorDiff], optimized: frozenset[str], copies: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the kept name by second name, for parameters without state that differ by the numbers of another."""
+def _are_compared_alike(names: Sequence[str], group: Comparison, diffs: Mapping[str, TensorDiff]) -> bool:
+    """Whether all names have one kind, which two names may share, and differ by the same numbers."""
+    kinds = set(map(group.evidence.names.get, names))
+    numbers = set()
+    for name in names:
+        diff = diffs.get(name)
+        numbers.add(None if diff is None else _numbers(diff))
+    # The names differ by other numbers if they are tied on some ranks only.
+    is_one_tensor = len(kinds) == len(numbers) == 1
+    return is_one_tensor and kinds.issubset(_KINDS)
+
+
+def _find_equal_numbers(group: Comparison, copies: Collection[str], optimized: frozenset[str]) -> dict[str, str]:
+    """Return the kept name by second name, for parameters without state that differ by the numbers of another.
+
+    copies: second names that are known already.
+    """
+    candidates = filter(_is_measured_parameter, exclude_names(group.tensors, copies))
     with_state: dict[tuple[object, ...], str] = {}
     without_state: list[TensorDiff] = []
-    for diff in diffs.values():
-        if diff.name in copies or not _is_measured_parameter(diff):
-            continue
+    for diff in candidates:
         if diff.name in optimized:
             with_state[_numbers(diff)] = diff.name
         else:
@@ -122,28 +131,45 @@ def _find_equal_numbers(
 
 def _is_measured_parameter(diff: TensorDiff) -> bool:
     """Whether the difference of a parameter has numbers, which tell it from other parameters."""
-    if diff.kind != "parameter" or not diff.max_abs:
+    if diff.kind != "parameter":
         return False
-    return bool(evidence_of(diff).norms)
+    has_norms = bool(evidence_of(diff).norms)
+    # All equal parameters have the same numbers.
+    is_different = size_of(diff) > 0
+    return has_norms and is_different
 
 
 def _numbers(diff: TensorDiff) -> tuple[object, ...]:
     """Return the numbers of a difference, which are equal for two names of one tensor."""
-    norms = tuple(evidence_of(diff).norms.items())
-    sizes = (diff.mismatched, diff.max_abs, diff.max_rel, diff.index)
-    return diff.status, diff.reason, diff.shape, diff.dtype, diff.clusters, len(diff.facts), *sizes, norms
+    return (
+        diff.status,
+        diff.reason,
+        diff.shape,
+        diff.dtype,
+        diff.clusters,
+        len(diff.facts),
+        diff.mismatched,
+        diff.max_abs,
+        diff.max_rel,
+        diff.index,
+        tuple(evidence_of(diff).norms.items()),
+    )
 
 
 def _drop(group: Comparison, diffs: Mapping[str, TensorDiff], copies: Mapping[str, str]) -> Comparison:
     """Return the group without some names, and without them in the counts by kind."""
+    names = dict(group.evidence.names)
     kinds = dict(group.kinds)
     for name in copies:
-        kind = group.evidence.names[name]
+        kind = names.pop(name)
         counts = kinds.get(kind)
         if counts is not None:
             status = diffs[name].status if name in diffs else "identical"
             fewer = {"tensors": counts.tensors - 1, status: getattr(counts, status) - 1}
             kinds[kind] = replace(counts, **fewer)
-    names = {name: kind for name, kind in group.evidence.names.items() if name not in copies}
-    evidence = replace(group.evidence, names=names)
-    return replace(group, tensors=tuple(exclude_names(group.tensors, copies)), kinds=kinds, evidence=evidence)
+    return replace(
+        group,
+        tensors=tuple(exclude_names(group.tensors, copies)),
+        kinds=kinds,
+        evidence=replace(group.evidence, names=names),
+    )

@@ -30,28 +30,34 @@ def may_explain(code: str, case: Case) -> bool:
     """Whether a rule for replicas may explain the differences of two models."""
     if not case.compared("optimizer"):
         return False
-    if code == "SYN106":
-        return True
-    # Two files of unknown steps are usually of different steps, so that their counters show no skipped step.
-    if code == "SYN214":
-        return case.group.evidence.stores_progress
+    conditions = {
+        "SYN106": True,
+        # Two files of unknown steps are usually of different steps, so that their counters show no skipped step.
+        "SYN214": case.group.evidence.stores_progress,
+    }
     # A schedule changes the settings from step to step.
-    return case.agrees("optimizer_step")
+    are_steps_equal = case.agrees("optimizer_step")
+    return conditions.get(code, are_steps_equal)
 
 
 def limit_certainty(code: str, match: Match, case: Case) -> tuple[Certainty, tuple[str, ...]]:
     """Return the certainty of a cause of two runs, and its alternatives."""
-    if match.certainty != "consistent" and _is_likely(code, case):
+    is_certain = match.certainty != "consistent"
+    if is_certain and _is_likely(code, case):
         return "likely", match.alternatives
-    alternatives = dict.fromkeys((*_ALTERNATIVES[code], *match.alternatives))
-    return "consistent", tuple(alternatives)[:_MOST_ALTERNATIVES]
+    usual_alternatives = _ALTERNATIVES[code]
+    # Each code once, those of the rule first.
+    alternatives = dict.fromkeys((*usual_alternatives, *match.alternatives))
+    first_alternatives = tuple(alternatives)[:_MOST_ALTERNATIVES]
+    return "consistent", first_alternatives
 
 
 def _is_likely(code: str, case: Case) -> bool:
     """Whether the files show that both runs took the same steps, so that the cause is the likely one."""
-    if code not in ("SYN107", "SYN213"):
-        return False
-    if case.counts_steps():
-        return True
-    # Moments with the same direction need the same data, and without counters a skipped step looks the same.
-    return code == "SYN107" and case.group.evidence.stores_progress
+    are_steps_counted = case.counts_steps()
+    shows_equal_steps = {
+        "SYN107": are_steps_counted or case.group.evidence.stores_progress,
+        # Moments with the same direction need the same data, and without counters a skipped step looks the same.
+        "SYN213": are_steps_counted,
+    }
+    return shows_equal_steps.get(code, False)

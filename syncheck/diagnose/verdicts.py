@@ -10,7 +10,7 @@ from syncheck.records import Group
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Comparison, Finding, Unreadable, Verdict
+    from syncheck.records import Comparison, Finding, TensorDiff, Unreadable, ValueDiff, Verdict
 
 
 def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
@@ -30,14 +30,20 @@ def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozen
     # Final files may repeat the last step of the run.
     if run and run[-1].step == group.step:
         series = (*run[:-1], comparison)
-    return with_findings(group, diagnose(comparison, series, allow))
+    findings = diagnose(comparison, series, allow)
+    return with_findings(group, findings)
 
 
 def _may_have_findings(group: Group) -> bool:
     """Whether something differs, or was normalized or sharded, so that a rule may match."""
-    differs = bool(group.tensors or group.values)
-    has_information = bool(group.evidence.normalized or group.shards or group.ties)
-    return differs or has_information
+    inputs_of_rules = (
+        group.tensors,
+        group.values,
+        group.evidence.normalized,
+        group.shards,
+        group.ties,
+    )
+    return any(inputs_of_rules)
 
 
 def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
@@ -49,58 +55,80 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     """
     from syncheck.diagnose.rules import diagnose_difference
 
-    group = with_findings(_as_group(comparison), diagnose_difference(comparison, allow))
-    if group.verdict != "in_sync":
-        return group
-    is_proposal = comparison.evidence.inferred or comparison.evidence.guessed
-    if is_proposal or _has_uncompared(group):
+    findings = diagnose_difference(comparison, allow)
+    group = with_findings(_as_group(comparison), findings)
+    doubts = (
+        comparison.evidence.inferred,
+        comparison.evidence.guessed,
+        _has_uncompared(group),
+    )
+    if group.verdict == "in_sync" and any(doubts):
         return replace(group, verdict="undecided")
     return group
 
 
 def _as_group(comparison: Comparison) -> Group:
     """Return the comparison as a group without findings."""
-    return Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
+    # `asdict` would copy the records of all tensors.
+    content = {field.name: getattr(comparison, field.name) for field in fields(comparison)}
+    return Group(**content)
 
 
 def _has_uncompared(group: Group) -> bool:
     """Whether a tensor of two models could not be compared."""
     from syncheck.diagnose.measures import relation_of
 
-    accepted: set[str] = set()
-    for finding in group.findings:
-        if finding.allowed:
-            accepted.update(finding.tensors)
-    for diff in group.tensors:
+    allowed_names = _list_allowed(group)
+    uncompared = [diff for diff in group.tensors if diff.uncompared]
+    for diff in uncompared:
+        has_relation = relation_of(diff) is not None
         # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
-        is_explained = diff.name in accepted and relation_of(diff) is not None
-        if diff.uncompared and not is_explained:
+        is_explained = has_relation and diff.name in allowed_names
+        if not is_explained:
             return True
     return False
+
+
+def _list_allowed(group: Group) -> frozenset[str]:
+    """Return the names of the tensors of allowed findings."""
+    names: set[str] = set()
+    for finding in group.findings:
+        if finding.allowed:
+            names.update(finding.tensors)
+    return frozenset(names)
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
     """Return a group of several replicas with findings and the resulting verdict."""
     verdict: Verdict = "in_sync"
-    if any(finding.fails for finding in findings):
+    fails = any(finding.fails for finding in findings)
+    if fails:
         verdict = "out_of_sync"
     elif _is_undecided(group):
         verdict = "undecided"
-    return replace(group, findings=findings, verdict=verdict)
+    return replace(
+        group,
+        findings=findings,
+        verdict=verdict,
+    )
 
 
 def _is_undecided(group: Group) -> bool:
     """Whether too little was compared to show that the replicas are in sync."""
-    compared_kinds = [kind for kind, counts in group.kinds.items() if counts.compared]
-    # Step counters alone do not show a model in sync.
-    if not set(compared_kinds) - {"optimizer_step"}:
+    doubts = (
+        # Step counters alone do not show a model in sync.
+        group.compared_kinds <= {"optimizer_step"},
+        group.uncompared,
+        # Equal files that claim to be one rank may be one file and its copy.
+        group.evidence.claimed_twice,
+    )
+    if any(doubts):
         return True
-    # Equal files that claim to be one rank may be one file and its copy.
-    if group.uncompared or group.evidence.claimed_twice:
-        return True
-    if any(diff.unknown for diff in group.tensors):
-        return True
-    return any(value.unknown for value in group.values)
+    differences: tuple[TensorDiff | ValueDiff, ...] = (
+        *group.tensors,
+        *group.values,
+    )
+    return any(diff.unknown for diff in differences)
 
 
 def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
@@ -111,4 +139,6 @@ def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdic
     verdicts = {group.verdict for group in groups}
     if "out_of_sync" in verdicts:
         return "out_of_sync"
-    return "in_sync" if verdicts == {"in_sync"} and not unreadable else "undecided"
+    # Without any group, nothing was compared.
+    are_all_in_sync = verdicts == {"in_sync"}
+    return "in_sync" if are_all_in_sync and not unreadable else "undecided"

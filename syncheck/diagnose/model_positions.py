@@ -1,0 +1,260 @@
+"""SYN310, SYN313, SYN314 and SYN317: tensors or shards of B are those of A at another position, or several times."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.measures import parameters_of
+from syncheck.diagnose.rule import MOST_FACTS, other_model, state_tensors
+from syncheck.diagnose.selection import list_names, select_missing
+from syncheck.diagnose.statements import limit_facts
+from syncheck.findings import RelationKind
+from syncheck.messages import Message, Sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.records import TensorDiff
+
+# A tensor of an expert: the text before and after the number of the expert.
+_EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)\d+(\..*)")
+
+
+class ExpertMisplaced(Sentence, topic="SYN310"):
+    """Experts of B are exchanged, duplicated or lost.
+
+    Signature: the tensor of an expert of B equals another expert of A, bit by bit, or B lacks some of the experts of a
+    layer.
+
+    Cause: expert-parallel ranks number their experts from 0, and a conversion used these numbers for the whole model,
+    saved the experts of one rank only, or ordered the ranks wrongly.
+
+    Fix: use the number of the expert in the whole model: rank times experts per rank plus the local number. Check the
+    number of experts after the conversion.
+
+    Incidents: KempnerInstitute/KempnerForge#202 (expert parallelism saves the experts of one rank, and resuming is
+    silent).
+    """
+
+    CAUSE = "Experts of B are at the wrong place or missing: the conversion numbered or collected them wrongly."
+    FIX = "Number experts by rank times experts per rank plus the local number, and save the experts of all ranks."
+    OTHER = "{name} of B is {other} of A"
+    STACK = "{name} of B has the experts {experts:list} of A"
+    TWICE = "{count:count expert tensor} of A {count:verb is|are} in B more than once"
+    LOST = "B lacks {count:count expert tensor} of A: {names:names}"
+    MORE = "{count:count more tensor}"
+
+
+def match_misplaced_experts(case: Case) -> Match | None:
+    """Match tensors of experts that B holds at another position, and tensors of experts that B lacks."""
+    misplaced = case.related(RelationKind.EXPERT)
+    lost = _find_lost_experts(case)
+    covered = (*misplaced, *lost)
+    if not covered:
+        return None
+    facts = limit_facts(_state_positions(misplaced), MOST_FACTS, ExpertMisplaced.MORE)
+    twice = _count_repeated_experts(misplaced)
+    if twice:
+        facts.append(ExpertMisplaced.TWICE(count=twice))
+    if lost:
+        facts.append(state_tensors(ExpertMisplaced.LOST, lost))
+    return Match(covered, case.group.ranks, facts)
+
+
+def _state_positions(misplaced: Sequence[TensorDiff]) -> list[Message]:
+    """State which experts of A the tensors of B hold."""
+    facts: list[Message] = []
+    for diff in misplaced:
+        parameters = parameters_of(diff)
+        if "experts" in parameters:
+            facts.append(ExpertMisplaced.STACK(name=diff.name, experts=parameters["experts"]))
+        else:
+            facts.append(ExpertMisplaced.OTHER(name=diff.name, other=parameters["other"]))
+    return facts
+
+
+def _count_repeated_experts(misplaced: Sequence[TensorDiff]) -> int:
+    """Return how many experts of A are in B more than once. Stacks of experts do not count."""
+    positions: Counter[str] = Counter()
+    for diff in misplaced:
+        parameters = parameters_of(diff)
+        if "experts" not in parameters:
+            positions[parameters["other"]] += 1
+    # An expert that B also holds at its own position does not differ there.
+    positions.update(positions.keys() - list_names(misplaced))
+    return sum(count > 1 for count in positions.values())
+
+
+def _find_lost_experts(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the tensors of experts that only A has, if both models have the same tensor of another expert."""
+    absent = list_names(select_missing(case.group.tensors))
+    present_names = case.group.evidence.names.keys() - absent
+    present_experts = set(map(_split_expert, present_names))
+    # Other tensors have no expert.
+    present_experts.discard(())
+    lost = []
+    for diff in select_missing(case.tensors):
+        is_only_in_a = diff.clusters == ((0,),)
+        if is_only_in_a and _split_expert(diff.name) in present_experts:
+            lost.append(diff)
+    return tuple(lost)
+
+
+def _split_expert(name: str) -> tuple[str, ...]:
+    """Return the name of a tensor of an expert before and after the number of the expert; empty for other tensors."""
+    match = _EXPERT.fullmatch(name)
+    return () if match is None else match.groups()
+
+
+class WrongShard(Sentence, topic="SYN313"):
+    """A rank or stage of B holds the shard or layer of another one.
+
+    Signature: shards of B equal other shards of A, bit by bit, or a tensor of B equals the tensor of another layer or
+    module of A.
+
+    Cause: files of ranks were copied or renamed wrongly, ranks were sorted as text (10 before 2), pipeline stages
+    number their layers from 0, or a conversion assembled shards in the wrong order.
+
+    Fix: assemble shards by the rank inside the files, not by the order of file names, and add the offset of the stage
+    to the numbers of layers.
+
+    Incidents: KempnerInstitute/KempnerForge#202 (the experts of one rank were saved for all ranks). Sorting `rank_10`
+    before `rank_2` is the most common form.
+    """
+
+    CAUSE = (
+        "Shards, layers or other tensors of B are at the wrong place: they are those of another rank, layer or module "
+        "of A."
+    )
+    FIX = (
+        "Assemble shards by their rank and layer, not by the order of file names, and check the names of modules in "
+        "the conversion."
+    )
+    OTHER = "{name} of B is {other} of A"
+    TRANSPOSED = "{name} of B is {other} of A, transposed"
+    BOXES = "{boxes} of {of} shards of {name} belong to other ranks, in {files}"
+    MORE = "{count:count more tensor}"
+
+
+def state_wrong_shard(tensors: Sequence[TensorDiff]) -> Message:
+    """State which shards or which other tensor a tensor of B holds."""
+    (diff,) = tensors
+    parameters = parameters_of(diff)
+    # Shards at wrong positions within one tensor, or a tensor under another name.
+    if "other" not in parameters:
+        return WrongShard.BOXES(
+            name=diff.name,
+            files=parameters["files"],
+            boxes=parameters["boxes"],
+            of=parameters["of"],
+        )
+    sentence = WrongShard.TRANSPOSED if "dims" in parameters else WrongShard.OTHER
+    return sentence(name=diff.name, other=parameters["other"])
+
+
+class TieChanged(Sentence, topic="SYN314"):
+    """Two names are one weight in one model, and two different weights in the other model.
+
+    Signature: in one model, two tensors with the names of an embedding and its output layer, or with shared memory,
+    hold equal values. In the other model they differ, and one of the two tensors agrees between A and B.
+
+    Cause: the loader or the conversion of one model did not tie its weights, so that the output layer kept its initial
+    values or was trained alone. Or the loader tied separate weights and lost the output layer: the configuration states
+    `tie_word_embeddings`, or the file has no output layer.
+
+    Fix: compare `tie_word_embeddings` of both configurations. Tie the weights after building and loading the model
+    (`model.tie_weights()` in transformers), or save both tensors and load them untied.
+
+    Incidents: huggingface/transformers#46650 (names corrupted on save, so that loading initializes the tensors).
+    NVIDIA/Megatron-LM#4641, NVIDIA/Megatron-LM#844 and NVIDIA/Megatron-LM#656 (embedding and output layer drifted
+    apart).
+    """
+
+    CAUSE = "One model has one weight under two names, and the other model has two different weights there."
+    FIX = (
+        "Compare tie_word_embeddings of both models. Tie the weights after loading (model.tie_weights() in "
+        "transformers), or save and load both tensors."
+    )
+    TIED = "{name} equals {other} in {tied}, and they differ in {separate}"
+    MORE = "{count:count more tensor}"
+
+
+def state_tied(tensors: Sequence[TensorDiff]) -> Message:
+    """State in which model two names are one weight."""
+    (diff,) = tensors
+    parameters = parameters_of(diff)
+    tied = parameters["tied"]
+    return TieChanged.TIED(
+        name=diff.name,
+        other=parameters["other"],
+        tied=tied,
+        separate=other_model(tied),
+    )
+
+
+class Repeated(Sentence, topic="SYN317"):
+    """One model holds a part of the other model several times.
+
+    Signature: all rows of B are rows of A, bit by bit, but some rows occur several times: the whole tensor or a part is
+    repeated, or each block of rows, so that B has more rows, or that other rows of A are missing. Or the reverse.
+
+    Cause: a merge joined copies that every rank holds as if they were shards, a conversion repeated the key and value
+    heads of grouped-query attention for a library without it, or each rank saved the part of the first rank.
+
+    Fix: keep one copy of tensors that every rank holds, and join only shards. If B is meant for a library that needs
+    repeated heads, pass `--allow SYN317`.
+
+    Incidents: verl-project/verl#7612 (replicated buffers were concatenated by the merge).
+    """
+
+    CAUSE = "One model holds tensors, or parts of tensors, of the other model several times."
+    FIX = "Save and join the shards of all ranks: copies have taken the place of other rows of A, which are lost."
+    FIX_LONGER = (
+        "Join only shards, and keep one copy of what every rank holds. If repeated heads are intended, pass "
+        "{allow:option=SYN317}."
+    )
+    WHOLE = "{side} has {times} copies of {name} of {other}, along dimension {dim}"
+    PART = "{side} has {times} copies of indices {first} to {last} of dimension {dim} of {name} of {other}"
+    EACH = "{side} has each block of {size:count index|indices} of dimension {dim} of {name} of {other} {times} times"
+    OTHER = "{side} has rows of {name} of {other} several times, and lacks {missing:count row} with other values"
+    MORE = "{count:count more tensor}"
+
+
+# By the pattern of the relation, and whether the whole tensor is repeated.
+_REPETITIONS = {
+    ("tile", True): Repeated.WHOLE,
+    ("tile", False): Repeated.PART,
+    ("each", False): Repeated.EACH,
+    ("other", False): Repeated.OTHER,
+}
+
+
+def state_repeated(tensors: Sequence[TensorDiff]) -> Message:
+    """State which part of a tensor one model holds several times."""
+    (diff,) = tensors
+    parameters = dict(parameters_of(diff))
+    # The sentences name the remaining parameters.
+    pattern = parameters.pop("pattern")
+    start = parameters.pop("start", 0)
+    is_whole = bool(parameters.pop("whole", 0))
+    parameters["name"] = diff.name
+    parameters["other"] = other_model(parameters["side"])
+    sentence = _REPETITIONS[pattern, is_whole]
+    if sentence is Repeated.PART:
+        last = start + parameters["size"] - 1
+        return sentence(
+            first=start,
+            last=last,
+            **parameters,
+        )
+    return sentence(**parameters)
+
+
+def explain_longer(match: Match) -> Match:
+    """Replace the fix if every tensor has more rows than in the other model: then nothing is lost."""
+    reasons = {diff.reason for diff in match.tensors}
+    return replace(match, fix=Repeated.FIX_LONGER) if reasons == {"shape"} else match
