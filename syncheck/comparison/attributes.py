@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.group_metadata import get_metadata
 from syncheck.layout.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
-from syncheck.snapshots import Metadata
 from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
 
@@ -125,11 +125,6 @@ def _collect_attributes(replicas: Snapshots) -> dict[str, dict[int, Any]]:
     return by_name
 
 
-def _get_metadata(snapshot: Snapshot) -> Metadata:
-    """Return the metadata of a checkpoint; without metadata, those of a model without buffers."""
-    return snapshot.metadata or Metadata()
-
-
 def _list_parameters(snapshot: Snapshot) -> list[str]:
     """Return the names of parameters in the order of registration."""
     normalized = normalize(snapshot.tensors)
@@ -138,7 +133,7 @@ def _list_parameters(snapshot: Snapshot) -> list[str]:
 
 def _list_buffers(snapshot: Snapshot) -> list[str]:
     """Return the names of buffers in the order of registration."""
-    metadata = _get_metadata(snapshot)
+    metadata = get_metadata(snapshot)
     # The metadata lists buffers by name, and the tensors are in the order of the state dict.
     buffers = frozenset(metadata.buffers or ())
     return [name for name in normalize(snapshot.tensors).values() if name in buffers]
@@ -173,7 +168,7 @@ def _find_partly_frozen(replicas: Snapshots, parameters: Mapping[int, Sequence[s
     """
     frozen: dict[int, frozenset[str]] = {}
     for rank, snapshot in replicas.items():
-        frozen[rank] = frozenset(_get_metadata(snapshot).frozen)
+        frozen[rank] = frozenset(get_metadata(snapshot).frozen)
 
     partly_frozen = frozenset.union(*frozen.values()) - frozenset.intersection(*frozen.values())
     # A parameter that some ranks do not have is a finding of its own.

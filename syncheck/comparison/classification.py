@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.comparison.group_metadata import merge_metadata
+from syncheck.comparison.group_metadata import get_metadata, merge_metadata
 from syncheck.layout.alignment import align
 from syncheck.tensors.kinds import KINDS, Kinds, classify_tensors, make_selector
 
@@ -70,7 +70,7 @@ def _find_kinds(
 
     described: dict[int, Snapshot] = {}
     for rank, snapshot in snapshots.items():
-        if snapshot.metadata is not None and snapshot.metadata.buffers is not None:
+        if get_metadata(snapshot).buffers is not None:
             described[rank] = snapshot
 
     # Metadata without a description of the model says nothing about its buffers.

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 _SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
 
 
+def get_metadata(snapshot: Snapshot) -> Metadata:
+    """Return the metadata of a checkpoint; without metadata, those of a model without a description."""
+    return snapshot.metadata or Metadata()
+
+
 def merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     """Return the metadata of the first rank with any; for stages and experts, with the names of all ranks."""
-    blocks: list[Metadata] = []
-    for snapshot in snapshots.values():
-        if snapshot.metadata is not None:
-            blocks.append(snapshot.metadata)
-
+    blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
     if not blocks:
         return Metadata()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.mismatches import skip_tensor
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.tensors import compare_tensor, skip_tensor
+from syncheck.comparison.tensors import compare_tensor
 from syncheck.layout.dtensors import assemble_copies
 from syncheck.layout.optimizer_shards import find_lost_state
 from syncheck.layout.replica_groups import is_mixed
@@ -44,6 +45,7 @@ class GroupTensors:
         self._optimizer = alignment.optimizer
         self._kinds = classification.kinds.by_name
         self._is_selected = classification.is_selected
+        self._compares_rng = bool(selection.only) or selection.rng
         self._selection = selection
         self._files = files
         self._tally = tally
@@ -60,23 +62,21 @@ class GroupTensors:
                 self._tally.left_out += 1
 
         if self._tally.diffs:
-            from syncheck.comparison.evidence import add_evidence  # replicas in sync need no evidence
-
-            self._inspect(lambda diffs: add_evidence(diffs, self._tensors, self._files))
+            self._add_evidence()
 
         if self._selection.histograms:
             self._add_histograms()
 
         for diff in find_lost_state(self._optimizer, self._tensors):
             if self._is_selected(diff.name, diff.kind):
-                self._tally.add(diff.name, diff.kind, diff)
+                self._tally.add(diff)
 
     def _compare_tensor(self, name: str, kind: str, tensors: Mapping[int, Tensor]) -> None:
         """Compare the replicas of one tensor, unless its kind or its layout does not allow it."""
-        if kind == "rng" and not (self._selection.only or self._selection.rng):
+        if kind == "rng" and not self._compares_rng:
             # RNG states and the errors of PowerSGD differ between ranks by design.
             detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
-            self._tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.RNG, detail))
+            self._tally.add(skip_tensor(name, kind, tensors, Reason.RNG, detail))
             return
 
         if self._alignment.positions.stages and is_mixed(tensors):
@@ -84,7 +84,7 @@ class GroupTensors:
             if not whole_tensors:
                 layout = self._alignment.find_replica_sets(name, tensors).layout
                 detail = Detail.AMBIGUOUS_LAYOUT(layout=layout)
-                self._tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
+                self._tally.add(skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
                 return
 
             tensors = self._tensors[name] = whole_tensors
@@ -115,12 +115,18 @@ class GroupTensors:
 
         if diff is not None:
             # The state of other parameters, or state out of sync: the files do not show which.
-            if diff.out_of_sync and self._optimizer.unclear and may_be_partitioned:
+            if may_be_partitioned and self._optimizer.unclear and diff.out_of_sync:
                 diff = skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, self._optimizer.unclear)
 
             diff = self._describe_from_reference(diff, tensors)
 
-        self._tally.add(name, kind, diff, replica_sets, partitioned=is_partitioned)
+        self._tally.add_compared(
+            name,
+            kind,
+            diff,
+            replica_sets,
+            partitioned=is_partitioned,
+        )
 
     def _is_lost(self, name: str, tensors: Mapping[int, Tensor]) -> bool:
         """Whether the owner of a parameter does not hold its state, so that the state is lost."""
@@ -146,19 +152,39 @@ class GroupTensors:
         inspected = inspect([diff.facts[-1] if diff.facts else diff for diff in diffs])
         for position, (diff, new_diff) in enumerate(zip(diffs, inspected, strict=True)):
             if diff.facts:
-                facts = (*diff.facts[:-1], new_diff)
-                new_diff = replace(diff, facts=facts, evidence=new_diff.evidence, histogram=new_diff.histogram)
+                new_diff = replace(
+                    diff,
+                    facts=(*diff.facts[:-1], new_diff),
+                    evidence=new_diff.evidence,
+                    histogram=new_diff.histogram,
+                )
 
             diffs[position] = new_diff
 
+    def _add_evidence(self) -> None:
+        from syncheck.comparison.evidence import add_evidence  # replicas in sync need no evidence
+
+        def inspect(diffs: Sequence[TensorDiff]) -> Sequence[TensorDiff]:
+            return add_evidence(diffs, self._tensors, self._files)
+
+        self._inspect(inspect)
+
     def _add_histograms(self) -> None:
-        from syncheck.comparison import histograms
+        from syncheck.comparison.histograms import add_histograms
 
         def is_exact(diff: TensorDiff) -> bool:  # differences from a reference do not depend on the tolerance
             tolerance = self._selection.tolerance.of(diff.name, diff.kind, diff.dtype)
             return tolerance.exact or self._selection.reference is not None
 
-        self._inspect(lambda diffs: histograms.add_histograms(diffs, self._tensors, self._files, is_exact))
+        def inspect(diffs: Sequence[TensorDiff]) -> Sequence[TensorDiff]:
+            return add_histograms(
+                diffs,
+                self._tensors,
+                self._files,
+                is_exact,
+            )
+
+        self._inspect(inspect)
 
 
 def _is_not_finite(diff: TensorDiff) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
 from syncheck.comparison.classification import classify
-from syncheck.comparison.group_metadata import hyperparameters, merge_metadata
+from syncheck.comparison.group_metadata import get_metadata, hyperparameters, merge_metadata
 from syncheck.comparison.group_notes import make_notes
 from syncheck.comparison.group_tensors import GroupTensors
 from syncheck.comparison.model_values import note_unknown_values
@@ -59,7 +59,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         name=name,
         run=replicas.run,
         label=replicas.label,
-        uncompared=tally.find_uncompared(alignment.ranks) if tally.compared else (),
+        uncompared=tally.find_uncompared(alignment.ranks),
         step=replicas.step,
         replicas=tuple(_make_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
@@ -138,10 +138,7 @@ def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot
 
 def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
     # The training's host: a file may have been copied to another machine, or into another folder.
-    host = snapshot.host
-    if snapshot.metadata is not None and snapshot.metadata.host:
-        host = snapshot.metadata.host
-
+    host = get_metadata(snapshot).host or snapshot.host
     tensor_count = len(snapshot.tensors)
     return Replica(snapshot.path, rank, snapshot.format, tensor_count, snapshot.bytes, host, mesh_of(snapshot))
 
