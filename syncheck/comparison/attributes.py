@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from syncheck.messages import Message
-    from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
 
     Snapshots = Mapping[int, Snapshot]
@@ -40,8 +39,13 @@ def compare_attributes(snapshots: Snapshots, is_selected: IsSelected) -> list[Va
             texts = set(map(repr, by_rank.values()))
             if len(texts) > 1 and is_selected(name.removeprefix(METRIC), "value"):
                 is_mode = name.rpartition(".")[2] == TRAINING
-                kind: ValueKind = "setting" if is_mode else "attribute"
-                diffs.append(ValueDiff(name, by_rank, counts=False, kind=kind))
+                diff = ValueDiff(
+                    name,
+                    by_rank,
+                    counts=False,
+                    kind="setting" if is_mode else "attribute",
+                )
+                diffs.append(diff)
 
     return diffs
 
@@ -59,17 +63,27 @@ def compare_registration(snapshots: Snapshots, is_selected: IsSelected) -> list[
             parameters[rank] = _list_parameters(snapshot)
             buffers[rank] = _list_buffers(snapshot)
 
-        orders = zip(ORDERS, ("parameter", "buffer"), (parameters, buffers), strict=True)
-        for name, kind, names_by_rank in orders:
+        names_by_kind = {"parameter": parameters, "buffer": buffers}
+        for name, (kind, names_by_rank) in zip(ORDERS, names_by_kind.items(), strict=True):
             moved = _find_moved(names_by_rank)
             if any(moved.values()) and is_selected(name, kind):
-                diffs.append(ValueDiff(name, moved, counts=True, kind="setting"))
+                diffs.append(_make_setting(name, moved))
 
         for name, requires_grad in _find_partly_frozen(replicas, parameters).items():
             if is_selected(name, "parameter"):
-                diffs.append(ValueDiff(f"{name}.{REQUIRES_GRAD}", requires_grad, counts=True, kind="setting"))
+                diffs.append(_make_setting(f"{name}.{REQUIRES_GRAD}", requires_grad))
 
     return diffs
+
+
+def _make_setting(name: str, by_rank: Mapping[int, Any]) -> ValueDiff:
+    """Return the diff of a setting of modules that DistributedDataParallel relies on."""
+    return ValueDiff(
+        name,
+        by_rank,
+        counts=True,
+        kind="setting",
+    )
 
 
 def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:

@@ -128,11 +128,7 @@ def _find_damage(
 
             budget -= size
 
-        damaged_ranks: set[int] = set()
-        for record in records:
-            if not _is_intact(record, shared_records, files):
-                damaged_ranks.add(record.rank)
-
+        damaged_ranks = {record.rank for record in records if not _is_intact(record, shared_records, files)}
         if damaged_ranks:
             damaged[diff.name] = tuple(sorted(damaged_ranks))
 

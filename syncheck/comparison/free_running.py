@@ -94,12 +94,12 @@ def add_free_running(
     result = list(groups)
     runs = group_by_step(replicas for _, replicas in compared)
     for i, (group, (_, now)) in enumerate(zip(groups, compared, strict=True)):
-        steps = runs.get(now.run, {})
-        if now.step is None or len(steps) < 2 or now.step != max(steps) or not _statistics_differ(group):
+        series = _list_series(now, runs)
+        if not series or not _statistics_differ(group):
             continue
 
         try:
-            free_running = _analyze_run(group, list(steps.values()), jobs)
+            free_running = _analyze_run(group, series, jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
@@ -107,6 +107,13 @@ def add_free_running(
         result[i] = replace(group, evidence=replace(group.evidence, free_running=free_running))
 
     return result
+
+
+def _list_series(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGroup]]) -> list[ReplicaGroup]:
+    """Return the steps of a run, if there are several and the group is the last. runs: by run and step, in order."""
+    steps = runs.get(now.run, {})
+    is_last = now.step == max(steps, default=None)
+    return list(steps.values()) if is_last and len(steps) > 1 else []
 
 
 def _statistics_differ(group: Comparison) -> bool:
@@ -123,26 +130,15 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
         return None
 
     moments = _read_moments(group, series, jobs)
-    if len(moments) < 2:
-        return None
-
     early = _select_usable([moment for moment in moments if moment.batches <= EARLY / momentum], momentum)
     used = early or moments
-    pairs: dict[tuple[int, int], _Pair] = {}
-    for first, second in combinations(used, 2):
-        pair = _make_pair(first, second)
-        if pair is not None:
-            pairs[first.batches, second.batches] = pair
-
-    neighbors: list[_Pair] = []
-    for first, second in pairwise(used):
-        if (first.batches, second.batches) in pairs:
-            neighbors.append(pairs[first.batches, second.batches])
-
+    pairs = _pair_moments(used)
+    batches = [moment.batches for moment in used]
+    neighbors = [pairs[counts] for counts in pairwise(batches) if counts in pairs]
     if not neighbors:
         return None
 
-    ends = pairs.get((used[0].batches, used[-1].batches), neighbors[-1])
+    ends = pairs.get((batches[0], batches[-1]), neighbors[-1])
     # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
     below = 0
     if group.evidence.metadata.bn_momentum and series[-1].ranks[0][0] == 0:
@@ -156,6 +152,17 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
         misfit_lag=_fit(pairs.values(), momentum, free=False) if early else None,
         below=below,
     )
+
+
+def _pair_moments(moments: Sequence[_Moment]) -> dict[tuple[int, int], _Pair]:
+    """Return the pairs of moments that can be compared, by their batch counts."""
+    pairs: dict[tuple[int, int], _Pair] = {}
+    for first, second in combinations(moments, 2):
+        pair = _make_pair(first, second)
+        if pair is not None:
+            pairs[first.batches, second.batches] = pair
+
+    return pairs
 
 
 def _read_moments(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> list[_Moment]:

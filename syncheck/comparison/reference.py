@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
@@ -31,24 +32,27 @@ def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
     is a number, the file takes precedence over the rank with this number.
     """
-    ranks = [rank for rank, _ in replicas.ranks]
-    if isinstance(reference, int):
-        return reference if reference in ranks else None
+    rank = reference
+    if isinstance(reference, str):
+        for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
+            if len(matches) == 1:
+                return matches[0]
 
-    # Path functions raise ValueError for a null character.
-    if reference is None or "\0" in reference:
+        rank = _parse_rank(reference)
+
+    for present_rank, _ in replicas.ranks:
+        if present_rank == rank:
+            return present_rank
+
+    return None
+
+
+def _parse_rank(text: str) -> int | None:
+    """Return the number in a text; None if it is no number, or too long for `int`."""
+    if len(text) > _MOST_DIGITS or not text.isdecimal():
         return None
 
-    for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
-        if len(matches) == 1:
-            return matches[0]
-
-    # int() raises ValueError for thousands of digits.
-    is_number = len(reference) <= _MOST_DIGITS and reference.isdecimal()
-    if not is_number or int(reference) not in ranks:
-        return None
-
-    return int(reference)
+    return int(text)
 
 
 def check_reference(
@@ -64,12 +68,12 @@ def check_reference(
         if find_reference_rank(reference, replicas) is not None:
             return
 
-        ranks.update(rank for rank, _ in replicas.ranks)
-        paths += [snapshot.path for _, snapshot in replicas.ranks]
+        for rank, snapshot in replicas.ranks:
+            ranks.add(rank)
+            paths.append(snapshot.path)
 
-    is_path = isinstance(reference, str) and "\0" not in reference
     for file in unreadable:
-        if is_path and _is_same_path(str(reference), file.path):
+        if isinstance(reference, str) and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
 
     candidates = names_text(paths, _MOST_PATHS)
@@ -86,20 +90,17 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     taken from the worst shard.
     """
     ranks_to_compare = _find_set(rank, diff.replica_groups)
-    if ranks_to_compare is None:
+    if not ranks_to_compare:
         return diff
 
     equal_ranks = _find_set(rank, diff.clusters)
-    if equal_ranks is None:
+    if not equal_ranks:
         # Ranks without the tensor are in no cluster, and count as equal to each other.
-        clustered = set[int]().union(*diff.clusters)
-        equal_ranks = tuple(member for member in ranks_to_compare if member not in clustered)
+        equal_ranks = ranks_to_compare - set(chain.from_iterable(diff.clusters))
 
-    minority = set(ranks_to_compare) - set(equal_ranks)
-    for ranks in diff.replica_groups:
-        if ranks != ranks_to_compare:
-            minority |= set(ranks) & set(diff.minority)
-
+    # The reference is in one replica group, so the minority of the other groups stays.
+    ranks_of_other_groups = set(chain.from_iterable(diff.replica_groups)) - ranks_to_compare
+    minority = ranks_of_other_groups.intersection(diff.minority) | (ranks_to_compare - equal_ranks)
     diff = replace(diff, minority=tuple(sorted(minority)))
     different = [cluster for cluster in diff.clusters if rank not in cluster]
     # With two clusters, the difference is the same from both sides.
@@ -110,18 +111,23 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     from syncheck.tensors.differences import measure_differences  # needs numpy
     from syncheck.tensors.tolerance import Tolerance
 
-    representatives = [tensors[cluster[0]] for cluster in (equal_ranks, *different)]
-    statistics = measure_differences(representatives, files, Tolerance(), majority=True)
+    representatives = [tensors[cluster[0]] for cluster in different]
+    statistics = measure_differences(
+        [tensors[rank], *representatives],
+        files,
+        Tolerance(),
+        majority=True,
+    )
     return replace(diff, **statistics.size(diff.shape))
 
 
-def _find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the set of ranks that includes a rank; None if no set does."""
+def _find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    """Return the set of ranks that includes a rank; empty if no set does."""
     for ranks in sets:
         if rank in ranks:
-            return ranks
+            return frozenset(ranks)
 
-    return None
+    return frozenset()
 
 
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
@@ -139,9 +145,15 @@ def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
 
 def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
     """Return the ranks of the replicas in a folder."""
-    top = os.path.join(os.path.realpath(folder), "")
-    return [rank for rank, snapshot in replicas.ranks if os.path.realpath(snapshot.path).startswith(top)]
+    top = os.path.join(_resolve(folder), "")
+    return [rank for rank, snapshot in replicas.ranks if _resolve(snapshot.path).startswith(top)]
 
 
 def _is_same_path(a: str, b: str) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b)
+    return _resolve(a) == _resolve(b)
+
+
+def _resolve(path: str) -> str:
+    """Return a path without links; a text with a null character, which is no path, as it is."""
+    # Path functions raise ValueError for a null character.
+    return path if "\0" in path else os.path.realpath(path)

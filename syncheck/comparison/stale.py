@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
@@ -36,9 +37,9 @@ def add_stale_ranks(
     runs = group_by_step(replicas for _, replicas in compared)
     groups = []
     for group, now in compared:
+        search = _Search(group, now, _list_earlier(now, runs))
         stale: dict[int, int] = {}
         try:
-            search = _Search(group, now, _list_earlier(now, runs))
             stale = search.find(jobs, quick=quick)
         except CheckpointError as error:  # from this step or from an earlier step
             unreadable.append(Unreadable(error.path, error.reason))
@@ -127,18 +128,15 @@ class _Search:
         sources: the ranks whose tensors count at the earlier step.
         files: None to compare stored checksums and digests only.
         """
-        has_tensors = False
-        for diff in self._differing:
-            if not any(rank in ranks for ranks in diff.clusters):
-                continue
-
-            has_tensors = True
+        diffs_of_rank = [diff for diff in self._differing if rank in chain.from_iterable(diff.clusters)]
+        for diff in diffs_of_rank:
             tensor = current.get(diff.name, {}).get(rank)
-            earlier = _find_replica(diff, rank, before.get(diff.name, {}), sources)
+            tensors_before = before.get(diff.name, {})
+            earlier = _find_replica(diff, rank, tensors_before, sources)
             if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
                 return False
 
-        return has_tensors
+        return len(diffs_of_rank) > 0
 
 
 def _find_replica(
@@ -147,8 +145,8 @@ def _find_replica(
     """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
     for ranks in diff.replica_groups:
         if rank in ranks:
-            present = [source for source in ranks if source in sources and source in tensors]
-            return tensors[present[0]] if present else None
+            present_ranks = [source for source in ranks if source in sources and source in tensors]
+            return tensors[present_ranks[0]] if present_ranks else None
 
     return None
 
@@ -161,12 +159,10 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     if mine.refused or theirs.refused:
         return False
 
-    if mine.digest is not None and theirs.digest is not None:
-        return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
-
-    # A fingerprint and a file of the same run.
-    if mine.digest is not None or theirs.digest is not None:
-        return False
+    identities = {_identify(mine), _identify(theirs)}
+    # A fingerprint and a file of the same run have nothing to compare.
+    if identities != {None}:
+        return len(identities) == 1
 
     if files is not None:
         return len(cluster_replicas((mine, theirs), files)) == 1
@@ -174,3 +170,11 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     from syncheck.tensors.digests import compare_checksums
 
     return compare_checksums((mine, theirs)).clusters == ((0, 1),)
+
+
+def _identify(tensor: Tensor) -> tuple[str, str] | None:
+    """Return the algorithm and the value of the digest of a tensor; None for a tensor with bytes."""
+    if tensor.digest is None:
+        return None
+
+    return tensor.digest.algorithm, tensor.digest.value

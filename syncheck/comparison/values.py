@@ -6,6 +6,7 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.group_metadata import get_metadata
 from syncheck.comparison.model_values import ModelValues, are_equal
 from syncheck.layout.optimizer_shards import OptimizerShards
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
@@ -84,7 +85,7 @@ class _Values:
         self._containers = cache(lambda rank: _list_containers((*values_by_rank[rank], *snapshots[rank].tensors)))
         self._ranks = alignment.ranks
         self._kind_of = make_value_classifier(self.by_name)
-        self._has_one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
+        self._has_one_format = len(_list_formats(snapshots)) == 1
         self._of_model = ModelValues(alignment)
         self._is_selected = is_selected
         self._is_included = make_selector(frozenset(), (), exclude)
@@ -106,15 +107,15 @@ class _Values:
 
         owner = _get_owner(name)
         lost_ranks = tuple(rank for rank in absent_ranks if owner not in self._containers(rank))
-        is_missing = bool(absent_ranks) and self._must_not_be_missing(name, absent_ranks, is_lost=bool(lost_ranks))
-        # The loss in LBFGS state differs by design, but must not be missing.
-        is_lost_state = bool(lost_ranks) and name.startswith("optimizer.")
-        counts = (differs or is_missing) and self._counts(name)
-        if differs_by_design(name) and not is_lost_state:
-            counts = False
-
-        values = {rank: by_rank.get(rank) for rank in self._ranks}
-        return ValueDiff(name, values, counts=counts, kind=self._kind_of(name), lost=lost_ranks)
+        is_lost = len(lost_ranks) > 0
+        is_out_of_sync = differs or self._must_not_be_missing(name, absent_ranks, is_lost=is_lost)
+        return ValueDiff(
+            name,
+            dict.fromkeys(self._ranks) | by_rank,
+            counts=is_out_of_sync and self._counts(name, is_lost=is_lost),
+            kind=self._kind_of(name),
+            lost=lost_ranks,
+        )
 
     def _is_of_model(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a value is compared like a tensor."""
@@ -124,8 +125,16 @@ class _Values:
         # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
         return self._kind_of(name) == "other" or self._of_model.lacks(name, by_rank)
 
-    def _counts(self, name: str) -> bool:
-        """Whether the options and the kind of a value let its differences count."""
+    def _counts(self, name: str, *, is_lost: bool) -> bool:
+        """Whether the options and the kind of a value let its differences count.
+
+        is_lost: whether ranks lack its whole object.
+        """
+        # The loss in LBFGS state differs by design, but must not be missing.
+        is_lost_state = is_lost and name.startswith("optimizer.")
+        if differs_by_design(name) and not is_lost_state:
+            return False
+
         if self._kind_of(name) != "other":
             return self._is_included(name, "value")
 
@@ -170,12 +179,12 @@ class _PartialValues:
         self._stages: dict[Hashable, list[Snapshot]] = defaultdict(list)
         for snapshot in alignment.snapshots.values():
             self._stages[coordinates_in(snapshot, DIFFERENT_PARAMETERS)].append(snapshot)
-            if snapshot.metadata is not None and snapshot.metadata.optimizer_sharded:
+            if get_metadata(snapshot).optimizer_sharded:
                 self._is_sharded = True
 
     def includes(self, name: str) -> bool:
         """Whether ranks may have different values of this name by design."""
-        if self._optimizer.labels and self._optimizer.may_hold(name, of_optimizer=False):
+        if self._optimizer.may_hold(name, of_optimizer=False):
             return True
 
         # A step counter that is no tensor.
@@ -239,37 +248,51 @@ def _container_differs(name: str, present: Mapping[str, set[str]], absent: Colle
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether all replicas are objects in memory."""
-    return all(snapshot.format == "memory" for snapshot in snapshots.values())
+    return _list_formats(snapshots) == {"memory"}
+
+
+def _list_formats(snapshots: Mapping[int, Snapshot]) -> set[str]:
+    return {snapshot.format for snapshot in snapshots.values()}
 
 
 def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about absent top-level values whose absence does not count. Only for files of the same format."""
-    if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
+    if len(_list_formats(snapshots)) > 1 or in_memory(snapshots):
         return []
 
-    tops_by_rank: dict[int, set[str]] = {}
-    for rank, snapshot in snapshots.items():
-        tops_by_rank[rank] = {_get_top(name) for name in snapshot.values}
+    absent = _find_absent_tops(snapshots, diffs)
+    notes: list[Message] = []
+    for ranks in list(absent)[:_MOST_NOTES]:
+        names = absent.pop(ranks)
+        notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
 
-    counted = {_get_top(diff.name) for diff in diffs if diff.counts or diff.kind == "model"}
+    unnamed = sum(map(len, absent.values()))
+    if unnamed:
+        notes.append(Note.MORE_VALUES_ABSENT(count=unnamed))
+
+    return notes
+
+
+def _find_absent_tops(
+    snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]
+) -> dict[tuple[int, ...], list[str]]:
+    """Return the first parts of the names of absent values by the ranks without them, unless their absence counts."""
+    present: dict[str, set[int]] = defaultdict(set)
+    for rank, snapshot in snapshots.items():
+        for name in snapshot.values:
+            present[_get_top(name)].add(rank)
+
+    for diff in diffs:
+        if diff.counts or diff.kind == "model":
+            present.pop(_get_top(diff.name), None)
+
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for top in sorted(set().union(*tops_by_rank.values()) - counted):
-        absent_ranks = tuple(rank for rank, tops in tops_by_rank.items() if top not in tops)
+    for top in sorted(present):
+        absent_ranks = tuple(rank for rank in snapshots if rank not in present[top])
         if absent_ranks and not is_rng_state((top,)):
             absent[absent_ranks].append(f"{top:.80}")
 
-    notes: list[Message] = []
-    more = 0
-    for ranks, names in absent.items():
-        if len(notes) < _MOST_NOTES:
-            notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
-        else:
-            more += len(names)
-
-    if more:
-        notes.append(Note.MORE_VALUES_ABSENT(count=more))
-
-    return notes
+    return absent
 
 
 def _get_top(name: str) -> str:
