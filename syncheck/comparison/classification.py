@@ -31,7 +31,12 @@ class Classification(NamedTuple):
 def classify(alignment: Alignment, selection: Selection) -> Classification:
     """Return the kinds of the aligned tensors, and the selection of the options."""
     kinds = _find_kinds(alignment.tensors, alignment.snapshots, selection)
-    is_selected = make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
+    is_selected = make_selector(
+        selection.only,
+        selection.include,
+        selection.exclude,
+        kinds.unsure,
+    )
     return Classification(kinds, is_selected)
 
 
@@ -75,7 +80,13 @@ def _find_kinds(
 
     # Metadata without a description of the model says nothing about its buffers.
     metadata = merge_metadata(described) if described else None
-    kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    kinds = classify_tensors(
+        shapes,
+        metadata,
+        selection.buffers,
+        dtypes=dtypes,
+        parameters=parameters,
+    )
     return _mark_mixed(kinds, aligned, selection)
 
 

@@ -116,7 +116,13 @@ class GroupTensors:
         if diff is not None:
             # The state of other parameters, or state out of sync: the files do not show which.
             if may_be_partitioned and self._optimizer.unclear and diff.out_of_sync:
-                diff = skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, self._optimizer.unclear)
+                diff = skip_tensor(
+                    name,
+                    kind,
+                    tensors,
+                    Reason.AMBIGUOUS,
+                    self._optimizer.unclear,
+                )
 
             diff = self._describe_from_reference(diff, tensors)
 

@@ -51,7 +51,12 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     if claimed_twice:
         notes.append(Note.RANKS_TWICE(ranks=claimed_twice))
 
-    notes += make_notes(snapshots, tally, selection, guessed=classification.kinds.guessed)
+    notes += make_notes(
+        snapshots,
+        tally,
+        selection,
+        guessed=classification.kinds.guessed,
+    )
     notes += note_absent_values(snapshots, values)
     notes += note_attributes(values)
     notes += note_unknown_values(values)
@@ -84,7 +89,13 @@ def _compare_tensors(alignment: Alignment, classification: Classification, selec
         # Importing numpy for the search for NaN pays off only for large files.
         prepare(max(snapshot.bytes for snapshot in snapshots.values()))
         with Files(jobs=selection.jobs) as files:
-            GroupTensors(alignment, classification, selection, files, tally).compare()
+            GroupTensors(
+                alignment,
+                classification,
+                selection,
+                files,
+                tally,
+            ).compare()
 
     return tally
 
@@ -96,7 +107,12 @@ def _compare_values(
     snapshots = alignment.snapshots
     # A running job holds all values, but files of other formats may lack some.
     is_strict = in_memory(snapshots) and not replicas.two_models
-    values = compare_values(alignment, classification.is_selected, selection.exclude, strict=is_strict)
+    values = compare_values(
+        alignment,
+        classification.is_selected,
+        selection.exclude,
+        strict=is_strict,
+    )
     if replicas.paired:
         values += compare_registration(snapshots, classification.is_selected)
 
@@ -140,7 +156,15 @@ def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
     # The training's host: a file may have been copied to another machine, or into another folder.
     host = get_metadata(snapshot).host or snapshot.host
     tensor_count = len(snapshot.tensors)
-    return Replica(snapshot.path, rank, snapshot.format, tensor_count, snapshot.bytes, host, mesh_of(snapshot))
+    return Replica(
+        snapshot.path,
+        rank,
+        snapshot.format,
+        tensor_count,
+        snapshot.bytes,
+        host,
+        mesh_of(snapshot),
+    )
 
 
 def _count_prefixes(alignment: Alignment) -> dict[int, int]:

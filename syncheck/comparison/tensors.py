@@ -79,7 +79,12 @@ def compare_tensor(
             detail=Detail.PARTITIONED(ranks=present_ranks),
         )
 
-    missing = _make_missing(bare, present_ranks, replica_sets.expected, missing_ranks)
+    missing = _make_missing(
+        bare,
+        present_ranks,
+        replica_sets.expected,
+        missing_ranks,
+    )
     return missing if diff is None else _add_missing(diff, missing, present_ranks)
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     Shape = tuple[int, ...]
 
@@ -70,6 +70,13 @@ class _Group(NamedTuple):
     prefixes: set[str]
 
 
+class _Suffix(NamedTuple):
+    """A parameter whose name ends with certain parts. prefix: the parts before, with a dot at the end."""
+
+    prefix: str
+    name: str
+
+
 def is_averaging_class(kind: type) -> bool:
     """Whether a class, or a class that it is derived from, averages the weights of a model by its name."""
     return any(_CLASS.search(base.__name__) for base in kind.__mro__)
@@ -89,45 +96,12 @@ def find_roots(shapes: Mapping[str, Shape], declared: Iterable[str]) -> list[Roo
     uncertain: dict[str, None] = {}
     for name in shapes:
         parts = name.split(".")
-        marked_root = _find_marked_root(name, parts, shapes)
-        if marked_root is not None:
-            certain[marked_root] = None
-
-        keyed_root = _find_keyed_root(parts)
-        if keyed_root is not None:
-            uncertain[keyed_root] = None
+        certain |= dict.fromkeys(_find_marked_roots(name, parts, shapes))
+        uncertain |= dict.fromkeys(_find_keyed_roots(parts))
 
     roots = [Root(name, certain=True) for name in certain]
     roots += [Root(name, certain=False) for name in uncertain if name not in certain]
     return roots
-
-
-def _find_marked_root(name: str, parts: Sequence[str], shapes: Mapping[str, Shape]) -> str | None:
-    """Return the root of a tensor that only averaging classes store."""
-    root, dot, last = name.rpartition(".")
-    start = f"{root}{dot}"
-    if last == "n_averaged":
-        is_marked = shapes[name] in _SCALAR and _has_below(f"{start}module.", shapes)
-        return root if is_marked else None
-
-    if last == "initted":
-        is_marked = f"{start}step" in shapes and _has_below(f"{start}ema_model.", shapes)
-        return root if is_marked else None
-
-    if last.isdecimal() and _LIST in parts:
-        position = parts.index(_LIST)
-        return ".".join(parts[:position]) or _LIST
-
-    return None
-
-
-def _find_keyed_root(parts: Sequence[str]) -> str | None:
-    """Return the root with a key of an averaged copy, given the parts of the name of a tensor."""
-    for position, part in enumerate(parts):
-        if is_average_key(part):
-            return ".".join(parts[: position + 1])
-
-    return None
 
 
 def _has_below(prefix: str, names: Iterable[str]) -> bool:
@@ -138,15 +112,13 @@ def find_candidates(roots: Sequence[Root], names: Iterable[str]) -> frozenset[st
     """Return the names below roots, without the model within an averaging object."""
     prefixes = tuple(root.prefix for root in roots if root.name)
     has_top_root = any(not root.name for root in roots)
+    top_keys = _TOP_KEYS if has_top_root else ()
     candidates = set()
     for name in names:
         parts = name.split(".")
-        if _ONLINE in parts:
-            continue
-
         # The name of a number such as `n_averaged` may be a key itself.
-        is_below = f"{name}.".startswith(prefixes)
-        if is_below or (has_top_root and parts[0] in _TOP_KEYS):
+        is_below = f"{name}.".startswith(prefixes) or parts[0] in top_keys
+        if is_below and _ONLINE not in parts:
             candidates.add(name)
 
     return frozenset(candidates)
@@ -187,11 +159,19 @@ def find_copies(
                 is_copy = _has_equal_shapes(root, group, below, shapes)
             else:
                 is_copy = _is_complete(root, group, trained)
+
             if is_copy:
                 wrappers.append(group.wrapper)
 
         for wrapper, entries in _find_lists(root, below).items():
-            if _is_list_of(entries, shapes, parameters, trained, certain=root.certain):
+            is_list = _is_list_of(
+                entries,
+                shapes,
+                parameters,
+                trained,
+                certain=root.certain,
+            )
+            if is_list:
                 wrappers.append(wrapper)
 
         for wrapper in wrappers:
@@ -200,15 +180,17 @@ def find_copies(
     return frozenset(copies)
 
 
-def _index_suffixes(parameters: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return (prefix, name) of the parameters by the part of the name after the prefix, without dots."""
-    suffixes: dict[str, list[tuple[str, str]]] = defaultdict(list)
+def _index_suffixes(parameters: Iterable[str]) -> dict[str, list[_Suffix]]:
+    """Return the parameters by the part of the name after a prefix, without dots."""
+    suffixes: dict[str, list[_Suffix]] = defaultdict(list)
     for name in parameters:
         parts = name.split(".")
         prefix = ""
         for i, part in enumerate(parts):
-            suffixes["".join(parts[i:])].append((prefix, name))
+            suffix = "".join(parts[i:])
+            suffixes[suffix].append(_Suffix(prefix, name))
             prefix += f"{part}."
+
     return suffixes
 
 
@@ -216,19 +198,16 @@ def _find_groups(
     root: Root,
     below: Iterable[str],
     shapes: Mapping[str, Shape],
-    suffixes: Mapping[str, Sequence[tuple[str, str]]],
+    suffixes: Mapping[str, Sequence[_Suffix]],
 ) -> list[_Group]:
     """Return the tensors below a root with names and shapes of the model, by wrapper."""
     groups: dict[str, _Group] = {}
     for name in below:
         parts = name.removeprefix(root.prefix).split(".")
-        # The longest common part of the names counts.
         for position in range(len(parts)):
-            prefixes = set()
-            for prefix, parameter in suffixes.get("".join(parts[position:]), ()):
-                if shapes[parameter] == shapes[name]:
-                    prefixes.add(prefix)
-
+            originals = suffixes.get("".join(parts[position:]), ())
+            prefixes = {suffix.prefix for suffix in originals if shapes[suffix.name] == shapes[name]}
+            # The longest common part of the names counts.
             if prefixes:
                 wrapper = ".".join([*parts[:position], ""])
                 group = groups.setdefault(wrapper, _Group(wrapper, [], set(prefixes)))
@@ -244,6 +223,32 @@ def _has_equal_shapes(root: Root, group: _Group, below: Iterable[str], shapes: M
     start = f"{root.prefix}{group.wrapper}"
     members = [name for name in below if name.startswith(start)]
     return any(_mirrors(members, start, prefix, shapes) for prefix in group.prefixes)
+
+
+def _find_marked_roots(name: str, parts: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield the root of a tensor that only averaging classes store; nothing for another tensor."""
+    root, dot, last = name.rpartition(".")
+    start = f"{root}{dot}"
+    # torch's AveragedModel.
+    if last == "n_averaged" and shapes[name] in _SCALAR and _has_below(f"{start}module.", shapes):
+        yield root
+
+    # ema-pytorch.
+    if last == "initted" and f"{start}step" in shapes and _has_below(f"{start}ema_model.", shapes):
+        yield root
+
+    # torch-ema and diffusers.
+    if last.isdecimal() and _LIST in parts:
+        position = parts.index(_LIST)
+        yield ".".join(parts[:position]) or _LIST
+
+
+def _find_keyed_roots(parts: Sequence[str]) -> Iterator[str]:
+    """Yield the root with a key of an averaged copy, given the parts of the name of a tensor; nothing without a key."""
+    for position, part in enumerate(parts):
+        if is_average_key(part):
+            yield ".".join(parts[: position + 1])
+            return
 
 
 def _mirrors(members: Iterable[str], start: str, prefix: str, shapes: Mapping[str, Shape]) -> bool:

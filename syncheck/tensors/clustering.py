@@ -51,7 +51,14 @@ def cluster_replicas(
                 if len(members) == 1:
                     groups_of_block.append(members)
                 else:
-                    groups_of_block += _split(members, tensors, files, part, 2 * job, scan)
+                    groups_of_block += _split(
+                        members,
+                        tensors,
+                        files,
+                        part,
+                        2 * job,
+                        scan,
+                    )
 
             groups = groups_of_block
             if len(groups) == len(tensors):

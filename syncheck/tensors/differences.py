@@ -120,7 +120,12 @@ class Statistics:
 
     def add(self, statistics: Statistics) -> None:
         """Add the statistics of other blocks of the same tensors."""
-        self.add_mismatches(statistics.mismatched, statistics.beyond, statistics.first, statistics.last)
+        self.add_mismatches(
+            statistics.mismatched,
+            statistics.beyond,
+            statistics.first,
+            statistics.last,
+        )
         self.add_nonfinite(statistics.first_nonfinite)
         for position, count in enumerate(statistics.nonfinite):
             self.nonfinite[position] += count
@@ -169,7 +174,15 @@ def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tole
 
                 finite = _find_finite(row, arrays, total)
                 if not are_equal:
-                    _measure_block(row, arrays, finite, start, total, tolerance, majority)
+                    _measure_block(
+                        row,
+                        arrays,
+                        finite,
+                        start,
+                        total,
+                        tolerance,
+                        majority,
+                    )
 
         return total
 
@@ -242,16 +255,34 @@ def _measure_block(
     beyond = differs
     indices = _ElementIndices(start, picked, parts)
     if row.family not in _FLOATING:
-        _add_integer_differences(row, arrays, indices, total, majority)
+        _add_integer_differences(
+            row,
+            arrays,
+            indices,
+            total,
+            majority,
+        )
     elif arrays[0].size:  # else, all differences are between numbers that are not finite
-        tolerated = _add_float_differences(row, arrays, indices, total, tolerance, majority)
+        tolerated = _add_float_differences(
+            row,
+            arrays,
+            indices,
+            total,
+            tolerance,
+            majority,
+        )
         if tolerated is not None and picked is not None:
             beyond = differs.copy()
             beyond[picked[tolerated]] = False
 
     first = start + int(np.argmax(elements))
     last = start + elements.size - 1 - int(np.argmax(elements[::-1]))
-    total.add_mismatches(count, int(np.count_nonzero(_merge_parts(row, beyond))), first, last)
+    total.add_mismatches(
+        count,
+        int(np.count_nonzero(_merge_parts(row, beyond))),
+        first,
+        last,
+    )
 
 
 def _merge_parts(row: DType, mask: Array) -> Array:

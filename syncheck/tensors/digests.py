@@ -66,17 +66,12 @@ def compare_digests(tensors: Sequence[Tensor], files: Files) -> DigestResult:
     All tensors must have the same dtype and shape. Digests of different algorithms are not comparable; the result is
     unknown. Raises CheckpointError if a file can no longer be read.
     """
-    algorithms = set()
-    for tensor in tensors:
-        algorithms.add(tensor.digest.algorithm if tensor.digest else ALGORITHM)
-
+    algorithms = {ALGORITHM if tensor.digest is None else tensor.digest.algorithm for tensor in tensors}
     if len(algorithms) > 1:
-        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=", ".join(sorted(algorithms))))
+        names = ", ".join(sorted(algorithms))
+        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=names))
 
-    values = []
-    for tensor in tensors:
-        values.append(tensor.digest.value if tensor.digest else _compute_digest(tensor, files))
-
+    values = [tensor.digest.value if tensor.digest else _compute_digest(tensor, files) for tensor in tensors]
     clusters = cluster_by_key(values)
     if len(clusters) == 1:
         return DigestResult(clusters)
@@ -114,12 +109,14 @@ def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files
 
 def _describe_moments(digests: Sequence[Digest]) -> Message:
     """Return the moments that differ between clusters, in the order of the clusters: 'mean 0.1 | 0.2'."""
-    moments = {name: [getattr(digest, name) for digest in digests] for name in _MOMENTS}
+    moments: dict[str, list[Any]] = {}
     differing = []
-    for name, numbers in moments.items():
+    for name in _MOMENTS:
+        numbers = [getattr(digest, name) for digest in digests]
+        moments[name] = numbers
         if len(set(numbers)) > 1:
-            texts = _format_distinct(numbers)
-            differing.append(f"{name} {' | '.join(texts[:_MOST_CLUSTERS])}")
+            texts = _format_distinct(numbers)[:_MOST_CLUSTERS]
+            differing.append(f"{name} {' | '.join(texts)}")
 
     # Complex tensors, and tensors beyond the budget of a live check, have digests only.
     if set(moments["min"] + moments["nonfinite"]) == {None}:
@@ -140,10 +137,7 @@ def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
     """Format numbers with enough digits to show that they are not all equal."""
     texts: list[str] = []
     for digits in (4, 9, 17):
-        texts = []
-        for number in numbers:
-            texts.append("-" if number is None else f"{number:.{digits}g}")
-
+        texts = ["-" if number is None else f"{number:.{digits}g}" for number in numbers]
         if len(set(texts)) > 1:
             break
 

@@ -79,7 +79,13 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
             data = fetch(part.tensor, ravel_index(first, part.tensor.shape), _volume(cut))
             if len(data) == len(result):  # one part contains the whole range
                 return data
-            _copy_into(memoryview(result)[box_start:box_end], box, cut, data, size)
+            _copy_into(
+                memoryview(result)[box_start:box_end],
+                box,
+                cut,
+                data,
+                size,
+            )
 
         box_start = box_end
 

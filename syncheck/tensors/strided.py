@@ -51,21 +51,24 @@ def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> by
     """
     row = DTYPES[tensor.dtype]
     tensor = _drop_single_dimensions(tensor)
-    boxes = pieces.split_into_boxes(tensor.shape, start, count)
-    if tensor.data is None:
-        rows = [_read_box(files, tensor, box, row.size) for box in boxes]
-    else:
-        view = _view_data(tensor, row.size)
-        rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
+    view = None if tensor.data is None else _view_data(tensor, row.size)
+    rows = []
+    for box in pieces.split_into_boxes(tensor.shape, start, count):
+        if view is None:
+            rows.append(_read_box(files, tensor, box, row.size))
+        else:
+            rows.append(np.ascontiguousarray(view[box]).reshape(-1))
 
     byte_order = ">" if tensor.big_endian else "<"
     values = np.concatenate(rows).view(row.dtype().newbyteorder(byte_order))
     if "conj" in tensor.lazy:
         values = np.conjugate(values)
+
     if "neg" in tensor.lazy:
         values = np.negative(values)
 
-    return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
+    little_endian = row.dtype().newbyteorder("<")
+    return bytes(values.astype(little_endian, copy=False).tobytes())
 
 
 def _drop_single_dimensions(tensor: Tensor) -> Tensor:
@@ -116,7 +119,14 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     plan = _plan_reads(lengths, strides, size)
     reads = math.prod(lengths[axis] for axis in plan.outer)
     if reads > _MOST_READS:
-        return _copy_from_map(files, tensor, offset, lengths, strides, size)
+        return _copy_from_map(
+            files,
+            tensor,
+            offset,
+            lengths,
+            strides,
+            size,
+        )
 
     offsets = np.full((), offset, np.int64)
     for axis in plan.outer:

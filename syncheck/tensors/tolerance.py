@@ -111,20 +111,27 @@ class Tolerances:
         Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
         """
         last = name.rpartition(".")[2]
-        names, kinds, general = self.names, dict(self.kinds), self.general
+        applicable = self
         if kind in COUNTING or last in COUNTERS:
-            names = tuple(row for row in names if row[0].endswith(last))
-            kinds = {key: entry for key, entry in kinds.items() if key in COUNTING}
-            general = Tolerance()
+            applicable = self._for_counters(last)
 
-        for glob, entry in names:
+        for glob, entry in applicable.names:
             if fnmatchcase(name, glob):
                 return _of_dtype(entry, dtype, f"tolerance of {glob}")
 
+        kinds = dict(applicable.kinds)
         if kind in kinds:
             return _of_dtype(kinds[kind], dtype, f"tolerance of {kind}")
 
-        return general if isinstance(general, Tolerance) else _of_dtype(general, dtype, "")
+        return _of_dtype(applicable.general, dtype, "")
+
+    def _for_counters(self, last: str) -> Tolerances:
+        """Return the tolerances of counters. last: the last part of their name."""
+        return Tolerances(
+            general=Tolerance(),
+            names=tuple(row for row in self.names if row[0].endswith(last)),
+            kinds=tuple(row for row in self.kinds if row[0] in COUNTING),
+        )
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the globs that match none of the names."""
@@ -155,7 +162,8 @@ def tolerances(
     options = {"rtol": rtol, "atol": atol, "ulp": ulp}
     numbers = [name for name, value in options.items() if value is not None]
     if close and numbers:
-        raise OptionError(f"close cannot be combined with {' and '.join(numbers)}: it sets the tolerance of each dtype")
+        names = " and ".join(numbers)
+        raise OptionError(f"close cannot be combined with {names}: it sets the tolerance of each dtype")
 
     by_name: list[tuple[str, Entry]] = []
     by_kind: list[tuple[str, Entry]] = []
@@ -174,6 +182,7 @@ def _read_entry(key: str, value: object) -> Entry:
 
     if value == "bitwise":
         return Tolerance()
+
     wrong = {f'tolerance["{key}"]': value}
     if not isinstance(value, dict) or not value:
         raise OptionError(_NEEDED, **wrong)
@@ -184,11 +193,16 @@ def _read_entry(key: str, value: object) -> Entry:
             raise OptionError('a name with dots needs quotes, as in "layer4.*" = {ulp = 4}', **wrong)
 
         # A bool is an integer in Python.
-        if isinstance(number, bool) or not isinstance(number, _FIELDS.get(name, ())):
+        is_flag = isinstance(number, bool)
+        if is_flag or not isinstance(number, _FIELDS.get(name, ())):
             raise OptionError(_NEEDED, **wrong)
 
     try:
-        return Tolerance(_read_float(value, "rtol"), _read_float(value, "atol"), value.get("ulp"))
+        return Tolerance(
+            rtol=_read_float(value, "rtol"),
+            atol=_read_float(value, "atol"),
+            ulp=value.get("ulp"),
+        )
     except OptionError as error:
         raise OptionError(str(error), **wrong) from None
 
