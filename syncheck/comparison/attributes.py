@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.group_metadata import get_metadata
+from syncheck.comparison.notes import note_if
 from syncheck.layout.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
@@ -104,14 +105,10 @@ def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     if unnamed > 0:
         facts = [*facts[:_MOST_NAMED], Note.MORE_ATTRIBUTES(count=unnamed)]
 
-    notes: list[Message] = []
-    if facts:
-        notes.append(Note.ATTRIBUTES(facts=tuple(facts)))
-
-    if metrics:
-        notes.append(Note.METRICS(names=tuple(metrics)))
-
-    return notes
+    return [
+        *note_if(facts, Note.ATTRIBUTES(facts=tuple(facts))),
+        *note_if(metrics, Note.METRICS(names=tuple(metrics))),
+    ]
 
 
 def _group_by_position(snapshots: Snapshots) -> list[Snapshots]:

@@ -103,7 +103,4 @@ def _mark_mixed(kinds: Kinds, aligned: Mapping[str, Mapping[int, Tensor]], selec
             mixed.add(name)
             by_name[name] = "buffer" if kind == "rng" else kind
 
-    if not mixed:
-        return kinds
-
     return kinds._replace(by_name=by_name, unsure=kinds.unsure | mixed)

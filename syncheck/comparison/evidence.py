@@ -19,11 +19,14 @@ from syncheck.tensors.blocks import is_plain
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
+
+    _Inspect = Callable[[TensorDiff, Mapping[int, Tensor], Files], dict[str, Any]]
+    """Returns fields of the evidence on a tensor, given its replicas by rank."""
 
 # Checksum budget in bytes for tensors that differ in at least half of their elements, which damaged files rarely cause
 # and diverged runs always do. Tensors with fewer different elements are always checked.
@@ -41,9 +44,6 @@ def add_evidence(
     replicas: tensors by name and rank. Raises CheckpointError if a file can no longer be read.
     """
     differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
-    if not differing:
-        return tuple(diffs)
-
     fields = _inspect_tensors(differing, replicas, files)
     for name, ranks in _find_damage(differing, replicas, files).items():
         fields[name]["damaged"] = ranks
@@ -68,25 +68,17 @@ def _inspect_tensors(
     differing: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
 ) -> dict[str, dict[str, Any]]:
     """Return the fields of the evidence on single tensors, by name. The first tensors of each kind are enough."""
-    fields: dict[str, dict[str, Any]] = {}
-    single_elements: list[TensorDiff] = []
-    contiguous_elements: list[TensorDiff] = []
-    for diff in differing:
-        fields[diff.name] = {}
-        if diff.extent == "one" or diff.numel == 1:
-            single_elements.append(diff)
-
-        if diff.extent == "contiguous":
-            contiguous_elements.append(diff)
-
-    for diff in single_elements[:MOST]:
-        fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
-
-    for diff in contiguous_elements[:MOST]:
-        fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
-
-    for diff in select_vectors(differing):
-        fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
+    single_elements = [diff for diff in differing if diff.extent == "one" or diff.numel == 1]
+    contiguous_elements = [diff for diff in differing if diff.extent == "contiguous"]
+    searches: tuple[tuple[_Inspect, Sequence[TensorDiff]], ...] = (
+        (_inspect_element, single_elements[:MOST]),
+        (_find_start, contiguous_elements[:MOST]),
+        (compare_vectors, select_vectors(differing)),
+    )
+    fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in differing}
+    for inspect, diffs in searches:
+        for diff in diffs:
+            fields[diff.name] |= inspect(diff, replicas[diff.name], files)
 
     return fields
 

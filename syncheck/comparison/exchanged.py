@@ -120,8 +120,11 @@ def _find_source(content: _Content, candidates: Sequence[_Content], files: Files
         return None
 
     for candidate in candidates:
-        is_elsewhere = candidate.name != content.name and set(candidate.ranks).isdisjoint(content.ranks)
-        if is_elsewhere and _hold_equal_bytes(content.tensor, candidate.tensor, files):
+        # Tensors of one rank may be equal by design, for example tied weights.
+        if candidate.name == content.name or not set(candidate.ranks).isdisjoint(content.ranks):
+            continue
+
+        if _hold_equal_bytes(content.tensor, candidate.tensor, files):
             return candidate
 
     return None
@@ -159,7 +162,10 @@ def find_resembling(
     resembling: dict[str, dict[int, str]] = defaultdict(dict)
     turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
     for partners in _group_partners(turned):
-        by_name = {diff.name: _read_directions(diff, replicas[diff.name], files) for diff in partners[:_MOST_ALIKE]}
+        by_name: dict[str, dict[int, _Directions]] = {}
+        for diff in partners[:_MOST_ALIKE]:
+            by_name[diff.name] = _read_directions(diff, replicas[diff.name], files)
+
         for name, partner in combinations(by_name, 2):
             for rank in _find_exchanging(by_name[name], by_name[partner]):
                 resembling[name][rank] = partner

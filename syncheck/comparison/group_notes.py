@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.comparison.group_metadata import get_metadata
+from syncheck.comparison.notes import note_if
 from syncheck.comparison.values import in_memory
 from syncheck.messages import Note
 
@@ -30,21 +31,16 @@ def make_notes(
     # A single file is not compared, so options have no effect.
     is_comparison = len(snapshots) > 1
     return [
-        *_note(tally.has_only_shards(), Note.ONLY_SHARDS()),
-        *_note(uncompared_ranks, Note.RANKS_NOT_COMPARED(ranks=uncompared_ranks)),
+        *note_if(tally.has_only_shards(), Note.ONLY_SHARDS()),
+        *note_if(uncompared_ranks, Note.RANKS_NOT_COMPARED(ranks=uncompared_ranks)),
         *_compare_world_sizes(snapshots),
-        *_note(equal_states, Note.EQUAL_RNG(names=equal_states)),
-        *_note(guessed and tally.by_kind, Note.KINDS_GUESSED()),
-        *_note(unknown_classes, Note.UNKNOWN_CLASSES(classes=unknown_classes)),
+        *note_if(equal_states, Note.EQUAL_RNG(names=equal_states)),
+        *note_if(guessed and tally.by_kind, Note.KINDS_GUESSED()),
+        *note_if(unknown_classes, Note.UNKNOWN_CLASSES(classes=unknown_classes)),
         *_list_file_notes(snapshots),
-        *_note(is_comparison and selection.quick, Note.QUICK()),
-        *_note(is_comparison and selection.reference is not None, Note.REFERENCE(rank=selection.reference)),
+        *note_if(is_comparison and selection.quick, Note.QUICK()),
+        *note_if(is_comparison and selection.reference is not None, Note.REFERENCE(rank=selection.reference)),
     ]
-
-
-def _note(applies: object, note: Message) -> list[Message]:
-    """Return a note if it applies. applies: a condition, or the ranks or names that the note lists."""
-    return [note] if applies else []
 
 
 def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
@@ -68,15 +64,16 @@ def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
 
     # In memory, each rank describes itself alone.
     is_too_many = len(snapshots) > world_size and not in_memory(snapshots)
-    return _note(is_too_many, Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size))
+    return note_if(is_too_many, Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size))
 
 
 def _find_equal_rng(snapshots: Mapping[int, Snapshot], tally: Tally) -> tuple[str, ...]:
     """Return the RNG states that were compared and are equal on all ranks."""
     differing = {diff.name for diff in tally.diffs}
+    states = [name for name, kind in tally.names.items() if kind == "rng"]
     equal_states = []
-    for name, kind in tally.names.items():
-        if kind == "rng" and name not in differing and _is_whole_state(name, snapshots):
+    for name in states:
+        if name not in differing and _is_whole_state(name, snapshots):
             equal_states.append(name)
 
     return tuple(equal_states)

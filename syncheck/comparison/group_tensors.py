@@ -137,11 +137,9 @@ class GroupTensors:
     def _is_lost(self, name: str, tensors: Mapping[int, Tensor]) -> bool:
         """Whether the owner of a parameter does not hold its state, so that the state is lost."""
         parameter = name.rpartition(".")[0]
-        for rank, parameters in self._optimizer.own_parameters.items():
-            if rank not in tensors and parameter in parameters:
-                return True
-
-        return False
+        own_parameters = self._optimizer.own_parameters.items()
+        owners = {rank for rank, parameters in own_parameters if parameter in parameters}
+        return not owners <= tensors.keys()
 
     def _describe_from_reference(self, diff: TensorDiff, tensors: Mapping[int, Tensor]) -> TensorDiff:
         """Return the difference relative to the reference, if the user selected one."""

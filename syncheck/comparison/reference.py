@@ -10,12 +10,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import OptionError
 from syncheck.records import Reason
 from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import TensorDiff, Unreadable
@@ -89,11 +90,11 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
     taken from the worst shard.
     """
-    ranks_to_compare = _find_set(rank, diff.replica_groups)
+    ranks_to_compare = set(find_set(rank, diff.replica_groups))
     if not ranks_to_compare:
         return diff
 
-    equal_ranks = _find_set(rank, diff.clusters)
+    equal_ranks = set(find_set(rank, diff.clusters))
     if not equal_ranks:
         # Ranks without the tensor are in no cluster, and count as equal to each other.
         equal_ranks = ranks_to_compare - set(chain.from_iterable(diff.clusters))
@@ -119,15 +120,6 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
         majority=True,
     )
     return replace(diff, **statistics.size(diff.shape))
-
-
-def _find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> frozenset[int]:
-    """Return the set of ranks that includes a rank; empty if no set does."""
-    for ranks in sets:
-        if rank in ranks:
-            return frozenset(ranks)
-
-    return frozenset()
 
 
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:

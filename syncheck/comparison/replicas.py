@@ -10,6 +10,7 @@ from syncheck.comparison.group_metadata import get_metadata, hyperparameters, me
 from syncheck.comparison.group_notes import make_notes
 from syncheck.comparison.group_tensors import GroupTensors
 from syncheck.comparison.model_values import note_unknown_values
+from syncheck.comparison.notes import note_if
 from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
 from syncheck.comparison.tally import Tally
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from syncheck.comparison.selection import Selection
     from syncheck.layout.alignment import Alignment
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.messages import Message
     from syncheck.records import ValueDiff
     from syncheck.snapshots import Snapshot
 
@@ -47,10 +47,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     if replicas.step is not None:
         name = f"{replicas.run} step {replicas.step}"
 
-    notes: list[Message] = []
-    if claimed_twice:
-        notes.append(Note.RANKS_TWICE(ranks=claimed_twice))
-
+    notes = note_if(claimed_twice, Note.RANKS_TWICE(ranks=claimed_twice))
     notes += make_notes(
         snapshots,
         tally,
@@ -124,8 +121,6 @@ def _collect_evidence(
 ) -> GroupEvidence:
     """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
     snapshots = alignment.snapshots
-    # The ranks of a running job, and two models, are compared for other reasons.
-    has_runs = not replicas.paired and not replicas.two_models
     first = next(iter(snapshots.values()))
     return GroupEvidence(
         metadata=merge_metadata(snapshots),
@@ -134,16 +129,21 @@ def _collect_evidence(
         normalized=_count_prefixes(alignment),
         stores_progress=any(map(stores_progress, snapshots.values())),
         counts_updates=all(map(counts_updates, snapshots.values())),
-        runs=find_differing_settings(snapshots) if has_runs else {},
+        runs=find_differing_settings(snapshots) if _are_files_of_ranks(replicas) else {},
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
         tied=common_ties(snapshots, alignment.names),
     )
 
 
+def _are_files_of_ranks(replicas: ReplicaGroup) -> bool:
+    """Whether a group may mix the files of several runs, unlike the ranks of a running job, and two models."""
+    return not replicas.paired and not replicas.two_models
+
+
 def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
-    if replicas.paired or replicas.two_models or in_memory(snapshots):
+    if in_memory(snapshots) or not _are_files_of_ranks(replicas):
         return ()
 
     if any(message.code is Grouping.EXPRESSION for message in replicas.grouping):

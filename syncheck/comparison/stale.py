@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import CheckpointError
 from syncheck.layout.alignment import align
 from syncheck.layout.groups import group_by_step
@@ -143,10 +144,10 @@ def _find_replica(
     diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], sources: Collection[int]
 ) -> Tensor | None:
     """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
-    for ranks in diff.replica_groups:
-        if rank in ranks:
-            present_ranks = [source for source in ranks if source in sources and source in tensors]
-            return tensors[present_ranks[0]] if present_ranks else None
+    replica_group = find_set(rank, diff.replica_groups)
+    for source in replica_group:
+        if source in sources and source in tensors:
+            return tensors[source]
 
     return None
 

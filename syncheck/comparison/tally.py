@@ -75,14 +75,16 @@ class Tally:
         if is_compared and kind != "optimizer_step":
             self.compared.update(*replica_sets.comparable)
 
-        is_sharded = diff is not None and diff.reason is Reason.SHARDED
-        if replica_sets.kind:
-            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
-            self.shard_sets[layout].append(() if is_sharded else replica_sets.comparable)
-        elif diff is not None and is_sharded:
+        compared_sets = replica_sets.comparable
+        layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
+        if diff is not None and diff.reason is Reason.SHARDED:
+            compared_sets = ()
             # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
-            layout = _ShardLayout("DTensor", str(diff.detail or ""))
-            self.shard_sets[_PARTITIONED if partitioned else layout].append(())
+            if not layout.kind:
+                layout = _PARTITIONED if partitioned else _ShardLayout("DTensor", str(diff.detail or ""))
+
+        if layout.kind:
+            self.shard_sets[layout].append(compared_sets)
 
     def _count(self, name: str, kind: str, status: Status) -> None:
         self.by_kind[kind][status] += 1
@@ -94,8 +96,15 @@ class Tally:
         for (kind, layout), sets_of_tensors in self.shard_sets.items():
             # Shards without replicas have an empty set.
             compared = [sets for sets in sets_of_tensors if sets]
-            replica_groups = tuple(dict.fromkeys(chain.from_iterable(compared)))
-            summaries.append(Shards(kind, layout, len(sets_of_tensors), len(compared), replica_groups))
+            replica_groups = dict.fromkeys(chain.from_iterable(compared))
+            summary = Shards(
+                kind,
+                layout,
+                len(sets_of_tensors),
+                len(compared),
+                tuple(replica_groups),
+            )
+            summaries.append(summary)
 
         return tuple(summaries)
 

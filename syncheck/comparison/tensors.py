@@ -280,9 +280,6 @@ def _compare_bytes(
 ) -> TensorDiff | None:
     """Compare replicas bitwise and measure the differences. Return None if all are identical."""
     members = list(tensors.values())
-    if len(members) < 2:
-        return None
-
     clusters = cluster_replicas(members, files, scan)
     if len(clusters) == 1:
         return None

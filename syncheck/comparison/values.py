@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.group_metadata import get_metadata
 from syncheck.comparison.model_values import ModelValues, are_equal
+from syncheck.comparison.notes import note_if
 from syncheck.layout.optimizer_shards import OptimizerShards
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
 from syncheck.messages import Note
@@ -81,8 +82,13 @@ class _Values:
                 if not partial_values.includes(name):
                     self.by_name[name][rank] = value
 
+        @cache
+        def list_containers(rank: int) -> dict[str, set[str]]:
+            names = (*values_by_rank[rank], *snapshots[rank].tensors)
+            return _list_containers(names)
+
         # Most groups have no absent value, and need no containers.
-        self._containers = cache(lambda rank: _list_containers((*values_by_rank[rank], *snapshots[rank].tensors)))
+        self._containers = list_containers
         self._ranks = alignment.ranks
         self._kind_of = make_value_classifier(self.by_name)
         self._has_one_format = len(_list_formats(snapshots)) == 1
@@ -138,6 +144,7 @@ class _Values:
         if self._kind_of(name) != "other":
             return self._is_included(name, "value")
 
+        # In files, values of an unknown meaning are only listed.
         return self._strict and self._is_selected(name, "value")
 
     def _must_not_be_missing(self, name: str, absent_ranks: Sequence[int], *, is_lost: bool) -> bool:
@@ -153,7 +160,8 @@ class _Values:
         if not self._is_selected(name, "optimizer") or not self._has_one_format:
             return False
 
-        if self._kind_of(name) not in ("setting", "scaler") and not is_lbfgs_state(name):
+        kind = self._kind_of(name)
+        if kind not in ("setting", "scaler") and not is_lbfgs_state(name):
             return False
 
         # fairseq stores the scale in the optimizer state, without a container.
@@ -188,18 +196,23 @@ class _PartialValues:
             return True
 
         # A step counter that is no tensor.
-        if name.rpartition(".")[0] in self._optimizer.owned:
+        parameter = name.rpartition(".")[0]
+        if parameter in self._optimizer.owned:
             return True
 
         if not is_membership(name):
             return False
 
-        return self._is_sharded or (len(self._stages) > 1 and self._is_equal_in_stages(name))
+        if self._is_sharded:
+            return True
+
+        # Memberships that differ within a stage are not due to the stages.
+        return len(self._stages) > 1 and self._is_equal_in_stages(name)
 
     def _is_equal_in_stages(self, name: str) -> bool:
         for snapshots in self._stages.values():
-            first_value = snapshots[0].values.get(name)
-            if any(snapshot.values.get(name) != first_value for snapshot in snapshots):
+            values = [snapshot.values.get(name) for snapshot in snapshots]
+            if values.count(values[0]) < len(values):
                 return False
 
         return True
@@ -215,6 +228,7 @@ def _list_containers(names: Iterable[str]) -> dict[str, set[str]]:
         # A value is a container without keys.
         keys.setdefault(name, set())
         container, _, key = name.rpartition(".")
+        # Each container is a key of the container around it.
         while container:
             keys[container].add(key)
             container, _, key = container.rpartition(".")
@@ -228,7 +242,8 @@ def _get_owner(name: str) -> str:
     if groups:
         return optimizer
 
-    return name.rpartition(".")[0] or name
+    container = name.rpartition(".")[0]
+    return container or name
 
 
 def _container_differs(name: str, present: Mapping[str, set[str]], absent: Collection[Mapping[str, set[str]]]) -> bool:
@@ -267,10 +282,7 @@ def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueD
         notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
 
     unnamed = sum(map(len, absent.values()))
-    if unnamed:
-        notes.append(Note.MORE_VALUES_ABSENT(count=unnamed))
-
-    return notes
+    return [*notes, *note_if(unnamed, Note.MORE_VALUES_ABSENT(count=unnamed))]
 
 
 def _find_absent_tops(
@@ -289,9 +301,11 @@ def _find_absent_tops(
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for top in sorted(present):
         absent_ranks = tuple(rank for rank in snapshots if rank not in present[top])
-        if absent_ranks and not is_rng_state((top,)):
+        if not is_rng_state((top,)):
             absent[absent_ranks].append(f"{top:.80}")
 
+    # Values that all ranks have.
+    absent.pop((), None)
     return absent
 
 
