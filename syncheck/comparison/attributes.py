@@ -38,15 +38,22 @@ def compare_attributes(snapshots: Snapshots, is_selected: IsSelected) -> list[Va
         for name, by_rank in _collect_attributes(replicas).items():
             # repr, because NaN equals NaN here, and True is not 1.
             texts = set(map(repr, by_rank.values()))
-            if len(texts) > 1 and is_selected(name.removeprefix(METRIC), "value"):
-                is_mode = name.rpartition(".")[2] == TRAINING
-                diff = ValueDiff(
-                    name,
-                    by_rank,
-                    counts=False,
-                    kind="setting" if is_mode else "attribute",
-                )
-                diffs.append(diff)
+            if len(texts) < 2:
+                continue
+
+            # Users know an attribute by its name, without the mark.
+            if not is_selected(name.removeprefix(METRIC), "value"):
+                continue
+
+            # A mode changes what the module computes, like a setting.
+            is_mode = name.rpartition(".")[2] == TRAINING
+            diff = ValueDiff(
+                name,
+                by_rank,
+                counts=False,
+                kind="setting" if is_mode else "attribute",
+            )
+            diffs.append(diff)
 
     return diffs
 
@@ -67,7 +74,8 @@ def compare_registration(snapshots: Snapshots, is_selected: IsSelected) -> list[
         names_by_kind = {"parameter": parameters, "buffer": buffers}
         for name, (kind, names_by_rank) in zip(ORDERS, names_by_kind.items(), strict=True):
             moved = _find_moved(names_by_rank)
-            if any(moved.values()) and is_selected(name, kind):
+            is_order_different = any(moved.values())
+            if is_order_different and is_selected(name, kind):
                 diffs.append(_make_setting(name, moved))
 
         for name, requires_grad in _find_partly_frozen(replicas, parameters).items():
@@ -181,7 +189,9 @@ def _find_partly_frozen(replicas: Snapshots, parameters: Mapping[int, Sequence[s
     for rank, snapshot in replicas.items():
         frozen[rank] = frozenset(get_metadata(snapshot).frozen)
 
-    partly_frozen = frozenset.union(*frozen.values()) - frozenset.intersection(*frozen.values())
+    frozen_anywhere = frozenset.union(*frozen.values())
+    frozen_everywhere = frozenset.intersection(*frozen.values())
+    partly_frozen = frozen_anywhere - frozen_everywhere
     # A parameter that some ranks do not have is a finding of its own.
     on_all_ranks = partly_frozen.intersection(*parameters.values())
     by_name: dict[str, dict[int, bool]] = {}

@@ -79,10 +79,9 @@ def _find_kinds(
             described[rank] = snapshot
 
     # Metadata without a description of the model says nothing about its buffers.
-    metadata = merge_metadata(described) if described else None
     kinds = classify_tensors(
         shapes,
-        metadata,
+        merge_metadata(described),
         selection.buffers,
         dtypes=dtypes,
         parameters=parameters,
@@ -99,8 +98,13 @@ def _mark_mixed(kinds: Kinds, aligned: Mapping[str, Mapping[int, Tensor]], selec
         if not selection.only and kind != "rng":
             continue
 
-        if len({(tensor.shape, tensor.dtype) for tensor in aligned[name].values()}) > 1:
-            mixed.add(name)
-            by_name[name] = "buffer" if kind == "rng" else kind
+        types = {(tensor.shape, tensor.dtype) for tensor in aligned[name].values()}
+        if len(types) < 2:
+            continue
+
+        # A state whose shape differs between ranks may be a buffer of the model with the name of a state.
+        mixed.add(name)
+        if kind == "rng":
+            by_name[name] = "buffer"
 
     return kinds._replace(by_name=by_name, unsure=kinds.unsure | mixed)

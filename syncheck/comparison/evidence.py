@@ -52,14 +52,23 @@ def add_evidence(
     for name, holds in find_exchanged(differing, replicas, files).items():
         fields[name]["holds"] = holds
 
-    cosines = {name: values.get("cosine") for name, values in fields.items()}
-    for name, resembles in find_resembling(differing, cosines, replicas, files).items():
+    cosines = {name: fields_of_tensor.get("cosine") for name, fields_of_tensor in fields.items()}
+    resembling = find_resembling(
+        differing,
+        cosines,
+        replicas,
+        files,
+    )
+    for name, resembles in resembling.items():
         fields[name]["resembles"] = resembles
 
     with_evidence = []
     for diff in diffs:
         evidence = fields.get(diff.name)
-        with_evidence.append(replace(diff, evidence=Evidence(**evidence)) if evidence else diff)
+        if evidence:
+            diff = replace(diff, evidence=Evidence(**evidence))
+
+        with_evidence.append(diff)
 
     return tuple(with_evidence)
 
@@ -108,7 +117,8 @@ def _find_damage(
 ) -> dict[str, tuple[int, ...]]:
     """Return the ranks whose bytes do not match the stored CRC-32, by tensor."""
     damaged: dict[str, tuple[int, ...]] = {}
-    shared_records: dict[tuple[str, int], bool] = {}  # whether a record of several tensors is intact
+    # Whether a record of several tensors is intact.
+    shared_records: dict[tuple[str, int], bool] = {}
     budget = CHECKED
     for diff in differing:
         records = _list_records(diff, replicas[diff.name])
@@ -120,7 +130,11 @@ def _find_damage(
 
             budget -= size
 
-        damaged_ranks = {record.rank for record in records if not _is_intact(record, shared_records, files)}
+        damaged_ranks = set()
+        for record in records:
+            if not _is_intact(record, shared_records, files):
+                damaged_ranks.add(record.rank)
+
         if damaged_ranks:
             damaged[diff.name] = tuple(sorted(damaged_ranks))
 
@@ -132,7 +146,8 @@ def _list_records(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Reco
     records = []
     for ranks in diff.clusters:
         for rank in ranks:
-            boxes = [shard.tensor for shard in tensors[rank].shards] or [tensors[rank]]
+            tensor = tensors[rank]
+            boxes = [shard.tensor for shard in tensor.shards] or [tensor]
             records += [_Record(rank, box, *box.record) for box in boxes if box.record]
 
     return records
@@ -175,7 +190,8 @@ def _compute_crc32(record: _Record, files: Files) -> int:
 
 def _representatives(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, ...], Tensor]:
     """Return one tensor of each cluster, by its ranks. Empty if several replica groups differ."""
-    if diff.reason is not None:  # missing on some ranks, so not all clusters were compared with each other
+    # If some ranks lack it, not all clusters were compared with each other.
+    if diff.reason is not None:
         return {}
 
     differing_sets = sets_within(diff)
@@ -192,7 +208,8 @@ def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Fil
     for ranks, tensor in _representatives(diff, tensors).items():
         bits[ranks] = bytes(files.read(tensor, position, 1, 0))
 
-    evidence = _compare_bits([int.from_bytes(data, "little") for data in bits.values()])
+    patterns = [int.from_bytes(data, "little") for data in bits.values()]
+    evidence = _compare_bits(patterns)
     if DTYPES[diff.dtype].family == "complex":
         return evidence
 
@@ -211,8 +228,11 @@ def _compare_bits(patterns: Sequence[int]) -> dict[str, Any]:
     # The largest number counts, so that a single flipped bit is certain between all clusters.
     flips = [first ^ second for first, second in combinations(patterns, 2)]
     flipped_bits = max(flip.bit_count() for flip in flips)
-    bit = flips[0].bit_length() - 1
-    return {"flipped_bits": flipped_bits, "bit": bit if flipped_bits == 1 else None}
+    bit = None
+    if flipped_bits == 1:
+        bit = flips[0].bit_length() - 1
+
+    return {"flipped_bits": flipped_bits, "bit": bit}
 
 
 def _decode(data: bytes, dtype: str) -> Any:
@@ -242,7 +262,12 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
     step = block_size(len(replicas))
     for start in range(earliest, worst, step):
         count = min(step, worst - start)
-        first, *later = [np.frombuffer(bytes(files.read(tensor, start, count, 0)), np.uint8) for tensor in replicas]
+        blocks = []
+        for tensor in replicas:
+            data = bytes(files.read(tensor, start, count, 0))
+            blocks.append(np.frombuffer(data, np.uint8))
+
+        first, *later = blocks
         differs = np.zeros(count, bool)
         for block in later:
             # Bits and values: NaNs with equal bits are equal, and so are 0.0 and -0.0.

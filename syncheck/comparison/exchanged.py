@@ -80,7 +80,11 @@ def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
     by_shape: dict[tuple[str, tuple[int, ...]], Partners] = defaultdict(list)
     for diff in list(differing)[:_MOST]:
         # A tensor with a reason was not compared by value on all ranks.
-        if diff.reason is None and diff.numel > 1 and diff.extent != "one":
+        if diff.reason is not None:
+            continue
+
+        # Tensors of one element, or with one different element, may be equal to others by chance.
+        if diff.numel > 1 and diff.extent != "one":
             by_shape[diff.dtype, diff.shape].append(diff)
 
     return [partners for partners in by_shape.values() if len(partners) > 1]
@@ -120,8 +124,11 @@ def _find_source(content: _Content, candidates: Sequence[_Content], files: Files
         return None
 
     for candidate in candidates:
+        if candidate.name == content.name:
+            continue
+
         # Tensors of one rank may be equal by design, for example tied weights.
-        if candidate.name == content.name or not set(candidate.ranks).isdisjoint(content.ranks):
+        if not set(candidate.ranks).isdisjoint(content.ranks):
             continue
 
         if _hold_equal_bytes(content.tensor, candidate.tensor, files):
@@ -195,9 +202,18 @@ def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:
     if cosine is None or cosine >= TURNED:
         return False
 
+    if diff.kind != "parameter":
+        return False
+
+    # The contents of another tensor differ in all elements.
+    if diff.mismatched != diff.numel:
+        return False
+
     # Vectors begin as constants, and have the same direction by chance.
-    is_matrix = diff.kind == "parameter" and len(diff.shape) > 1 and diff.numel >= _LARGE
-    return is_matrix and diff.mismatched == diff.numel
+    if len(diff.shape) < 2:
+        return False
+
+    return diff.numel >= _LARGE
 
 
 def _read_unit_vector(tensor: Tensor, files: Files) -> Vector:

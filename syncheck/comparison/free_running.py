@@ -111,7 +111,8 @@ def add_free_running(
             unreadable.append(Unreadable(error.path, error.reason))
             continue
 
-        result[i] = replace(group, evidence=replace(group.evidence, free_running=free_running))
+        evidence = replace(group.evidence, free_running=free_running)
+        result[i] = replace(group, evidence=evidence)
 
     return result
 
@@ -137,7 +138,8 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
         return None
 
     moments = _read_moments(group, series, jobs)
-    early = _select_usable([moment for moment in moments if moment.batches <= EARLY / momentum], momentum)
+    last_batch = EARLY / momentum
+    early = _select_usable([moment for moment in moments if moment.batches <= last_batch], momentum)
     used = early or moments
     pairs = _pair_moments(used)
     batches = [moment.batches for moment in used]
@@ -146,17 +148,24 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
         return None
 
     ends = pairs.get((batches[0], batches[-1]), neighbors[-1])
-    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
     below = 0
-    if group.evidence.metadata.bn_momentum and series[-1].ranks[0][0] == 0:
+    first_rank, _ = series[-1].ranks[0]
+    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
+    if group.evidence.metadata.bn_momentum and first_rank == 0:
         below = _count_low_variances(moments, momentum)
+
+    # Late steps look the same in both models.
+    misfit_free = misfit_lag = None
+    if early:
+        misfit_free = _fit(pairs.values(), momentum, free=True)
+        misfit_lag = _fit(pairs.values(), momentum, free=False)
 
     return FreeRunning(
         steps=tuple(moment.step for moment in used),
         cosine=fmean(pair.cosine for pair in neighbors),
         growth=ends.growth,
-        misfit_free=_fit(pairs.values(), momentum, free=True) if early else None,
-        misfit_lag=_fit(pairs.values(), momentum, free=False) if early else None,
+        misfit_free=misfit_free,
+        misfit_lag=misfit_lag,
         below=below,
     )
 
@@ -194,8 +203,12 @@ def _find_momentum(group: Comparison) -> float | None:
     if not recorded:
         return MOMENTUM
 
-    momentum = recorded.pop()
-    if recorded or not isinstance(momentum, (int, float)) or not 0 < momentum < 1:
+    momentum, *other_momentums = recorded
+    if other_momentums:
+        return None
+
+    # torch's cumulative average has no momentum.
+    if not isinstance(momentum, (int, float)) or not 0 < momentum < 1:
         return None
 
     return float(momentum)
@@ -203,8 +216,11 @@ def _find_momentum(group: Comparison) -> float | None:
 
 def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     """Return the moments if they suffice: at least three, close to each other, beginning early; else an empty list."""
-    between = [b.batches - a.batches for a, b in pairwise(early)]
-    if len(early) < 3 or early[0].batches > FIRST / momentum or median(between) > BETWEEN / momentum:
+    if len(early) < 3 or early[0].batches > FIRST / momentum:
+        return []
+
+    distances = [b.batches - a.batches for a, b in pairwise(early)]
+    if median(distances) > BETWEEN / momentum:
         return []
 
     return list(early)
@@ -221,7 +237,12 @@ def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> 
         counts.update(layers.counts)
         shapes.add(tuple(vector.size for vector in layers.statistics.values()))
 
-    if len(counts) != 1 or len(shapes) != 1 or len(values) < 2:
+    # One rank has nothing to differ from.
+    if len(values) < 2:
+        raise _UnusableStep
+
+    # Both models need one number of batches for all layers and ranks.
+    if len(counts) != 1 or len(shapes) != 1:
         raise _UnusableStep
 
     # Before the first batch, statistics have their initial values.
@@ -301,15 +322,23 @@ def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
             lengths = np.linalg.norm(before), np.linalg.norm(after)
 
         length_before, length_after = map(float, lengths)
-        # A vector without a direction, or on overflow.
-        if min(lengths) == 0 or max(lengths) == math.inf:
+        # A zero vector has no direction.
+        if min(lengths) == 0:
+            continue
+
+        # On overflow.
+        if max(lengths) == math.inf:
             continue
 
         cosine = float(before @ after) / (length_before * length_after)
         cosines.append(cosine)
         growths.append(length_after / length_before)
 
-    if not cosines or a.batches >= b.batches:
+    if not cosines:
+        return None
+
+    # Both models need a number of batches between the moments.
+    if a.batches >= b.batches:
         return None
 
     return _Pair(
@@ -349,6 +378,7 @@ def _predict_unsynchronized(share: float, pair: _Pair, momentum: float) -> tuple
 
     def covariance(a: int, b: int) -> float:
         constant = (1 - decay**a) * (1 - decay**b)
+        # The random parts of the first `a` batches are in both differences.
         random = momentum**2 * decay ** (b - a) * (1 - decay ** (2 * a)) / (1 - decay**2)
         return share * constant + (1 - share) * random
 
@@ -376,7 +406,8 @@ def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
         below = 0
         for vectors in later_ranks:
             for name, vector in vectors.items():
-                if name.endswith("running_var") and vector.shape == base[name].shape:
+                is_variance = name.endswith("running_var")
+                if is_variance and vector.shape == base[name].shape:
                     bound = factor * base[name]
                     below += int((vector < bound).sum())
 

@@ -30,6 +30,7 @@ def make_notes(
     unknown_classes = _list_unknown_classes(snapshots)
     # A single file is not compared, so options have no effect.
     is_comparison = len(snapshots) > 1
+    has_reference = is_comparison and selection.reference is not None
     return [
         *note_if(tally.has_only_shards(), Note.ONLY_SHARDS()),
         *note_if(uncompared_ranks, Note.RANKS_NOT_COMPARED(ranks=uncompared_ranks)),
@@ -39,7 +40,7 @@ def make_notes(
         *note_if(unknown_classes, Note.UNKNOWN_CLASSES(classes=unknown_classes)),
         *_list_file_notes(snapshots),
         *note_if(is_comparison and selection.quick, Note.QUICK()),
-        *note_if(is_comparison and selection.reference is not None, Note.REFERENCE(rank=selection.reference)),
+        *note_if(has_reference, Note.REFERENCE(rank=selection.reference)),
     ]
 
 
@@ -64,7 +65,8 @@ def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
 
     # In memory, each rank describes itself alone.
     is_too_many = len(snapshots) > world_size and not in_memory(snapshots)
-    return note_if(is_too_many, Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size))
+    note = Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size)
+    return note_if(is_too_many, note)
 
 
 def _find_equal_rng(snapshots: Mapping[int, Snapshot], tally: Tally) -> tuple[str, ...]:

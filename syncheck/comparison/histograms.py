@@ -55,10 +55,8 @@ def add_histograms(
 
     with_histograms = []
     for diff in diffs:
-        if diff.name in histograms:
-            diff = replace(diff, histogram=histograms[diff.name])
-
-        with_histograms.append(diff)
+        histogram = histograms.get(diff.name)
+        with_histograms.append(replace(diff, histogram=histogram))
 
     return tuple(with_histograms)
 

@@ -44,7 +44,8 @@ def with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes:
 
 def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
     """Return the diff of a tensor that is not compared. reason: other than its shapes and dtypes."""
-    return replace(make_bare_diff(name, kind, tensors), reason=reason, detail=detail)
+    bare = make_bare_diff(name, kind, tensors)
+    return replace(bare, reason=reason, detail=detail)
 
 
 def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
@@ -57,7 +58,14 @@ def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets:
         return None
 
     # From the strongest to the weakest reason: shards of several layouts may have several shapes, too.
-    for find in (_find_refused_shards, _find_refused_kinds, _find_shapes, _find_dtypes, _find_layouts):
+    searches = (
+        _find_refused_shards,
+        _find_refused_kinds,
+        _find_shapes,
+        _find_dtypes,
+        _find_layouts,
+    )
+    for find in searches:
         diff = find(bare, tensors, replica_sets)
         if diff is not None:
             return diff
@@ -76,8 +84,9 @@ def _find_refused_shards(
     """Return a diff if some ranks hold shards that the reader refuses."""
     refusals: dict[int, Message] = {}
     for rank, tensor in tensors.items():
-        if tensor.refused and tensor.refused.code in SHARD_REFUSALS:
-            refusals[rank] = tensor.refused
+        refusal = tensor.refused
+        if refusal is not None and refusal.code in SHARD_REFUSALS:
+            refusals[rank] = refusal
 
     if not refusals:
         return None
@@ -111,14 +120,18 @@ def _find_refused_kinds(
 
 def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
     """Return a diff if ranks hold tensors of different global shapes."""
-    shapes = {rank: tensor.full_shape for rank, tensor in tensors.items()}
+    shapes: dict[int, tuple[int, ...]] = {}
     for rank, tensor in tensors.items():
+        shape = tensor.full_shape
         # A scalar of an unknown dtype stands for a tensor of an unknown shape.
-        if _has_unknown_dtype(tensor) and not shapes[rank]:
+        if not shape and _has_unknown_dtype(tensor):
             return None
 
+        shapes[rank] = shape
+
     # Uneven parts of plain tensors.
-    if replica_sets.kind == "model parallel" and _is_equal_within(shapes, replica_sets):
+    is_divided = replica_sets.kind == "model parallel"
+    if is_divided and _is_equal_within(shapes, replica_sets):
         return None
 
     return find_unequal(bare, Reason.SHAPE, shapes, tensors)
@@ -126,7 +139,10 @@ def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: 
 
 def _has_unknown_dtype(tensor: Tensor) -> bool:
     """Whether the reader refuses a tensor and does not know its dtype."""
-    return bool(tensor.refused) and tensor.dtype == "unknown"
+    if tensor.refused is None:
+        return False
+
+    return tensor.dtype == "unknown"
 
 
 def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
@@ -170,11 +186,12 @@ def find_unequal(
     bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
 ) -> TensorDiff | None:
     """Return a diff of values by rank: shapes, dtypes or layouts. None if all values are equal."""
-    ranks_by_value = group_ranks(values)
-    if len(ranks_by_value) < 2:
+    distinct_values = set(values.values())
+    if len(distinct_values) < 2:
         return None
 
     # The values of most ranks come first, like the clusters of compared bytes.
+    ranks_by_value = group_ranks(values)
     sets = largest_first(ranks_by_value.values())
     value_of_set = {tuple(ranks): value for value, ranks in ranks_by_value.items()}
     unequal = tuple((value_of_set[ranks], ranks) for ranks in sets)

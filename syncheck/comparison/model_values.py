@@ -77,10 +77,17 @@ class ModelValues:
     def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a file in the format of all other files lacks a value of a state dict."""
         # Settings with their default are not listed.
-        if is_adapter_setting(name) or self._memberships[name] is not Membership.MODEL:
+        if is_adapter_setting(name):
             return False
 
-        return len(by_rank) < len(self._ranks) and len(self._formats) == 1
+        if self._memberships[name] is not Membership.MODEL:
+            return False
+
+        # Other formats may store tensors only.
+        if len(self._formats) > 1:
+            return False
+
+        return len(by_rank) < len(self._ranks)
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
         """Return the difference of one value, None if it has none.
@@ -159,8 +166,11 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about values of the model that were not compared."""
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for diff in diffs:
-        # Differences that count are in a finding.
-        if diff.kind != "model" or diff.counts or _is_different_setting(diff):
+        if diff.kind != "model":
+            continue
+
+        # Differences that count are in a finding, and settings have a note of their own.
+        if diff.counts or _is_different_setting(diff):
             continue
 
         missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
@@ -173,8 +183,9 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     setting_names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
     # All ranks have the code, which is the only value that is unknown without being missing.
     code_names = names_by_ranks.pop((), [])
+    settings_note = Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks_of_group, names=setting_names)
     notes = [
-        *note_if(setting_names, Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks_of_group, names=setting_names)),
+        *note_if(setting_names, settings_note),
         *note_if(CODE in code_names, Note.CODE_DIFFERS(ranks=ranks_of_group)),
     ]
     for ranks, names in names_by_ranks.items():

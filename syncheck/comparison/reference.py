@@ -33,34 +33,37 @@ def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
     is a number, the file takes precedence over the rank with this number.
     """
-    rank = reference
     if isinstance(reference, str):
-        for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
+        matching_files = _find_path(reference, replicas)
+        matching_folders = _find_below(reference, replicas)
+        for matches in (matching_files, matching_folders):
             if len(matches) == 1:
                 return matches[0]
 
-        rank = _parse_rank(reference)
+        reference = _parse_rank(reference)
 
-    for present_rank, _ in replicas.ranks:
-        if present_rank == rank:
-            return present_rank
-
-    return None
+    ranks = [rank for rank, _ in replicas.ranks]
+    return reference if reference in ranks else None
 
 
 def _parse_rank(text: str) -> int | None:
-    """Return the number in a text; None if it is no number, or too long for `int`."""
-    if len(text) > _MOST_DIGITS or not text.isdecimal():
+    """Return the number in a text; None if it is no number."""
+    # int() raises ValueError for thousands of digits.
+    if len(text) > _MOST_DIGITS:
         return None
 
-    return int(text)
+    return int(text) if text.isdecimal() else None
 
 
 def check_reference(
     reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
 ) -> None:
     """Raise OptionError with the available ranks and paths if no group contains the reference."""
-    if reference is None or not groups:
+    if reference is None:
+        return
+
+    # A comparison without replicas is an error of its own.
+    if not groups:
         return
 
     ranks: set[int] = set()
@@ -77,9 +80,9 @@ def check_reference(
         if isinstance(reference, str) and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
 
-    candidates = names_text(paths, _MOST_PATHS)
+    candidates = f"{ranks_text(sorted(ranks))}: {names_text(paths, _MOST_PATHS)}"
     raise OptionError(
-        f"no replica has this rank or path; there are {ranks_text(sorted(ranks))}: {candidates}",
+        f"no replica has this rank or path; there are {candidates}",
         reference=reference,
     )
 
@@ -101,12 +104,16 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
 
     # The reference is in one replica group, so the minority of the other groups stays.
     ranks_of_other_groups = set(chain.from_iterable(diff.replica_groups)) - ranks_to_compare
-    minority = ranks_of_other_groups.intersection(diff.minority) | (ranks_to_compare - equal_ranks)
+    minority = ranks_of_other_groups.intersection(diff.minority)
+    minority |= ranks_to_compare - equal_ranks
     diff = replace(diff, minority=tuple(sorted(minority)))
     different = [cluster for cluster in diff.clusters if rank not in cluster]
     # With two clusters, the difference is the same from both sides.
-    is_measurable = len(diff.replica_groups) == 1 and len(different) > 1
-    if not is_measurable or not diff.mismatched or diff.reason is Reason.MISSING:
+    if len(different) < 2 or len(diff.replica_groups) > 1:
+        return diff
+
+    # Without numbers, there is nothing to measure again.
+    if not diff.mismatched or diff.reason is Reason.MISSING:
         return diff
 
     from syncheck.tensors.differences import measure_differences  # needs numpy
@@ -124,15 +131,11 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
 
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
     """Return the ranks of the replicas with a path, in this spelling or in another one."""
-    exact: list[int] = []
-    resolved: list[int] = []
-    for rank, snapshot in replicas.ranks:
-        if snapshot.path == path:
-            exact.append(rank)
-        elif _is_same_path(path, snapshot.path):
-            resolved.append(rank)
+    exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
+    if exact:
+        return exact
 
-    return exact or resolved
+    return [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
 
 
 def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:

@@ -40,7 +40,12 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     snapshots = alignment.snapshots
     classification = classify(alignment, selection)
     tally = _compare_tensors(alignment, classification, selection)
-    values = _compare_values(replicas, alignment, classification, selection)
+    values = _compare_values(
+        replicas,
+        alignment,
+        classification,
+        selection,
+    )
     counts = tally.count_kinds()
     claimed_twice = _find_claimed_twice(replicas, snapshots)
     name = replicas.run
@@ -73,7 +78,12 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         left_out=tally.left_out,
         grouping=replicas.grouping,
         notes=tuple(notes),
-        evidence=_collect_evidence(replicas, alignment, tally, claimed_twice),
+        evidence=_collect_evidence(
+            replicas,
+            alignment,
+            tally,
+            claimed_twice,
+        ),
         not_finite=tally.list_not_finite(),
     )
 
@@ -122,6 +132,10 @@ def _collect_evidence(
     """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
     snapshots = alignment.snapshots
     first = next(iter(snapshots.values()))
+    differing_settings = {}
+    if _are_files_of_ranks(replicas):
+        differing_settings = find_differing_settings(snapshots)
+
     return GroupEvidence(
         metadata=merge_metadata(snapshots),
         names=tally.names,
@@ -129,7 +143,7 @@ def _collect_evidence(
         normalized=_count_prefixes(alignment),
         stores_progress=any(map(stores_progress, snapshots.values())),
         counts_updates=all(map(counts_updates, snapshots.values())),
-        runs=find_differing_settings(snapshots) if _are_files_of_ranks(replicas) else {},
+        runs=differing_settings,
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
         tied=common_ties(snapshots, alignment.names),
@@ -146,7 +160,8 @@ def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot
     if in_memory(snapshots) or not _are_files_of_ranks(replicas):
         return ()
 
-    if any(message.code is Grouping.EXPRESSION for message in replicas.grouping):
+    codes = [message.code for message in replicas.grouping]
+    if Grouping.EXPRESSION in codes:
         return ()
 
     return find_claimed_twice(snapshots)
@@ -178,7 +193,8 @@ def _count_prefixes(alignment: Alignment) -> dict[int, int]:
         if count:
             counts[rank] = count
 
-    if in_memory(alignment.snapshots) and len(counts) == len(alignment.ranks):
+    are_all_wrapped = len(counts) == len(alignment.ranks)
+    if are_all_wrapped and in_memory(alignment.snapshots):
         return {}
 
     return counts

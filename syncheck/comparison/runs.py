@@ -89,8 +89,11 @@ def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     named_ranks: dict[_Claim, set[int]] = defaultdict(set)
     for snapshot in snapshots.values():
         metadata = get_metadata(snapshot)
+        if metadata.rank is None or metadata.world_size == 1:
+            continue
+
         named_rank = rank_in_path(snapshot)
-        if metadata.rank is None or named_rank is None or metadata.world_size == 1:
+        if named_rank is None:
             continue
 
         claim = _Claim(
@@ -125,10 +128,12 @@ def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
 def _list_saved_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
     """Yield seeds and the user's configuration among the saved values."""
     for name, value in values_of(snapshot).items():
-        is_named_as_setting = is_seed(name) or in_configuration(name)
+        if not is_seed(name) and not in_configuration(name):
+            continue
+
         # Saved flags often say whether this is the main process.
         is_flag = isinstance(value, bool)
-        if is_named_as_setting and not is_flag and isinstance(value, (int, float, str)):
+        if not is_flag and isinstance(value, (int, float, str)):
             yield name, value
 
 
@@ -137,9 +142,12 @@ def _flatten(node: Any, name: str, levels: int) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and levels:
         for key, value in node.items():
             yield from _flatten(value, f"{name}.{key}", levels - 1)
-    elif isinstance(node, (bool, int, float, str)):
+
+    if isinstance(node, (bool, int, float, str)):
         yield name, node
-    elif isinstance(node, (list, tuple)):
+
+    # A list is one setting, for example of the sizes of layers.
+    if isinstance(node, (list, tuple)):
         yield name, str(node)
 
 
@@ -148,9 +156,12 @@ def _belongs_to_rank(name: str, value: Any) -> bool:
     if isinstance(value, str) and not _SEPARATORS.isdisjoint(value):
         return True
 
+    if differs_by_design(name):
+        return True
+
     last = name.rpartition(".")[2]
     words = _WORD.findall(last.lower())
-    return differs_by_design(name) or not _OF_RANK.isdisjoint(words)
+    return not _OF_RANK.isdisjoint(words)
 
 
 def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int]) -> bool:
@@ -175,7 +186,8 @@ def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int]
     if not kinds <= {int, float}:
         return False
 
-    return _are_on_a_line(sorted(value_of_rank.items()), seeds=is_seed(name))
+    pairs = sorted(value_of_rank.items())
+    return _are_on_a_line(pairs, seeds=is_seed(name))
 
 
 def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
@@ -189,12 +201,7 @@ def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
     if len(pairs) == 2:
         return seeds and abs(slope) in _TYPICAL_SLOPES
 
-    for rank, value in pairs:
-        expected = first + slope * (rank - first_rank)
-        if value != expected:
-            return False
-
-    return True
+    return all(value == first + slope * (rank - first_rank) for rank, value in pairs)
 
 
 def _without_number(text: str, number: int) -> str:

@@ -46,7 +46,8 @@ def add_stale_ranks(
             unreadable.append(Unreadable(error.path, error.reason))
 
         if stale:
-            group = replace(group, evidence=replace(group.evidence, stale=stale))
+            evidence = replace(group.evidence, stale=stale)
+            group = replace(group, evidence=evidence)
 
         groups.append(group)
 
@@ -58,7 +59,8 @@ def _list_earlier(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGrou
     if now.step is None:
         return []
 
-    earlier = [(step, replicas) for step, replicas in runs[now.run].items() if step < now.step]
+    steps = runs[now.run].items()
+    earlier = [(step, replicas) for step, replicas in steps if step < now.step]
     return earlier[-MOST_STEPS:][::-1]
 
 
@@ -74,20 +76,23 @@ class _Search:
         self._differing: list[TensorDiff] = []
         self._suspects: set[int] = set()
         for diff in group.tensors:
-            if diff.kind in _KINDS and diff.status == "different":
+            is_updated = diff.kind in _KINDS
+            if is_updated and diff.status == "different":
                 self._differing.append(diff)
                 self._suspects.update(diff.minority)
 
         # Without a majority, any rank may be stale.
-        if not self._suspects:
-            self._suspects.update(group.ranks)
+        self._suspects = self._suspects or set(group.ranks)
 
     def find(self, jobs: int | None, *, quick: bool) -> dict[int, int]:
         """Return stale ranks with the latest step whose parameters and optimizer state they hold.
 
         Raises CheckpointError if a file can no longer be read.
         """
-        if not self._earlier or not any(diff.kind == "parameter" for diff in self._differing):
+        if not self._earlier:
+            return {}
+
+        if not any(diff.kind == "parameter" for diff in self._differing):
             return {}
 
         current = align(dict(self._now.ranks)).tensors
@@ -98,11 +103,18 @@ class _Search:
                 if not remaining_ranks:
                     break
 
-                before = align(dict(replicas.ranks)).tensors
-                ranks_before = {rank for rank, _ in replicas.ranks}
+                snapshots = dict(replicas.ranks)
+                before = align(snapshots).tensors
                 for rank in remaining_ranks:
-                    sources = self._choose_sources(rank, ranks_before)
-                    if self._equals(rank, current, before, sources, None if quick else files):
+                    sources = self._choose_sources(rank, set(snapshots))
+                    is_stale = self._equals(
+                        rank,
+                        current,
+                        before,
+                        sources,
+                        None if quick else files,
+                    )
+                    if is_stale:
                         stale[rank] = step
 
         # If all ranks match earlier steps, no rank is behind other ranks.
@@ -133,8 +145,16 @@ class _Search:
         for diff in diffs_of_rank:
             tensor = current.get(diff.name, {}).get(rank)
             tensors_before = before.get(diff.name, {})
-            earlier = _find_replica(diff, rank, tensors_before, sources)
-            if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
+            earlier = _find_replica(
+                diff,
+                rank,
+                tensors_before,
+                sources,
+            )
+            if tensor is None or earlier is None:
+                return False
+
+            if not _are_equal(tensor, earlier, files):
                 return False
 
         return len(diffs_of_rank) > 0
@@ -145,11 +165,11 @@ def _find_replica(
 ) -> Tensor | None:
     """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
     replica_group = find_set(rank, diff.replica_groups)
-    for source in replica_group:
-        if source in sources and source in tensors:
-            return tensors[source]
+    present_ranks = [source for source in replica_group if source in sources and source in tensors]
+    if not present_ranks:
+        return None
 
-    return None
+    return tensors[present_ranks[0]]
 
 
 def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:

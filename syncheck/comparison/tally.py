@@ -50,34 +50,28 @@ class Tally:
         self._count(diff.name, diff.kind, diff.status)
         self.diffs.append(diff)
 
-    def add_compared(
-        self,
-        name: str,
-        kind: str,
-        diff: TensorDiff | None,
-        replica_sets: ReplicaSets,
-        *,
-        partitioned: bool,
-    ) -> None:
-        """Count a tensor whose replicas were compared, unless its layout did not allow it.
+    def add_identical(self, name: str, kind: str, replica_sets: ReplicaSets) -> None:
+        """Count a tensor with identical replicas. replica_sets: the ranks that must hold equal bytes."""
+        self._count(name, kind, "identical")
+        self._add_ranks(kind, replica_sets)
+        if replica_sets.kind:
+            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
+            self.shard_sets[layout].append(replica_sets.comparable)
 
-        diff: None if its replicas are identical.
+    def add_compared(self, diff: TensorDiff, replica_sets: ReplicaSets, *, partitioned: bool) -> None:
+        """Count a tensor whose replicas were compared and differ, or whose layout did not allow the comparison.
+
         replica_sets: the ranks that must hold equal bytes.
         partitioned: whether it belongs to partitioned optimizer state.
         """
-        if diff is None:
-            self._count(name, kind, "identical")
-        else:
-            self.add(diff)
-
+        self.add(diff)
         # A rank that lacks a tensor was compared with ranks that have it.
-        is_compared = diff is None or diff.status != "not_compared" or diff.reason is Reason.MISSING
-        if is_compared and kind != "optimizer_step":
-            self.compared.update(*replica_sets.comparable)
+        if diff.status != "not_compared" or diff.reason is Reason.MISSING:
+            self._add_ranks(diff.kind, replica_sets)
 
-        compared_sets = replica_sets.comparable
         layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
-        if diff is not None and diff.reason is Reason.SHARDED:
+        compared_sets = replica_sets.comparable
+        if diff.reason is Reason.SHARDED:
             compared_sets = ()
             # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
             if not layout.kind:
@@ -89,6 +83,11 @@ class Tally:
     def _count(self, name: str, kind: str, status: Status) -> None:
         self.by_kind[kind][status] += 1
         self.names[name] = kind
+
+    def _add_ranks(self, kind: str, replica_sets: ReplicaSets) -> None:
+        # Equal step counters do not show that ranks hold the same model.
+        if kind != "optimizer_step":
+            self.compared.update(*replica_sets.comparable)
 
     def summarize_shards(self) -> tuple[Shards, ...]:
         """Return a summary of the sharded tensors by kind and layout."""

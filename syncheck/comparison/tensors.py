@@ -59,9 +59,16 @@ def compare_tensor(
     )
     diff = find_mismatch(bare, tensors, replica_sets)
     if diff is None:
-        diff = _compare_sets(bare, tensors, replica_sets, compare)
+        diff = _compare_sets(
+            bare,
+            tensors,
+            replica_sets,
+            compare,
+        )
     else:
-        diff = _add_values(diff, _compare_matching(diff, tensors, replica_sets, compare))
+        # Ranks with equal shapes and dtypes can still be compared with each other.
+        values = _compare_matching(diff, tensors, replica_sets, compare)
+        diff = _add_values(diff, values)
 
     # Ranks of other pipeline stages or experts do not need the tensor.
     missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
@@ -115,7 +122,8 @@ class _Compare:
 
     def __call__(self, bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
         """Return the diff of the members of a replica set; None if they are identical."""
-        result = _compare_without_bytes(list(members.values()), self._files, quick=self._quick)
+        tensors = list(members.values())
+        result = _compare_without_bytes(tensors, self._files, quick=self._quick)
         if result is not None:
             return _make_diff(bare, tuple(members), result)
 
@@ -201,7 +209,12 @@ def _compare_matching(
         layout=replica_sets.layout or f"of one {mismatch.reason}",
     )
     bare = make_bare_diff(mismatch.name, mismatch.kind, members)
-    diff = _compare_sets(bare, members, matching, compare)
+    diff = _compare_sets(
+        bare,
+        members,
+        matching,
+        compare,
+    )
     if diff is None or not diff.out_of_sync:
         return None
 
@@ -224,18 +237,27 @@ def _compare_sets(
 ) -> TensorDiff | None:
     """Compare within each replica set. Return None if all are identical, else the numbers of the worst set."""
     if replica_sets.kind and not replica_sets.comparable:
-        return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=replica_sets.layout))
+        detail = Detail.SHARDED(layout=replica_sets.layout)
+        return replace(bare, reason=Reason.SHARDED, detail=detail)
 
     diffs: list[TensorDiff] = []
     for ranks in replica_sets.comparable:
-        diff = _compare_set(bare, tensors, ranks, compare)
+        diff = _compare_set(
+            bare,
+            tensors,
+            ranks,
+            compare,
+        )
         if diff is not None:
             diffs.append(diff)
 
     if not diffs:
         return None
 
-    return diffs[0] if len(replica_sets.sets) == 1 else _join_diffs(diffs, replica_sets)
+    if len(replica_sets.sets) == 1:
+        return diffs[0]
+
+    return _join_diffs(diffs, replica_sets)
 
 
 def _compare_set(
@@ -248,14 +270,24 @@ def _compare_set(
 
     # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
     shapes = {rank: tensor.shape for rank, tensor in tensors.items()}
-    mismatch = find_unequal(bare, Reason.SHAPE, shapes, tensors)
+    mismatch = find_unequal(
+        bare,
+        Reason.SHAPE,
+        shapes,
+        tensors,
+    )
     return compare(bare, tensors) if mismatch is None else mismatch
+
+
+def _rank_by_difference(diff: TensorDiff) -> tuple[int, float]:
+    """Return a sort key: by the status, then by the size of the difference."""
+    return _ORDER.index(diff.status), diff.max_abs or 0
 
 
 def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff:
     """Return one diff of several replica sets, with the numbers of the worst set."""
     # The numbers of several sets have no common reference, so those of the worst set stand for all.
-    worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
+    worst = max(diffs, key=_rank_by_difference)
     clusters: list[tuple[int, ...]] = []
     minority: list[int] = []
     nonfinite: dict[int, int] = {}
@@ -265,9 +297,10 @@ def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> Tenso
         nonfinite |= diff.nonfinite
 
     compared_sets = sets_text(replica_sets.comparable, 3)
+    within_groups = Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets)
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets),
+        detail=worst.detail or within_groups,
         replica_groups=replica_sets.sets,
         clusters=tuple(clusters),
         minority=tuple(sorted(minority)),
@@ -335,8 +368,9 @@ def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, in
 def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = [tensor for tensor in members if tensor.digest is not None]
+    are_all_fingerprints = len(fingerprints) == len(members)
     # Digests of files are computed from their bytes, which takes longer than to compare checksums.
-    if fingerprints and (not quick or len(fingerprints) == len(members)):
+    if fingerprints and (not quick or are_all_fingerprints):
         from syncheck.tensors.digests import compare_digests
 
         return compare_digests(members, files)

@@ -52,7 +52,12 @@ def compare_values(
     is_selected: whether the options select a name and kind.
     exclude: globs of names that do not count.
     """
-    values = _Values(alignment, is_selected, exclude, strict=strict)
+    values = _Values(
+        alignment,
+        is_selected,
+        exclude,
+        strict=strict,
+    )
     diffs = []
     for name in values.by_name:
         diff = values.compare(name)
@@ -145,7 +150,10 @@ class _Values:
             return self._is_included(name, "value")
 
         # In files, values of an unknown meaning are only listed.
-        return self._strict and self._is_selected(name, "value")
+        if not self._strict:
+            return False
+
+        return self._is_selected(name, "value")
 
     def _must_not_be_missing(self, name: str, absent_ranks: Sequence[int], *, is_lost: bool) -> bool:
         """Whether a value that some ranks lack is missing there. is_lost: whether they lack its whole object."""
@@ -156,17 +164,24 @@ class _Values:
         if self._strict:
             return True
 
+        # Other formats may store tensors only.
+        if not self._has_one_format:
+            return False
+
         # If only parameters are selected, files without an optimizer are complete.
-        if not self._is_selected(name, "optimizer") or not self._has_one_format:
+        if not self._is_selected(name, "optimizer"):
             return False
 
         kind = self._kind_of(name)
         if kind not in ("setting", "scaler") and not is_lbfgs_state(name):
             return False
 
+        if is_lost:
+            return True
+
         # fairseq stores the scale in the optimizer state, without a container.
-        is_scale = name.rpartition(".")[2] in SCALES
-        if is_lost or is_scale:
+        last = name.rpartition(".")[2]
+        if last in SCALES:
             return True
 
         first_rank = next(iter(self.by_name[name]))
@@ -255,7 +270,11 @@ def _container_differs(name: str, present: Mapping[str, set[str]], absent: Colle
     container = name.rpartition(".")[0]
     for keys_by_container in absent:
         keys = keys_by_container.get(container)
-        if not keys or keys - present[container]:
+        if not keys:
+            return True
+
+        # A container of another class has keys of its own.
+        if keys - present[container]:
             return True
 
     return False
@@ -272,7 +291,8 @@ def _list_formats(snapshots: Mapping[int, Snapshot]) -> set[str]:
 
 def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about absent top-level values whose absence does not count. Only for files of the same format."""
-    if len(_list_formats(snapshots)) > 1 or in_memory(snapshots):
+    formats = _list_formats(snapshots)
+    if len(formats) > 1 or "memory" in formats:
         return []
 
     absent = _find_absent_tops(snapshots, diffs)
@@ -294,12 +314,10 @@ def _find_absent_tops(
         for name in snapshot.values:
             present[_get_top(name)].add(rank)
 
-    for diff in diffs:
-        if diff.counts or diff.kind == "model":
-            present.pop(_get_top(diff.name), None)
-
+    # Differences that count are in a finding, and values of the model have notes of their own.
+    counted = {_get_top(diff.name) for diff in diffs if diff.counts or diff.kind == "model"}
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for top in sorted(present):
+    for top in sorted(present.keys() - counted):
         absent_ranks = tuple(rank for rank in snapshots if rank not in present[top])
         if not is_rng_state((top,)):
             absent[absent_ranks].append(f"{top:.80}")

@@ -34,7 +34,12 @@ _ALL_BLOCKS = 1 << 20  # elements of the blocks of all replicas
 
 def select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
     """Return the first `MOST` floating-point parameters, buffers, first and second moments each."""
-    by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "buffer": [], "first": [], "second": []}
+    by_kind: dict[str, list[TensorDiff]] = {
+        "parameter": [],
+        "buffer": [],
+        "first": [],
+        "second": [],
+    }
     for diff in differing:
         kind = _moment_of(diff) or diff.kind
         if kind in by_kind and DTYPES[diff.dtype].family == "float":
@@ -152,7 +157,8 @@ def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> list[_Sums]:
     for start in range(0, size, step):
         count = min(step, size - start)
         arrays = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate(tensors)]
-        with np.errstate(over="ignore", invalid="ignore"):  # products may overflow to infinities of both signs
+        # Products may overflow to infinities of both signs.
+        with np.errstate(over="ignore", invalid="ignore"):
             if not all(math.isfinite(float(array @ array)) for array in arrays):
                 finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
                 arrays = [array[finite] for array in arrays]
