@@ -11,7 +11,7 @@ from tools.density import LIMITS, Limit, find_exceeded, main, measure
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [*sorted(path.parent for path in (ROOT / "syncheck").glob("*/__init__.py")), ROOT / "train"]
 # Packages that are still to be opened.
-DENSE = frozenset("comparison conversion diagnose layout live pytest_plugin report tensors train".split())
+DENSE = frozenset("conversion diagnose layout live pytest_plugin report train".split())
 # Tests compare with comprehensions, and need fewer comments: a docstring states what they show.
 LIMITS_OF_TESTS = LIMITS | {"comprehensions": Limit(0, 8), "comments": Limit(0, 100)}
 

@@ -90,6 +90,7 @@ def _compute_digest(tensor: Tensor, files: Files) -> str:
     digest = new_hasher()
     for start, count in ranges([tensor]):
         digest.update(files.read(tensor, start, count, slot=0))
+
     value: str = digest.hexdigest()
     return value
 
@@ -104,7 +105,12 @@ def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files
     from syncheck.tensors.moments import compute_moments  # needs numpy
 
     moments = compute_moments(tensors[positions[0]], files)
-    return Digest(ALGORITHM, "", moments.nonfinite, **moments.values())
+    return Digest(
+        ALGORITHM,
+        "",
+        moments.nonfinite,
+        **moments.values(),
+    )
 
 
 def _describe_moments(digests: Sequence[Digest]) -> Message:
@@ -125,12 +131,13 @@ def _describe_moments(digests: Sequence[Digest]) -> Message:
     if not differing:
         return Detail.MOMENTS_AGREE()
 
-    least_difference = max(_spread(moments["min"]), _spread(moments["max"]))
+    text = ", ".join(differing)
     has_nonfinite = any(moments["nonfinite"])
+    least_difference = max(_spread(moments["min"]), _spread(moments["max"]))
     if least_difference and not has_nonfinite:
-        return Detail.MOMENTS_APART(least=least_difference, differing=", ".join(differing))
+        return Detail.MOMENTS_APART(least=least_difference, differing=text)
 
-    return Detail.MOMENTS(differing=", ".join(differing))
+    return Detail.MOMENTS(differing=text)
 
 
 def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
@@ -158,13 +165,12 @@ def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: b
     if like.numel != 1:
         return {}
 
-    values = []
-    for digest in digests:
-        if digest.min is None or digest.nonfinite:
-            return {}
-        values.append(digest.min)
+    values = [digest.min for digest in digests if digest.min is not None and not digest.nonfinite]
+    if len(values) < len(digests):
+        return {}
 
-    lowest, highest = min(values), max(values)
+    lowest = min(values)
+    highest = max(values)
     is_float = DTYPES[like.dtype].family == "float"
     may_be_rounded = not is_float and max(-lowest, highest) >= _EXACT
     if lowest == highest or may_be_rounded:
@@ -179,8 +185,9 @@ def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: b
     largest_relative = 0.0
     for first, second in pairs:
         difference = abs(first - second)
+        scale = max(abs(first), abs(second))
         largest = max(largest, difference)
-        largest_relative = max(largest_relative, difference / max(abs(first), abs(second)))
+        largest_relative = max(largest_relative, difference / scale)
 
     return {
         "mismatched": 1,
@@ -203,7 +210,8 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
 
     # A view may contain some elements of its record several times, and others not at all.
     if all(tensor.crc32 and _is_dense(tensor) for tensor in tensors):
-        clusters = cluster_by_key([tensor.crc32 for tensor in tensors])
+        checksums = [tensor.crc32 for tensor in tensors]
+        clusters = cluster_by_key(checksums)
         return DigestResult(clusters, Reason.CHECKSUM, Detail.CHECKSUMS())
 
     # The checksum of a record and the position in the record.
@@ -211,6 +219,7 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
     for tensor in tensors:
         if not tensor.record:
             return DigestResult(reason=Reason.CHECKSUM, detail=Detail.NO_CHECKSUM())
+
         checksum, record_start, _ = tensor.record
         records.add((checksum, tensor.offset - record_start))
 
@@ -222,12 +231,18 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
 
 def _significant_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of dimensions with more than one element."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)
+    dimensions = zip(tensor.shape, tensor.strides, strict=True)
+    return tuple(stride for size, stride in dimensions if size != 1)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill a memory range without gaps and overlaps, in any order of dimensions."""
-    dimensions = sorted(zip(tensor.strides, tensor.shape, strict=True), key=itemgetter(0), reverse=True)
-    sizes = [size for _, size in dimensions]
-    strides = [stride for stride, _ in dimensions]
+    dimensions = list(zip(tensor.strides, tensor.shape, strict=True))
+    dimensions.sort(key=itemgetter(0), reverse=True)
+    sizes: list[int] = []
+    strides: list[int] = []
+    for stride, size in dimensions:
+        sizes.append(size)
+        strides.append(stride)
+
     return is_contiguous(sizes, strides)

@@ -96,12 +96,15 @@ def classify_tensors(
     swapped = find_swapped(shapes)
     candidates = _list_candidates(roots, evidence)
 
-    kinds: dict[str, _Kind] = {}
-    for name in shapes:
-        if name not in candidates and name not in swapped:
-            kinds[name] = evidence.kind(name)
+    possible_copies = swapped.union(candidates)
+    kinds = {name: evidence.kind(name) for name in shapes if name not in possible_copies}
 
-    copies = _find_copies(roots, candidates, kinds, evidence)
+    copies = _find_copies(
+        roots,
+        candidates,
+        kinds,
+        evidence,
+    )
     for name in candidates:
         if name in copies:
             # Options that select parameters or buffers select the copies in modules, too.
@@ -254,22 +257,29 @@ class _Evidence(NamedTuple):
             return None
 
         parts = name.split(".")
-        is_scalar = self.shapes[name] in _SCALAR
         if parts[0] == "optimizer":
-            return "optimizer_step" if is_scalar and parts[-1] == "step" else "optimizer"
+            # A tensor called `step` that is no scalar is a state of an unknown optimizer.
+            is_step = parts[-1] == "step" and self.shapes[name] in _SCALAR
+            return "optimizer_step" if is_step else "optimizer"
 
-        if self._is_rng_state(name, parts) or _is_powersgd_error(parts):
+        if self._is_rng_state(name, parts):
             return "rng"
 
-        if is_scalar and self._is_of_scaler(name):
+        # Like RNG states, these errors differ between ranks by design.
+        if _is_powersgd_error(parts):
+            return "rng"
+
+        if self._is_of_scaler(name):
             return "scaler"
 
         return None
 
     def _is_rng_state(self, name: str, parts: Sequence[str]) -> bool:
         """Whether a tensor is a 1-D tensor of bytes or words; other tensors with this name belong to a module."""
-        is_vector = len(self.shapes[name]) == 1
-        if not is_vector or not is_rng_state(parts):
+        if not is_rng_state(parts):
+            return False
+
+        if len(self.shapes[name]) != 1:
             return False
 
         dtype = self.dtypes.get(name, "uint8")
@@ -277,8 +287,12 @@ class _Evidence(NamedTuple):
             return True
 
         # Signed integers need the key at either end of the name.
+        if not dtype.startswith("int"):
+            return False
+
         words = [part for part in parts if not part.isdecimal()]
-        return dtype.startswith("int") and is_rng_state((parts[0], *words[-1:]))
+        ends = (parts[0], *words[-1:])
+        return is_rng_state(ends)
 
     def _is_of_scaler(self, name: str) -> bool:
         """Whether a number is a value of a gradient scaler, and not of a module called `scaler`."""
@@ -286,9 +300,15 @@ class _Evidence(NamedTuple):
         if scaler not in SCALERS or value not in _SCALING:
             return False
 
+        if self.shapes[name] not in _SCALAR:
+            return False
+
         # One value alone may be a parameter, unless its name is that of a private attribute.
+        if value.startswith("_"):
+            return True
+
         values = [value for value in _SCALING if f"{scaler}.{value}" in self.shapes]
-        return len(values) > 1 or value.startswith("_")
+        return len(values) > 1
 
     def _is_layer(self, name: str) -> bool:
         """Whether a name of an optimizer state is that of a parameter in a module called `optimizer`."""
@@ -301,12 +321,15 @@ class _Evidence(NamedTuple):
 
     def _bn_statistic(self, name: str) -> str | None:
         """Return the kind of a BatchNorm statistic, if its siblings confirm it; any parameter may have this name."""
-        kind = _BN.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        kind = _BN.get(last)
         if kind is None:
             return None
 
-        mean_shape = self.shapes.get(sibling_name(name, "running_mean"))
-        var_shape = self.shapes.get(sibling_name(name, "running_var"))
+        running_mean = sibling_name(name, "running_mean")
+        running_var = sibling_name(name, "running_var")
+        mean_shape = self.shapes.get(running_mean)
+        var_shape = self.shapes.get(running_var)
         is_confirmed = mean_shape is not None and mean_shape == var_shape
         return kind if is_confirmed else None
 
@@ -315,33 +338,48 @@ class _Evidence(NamedTuple):
         last = name.rpartition(".")[2]
         is_trained_known = bool(self.trained)
         for rule in _NAME_RULES:
-            if last in rule.names and self._has_siblings(name, *rule.siblings, depth=rule.depth):
-                return _Kind(rule.kind, sure and is_trained_known in rule.trained)
+            if last not in rule.names:
+                continue
+
+            if self._has_siblings(name, *rule.siblings, depth=rule.depth):
+                is_confirmed = is_trained_known in rule.trained
+                return _Kind(rule.kind, sure and is_confirmed)
 
         if not _named_as_parameter(name):
             # Quantized layers have parameters of integers, with usual names.
             is_integer = self.dtypes.get(name, "").startswith(_INTEGERS)
             return _Kind("buffer" if is_integer else "parameter", sure=False)
 
-        # In FrozenBatchNorm, weight and bias are buffers, and there is no batch counter.
-        has_statistics = self._has_siblings(name, "running_mean", "running_var")
-        is_frozen_norm = has_statistics and not self._has_siblings(name, "num_batches_tracked")
-        is_sure = sure and not is_trained_known and not is_frozen_norm
-        return _Kind("parameter", is_sure)
+        # If an optimizer exists, it has a state for each parameter that is trained.
+        if is_trained_known or self._is_of_frozen_norm(name):
+            return _Kind("parameter", sure=False)
+
+        return _Kind("parameter", sure)
+
+    def _is_of_frozen_norm(self, name: str) -> bool:
+        """Whether a tensor is in a FrozenBatchNorm, whose weight and bias are buffers, and which counts no batches."""
+        # Most tensors have no statistics beside them.
+        if not self._has_siblings(name, "running_mean", "running_var"):
+            return False
+
+        return not self._has_siblings(name, "num_batches_tracked")
 
     def _has_siblings(self, name: str, *siblings: str, depth: int = 1) -> bool:
         """Whether tensors exist whose names have other last parts. depth: number of parts that they replace."""
         module = name.split(".")[:-depth]
-        if depth > 1 and not module:  # a parametrization belongs to a parameter, which has a name
+        # A parametrization belongs to a parameter, which has a name.
+        if depth > 1 and not module:
             return False
 
-        names = {".".join([*module, sibling]) for sibling in siblings}
-        return names <= self.shapes.keys()
+        return all(".".join([*module, sibling]) in self.shapes for sibling in siblings)
 
 
 def _is_powersgd_error(parts: Sequence[str]) -> bool:
-    """Whether a tensor is an error of torch's PowerSGDState. It differs between ranks by design, like an RNG state."""
-    return parts[-2:-1] == ["error_dict"] and parts[-1].isdecimal()
+    """Whether a tensor is an error of torch's PowerSGDState."""
+    if parts[-2:-1] != ["error_dict"]:
+        return False
+
+    return parts[-1].isdecimal()
 
 
 def _matches_any(name: str, globs: Iterable[str]) -> bool:
@@ -349,7 +387,8 @@ def _matches_any(name: str, globs: Iterable[str]) -> bool:
 
 
 def _named_as_parameter(name: str) -> bool:
-    return _PARAMETER.fullmatch(name.rpartition(".")[2]) is not None
+    last = name.rpartition(".")[2]
+    return _PARAMETER.fullmatch(last) is not None
 
 
 def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, None]:
@@ -358,6 +397,7 @@ def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, No
         return {}
 
     below = find_candidates(roots, evidence.shapes)
+    # Averaged copies are not trained.
     candidates = below - evidence.trained - evidence.optimized
     return dict.fromkeys(name for name in evidence.shapes if name in candidates)
 
@@ -379,6 +419,7 @@ def _find_copies(
     if not candidates:
         return frozenset()
 
+    # The copies are recognized by the model beside them.
     parameters = [name for name, kind in kinds.items() if kind.kind == "parameter"]
     trained = [name for name in parameters if name in evidence.trained]
     certain = [name for name in parameters if kinds[name].sure]
@@ -434,14 +475,20 @@ def make_selector(
     include, exclude: globs of full names.
     unsure: names of tensors that may be parameters or buffers, and are selected with either kind.
     """
-    included, excluded = tuple(include) or ("*",), tuple(exclude)
+    included = tuple(include) or ("*",)
+    excluded = tuple(exclude)
+    # Other kinds are not confused with each other.
     if only.isdisjoint(PARAMETERS | BUFFERS):
         unsure = ()
 
     def is_selected(name: str, kind: str) -> bool:
-        if only and kind not in only and name not in unsure:
+        is_of_kind = not only or kind in only
+        if not is_of_kind and name not in unsure:
             return False
 
-        return _matches_any(name, included) and not _matches_any(name, excluded)
+        if _matches_any(name, excluded):
+            return False
+
+        return _matches_any(name, included)
 
     return is_selected

@@ -76,7 +76,8 @@ def _drop_single_dimensions(tensor: Tensor) -> Tensor:
     if 1 not in tensor.shape:
         return tensor
 
-    shape, strides = [], []
+    shape = []
+    strides = []
     for length, stride in zip(tensor.shape, tensor.strides, strict=True):
         if length != 1:
             shape.append(length)
@@ -109,7 +110,8 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     """
     # A block is small, so few of its dimensions are longer than 1, and every version of numpy supports them.
     offset = tensor.offset
-    lengths, strides = [], []
+    lengths = []
+    strides = []
     for span, stride in zip(box, tensor.strides, strict=True):
         offset += span.start * stride * size
         if span.stop - span.start != 1:
@@ -130,7 +132,8 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
 
     offsets = np.full((), offset, np.int64)
     for axis in plan.outer:
-        offsets = np.add.outer(offsets, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
+        steps = np.arange(lengths[axis], dtype=np.int64) * strides[axis]
+        offsets = np.add.outer(offsets, steps)
 
     descriptor = files.descriptor(tensor)
     try:
@@ -145,8 +148,10 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     order = [*plan.outer, *plan.inner]
     read_strides = [stride * plan.length for stride in contiguous_strides(offsets.shape)]
     read_strides += [strides[axis] for axis in plan.inner]
-    view: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, read_strides)
-    return np.ascontiguousarray(view.transpose(np.argsort(order).tolist())).reshape(-1)
+    read_shape = [lengths[axis] for axis in order]
+    view: Any = np.ndarray(read_shape, f"V{size}", data, 0, read_strides)
+    original_order = np.argsort(order).tolist()
+    return np.ascontiguousarray(view.transpose(original_order)).reshape(-1)
 
 
 def _plan_reads(lengths: Sequence[int], strides: Sequence[int], size: int) -> _Plan:
@@ -164,11 +169,13 @@ def _plan_reads(lengths: Sequence[int], strides: Sequence[int], size: int) -> _P
         axis = inner[0]
         fewer_bytes = read_bytes - reaches[axis]
         gap = strides[axis] - fewer_bytes
-        if gap <= _MOST_GAP and read_bytes <= _MOST_TIMES * useful_bytes:
+        most_bytes = _MOST_TIMES * useful_bytes
+        if gap <= _MOST_GAP and read_bytes <= most_bytes:
             break
 
         outer.append(inner.pop(0))
-        read_bytes, useful_bytes = fewer_bytes, useful_bytes // lengths[axis]
+        read_bytes = fewer_bytes
+        useful_bytes //= lengths[axis]
 
     return _Plan(outer, inner, read_bytes)
 

@@ -40,7 +40,10 @@ _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1
 
 def _is_within(number: float | None, most: float) -> bool:
     """Whether an optional number is at least 0 and at most `most`."""
-    return number is None or 0 <= number <= most
+    if number is None:
+        return True
+
+    return 0 <= number <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,14 @@ class Tolerance:
         if (self.rtol is None) != (self.atol is None):
             raise OptionError("rtol and atol belong together: give both (0 is a value)")
 
-        if not _is_within(self.rtol, 1) or not _is_within(self.atol, sys.float_info.max):
-            raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
+        # A larger rtol, or an infinite atol, would pass everything.
+        is_in_range = _is_within(self.rtol, 1) and _is_within(self.atol, sys.float_info.max)
+        if not is_in_range:
+            raise OptionError(
+                "must be 0 <= rtol <= 1 and a finite atol >= 0",
+                rtol=self.rtol,
+                atol=self.atol,
+            )
 
         if not _is_within(self.ulp, math.inf):
             raise OptionError("must be at least 0", ulp=self.ulp)
@@ -80,8 +89,10 @@ class Tolerance:
 
     def __str__(self) -> str:
         parts = []
+        # rtol and atol come together.
         if self.rtol is not None:
             parts += [f"rtol={self.rtol:g}", f"atol={self.atol:g}"]
+
         if self.ulp is not None:
             parts.append(f"ulp={self.ulp}")
 
@@ -123,7 +134,8 @@ class Tolerances:
         if kind in kinds:
             return _of_dtype(kinds[kind], dtype, f"tolerance of {kind}")
 
-        return _of_dtype(applicable.general, dtype, "")
+        general = applicable.general
+        return general if isinstance(general, Tolerance) else _of_dtype(general, dtype, "")
 
     def _for_counters(self, last: str) -> Tolerances:
         """Return the tolerances of counters. last: the last part of their name."""
@@ -188,13 +200,14 @@ def _read_entry(key: str, value: object) -> Entry:
         raise OptionError(_NEEDED, **wrong)
 
     for name, number in value.items():
-        if isinstance(number, dict) and name not in _FIELDS:
-            # TOML takes the dots of a bare key for nested tables.
+        # TOML takes the dots of a bare key for nested tables.
+        if name not in _FIELDS and isinstance(number, dict):
             raise OptionError('a name with dots needs quotes, as in "layer4.*" = {ulp = 4}', **wrong)
 
+        types = _FIELDS.get(name, ())
         # A bool is an integer in Python.
         is_flag = isinstance(number, bool)
-        if is_flag or not isinstance(number, _FIELDS.get(name, ())):
+        if is_flag or not isinstance(number, types):
             raise OptionError(_NEEDED, **wrong)
 
     try:

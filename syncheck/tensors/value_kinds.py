@@ -122,7 +122,10 @@ _AVERAGE_COUNTS = frozenset("num_updates optimization_step".split())
 def differs_by_design(name: str) -> bool:
     """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
-    return parts[-1].lower() in _OWN or is_rng_state(parts)
+    if parts[-1].lower() in _OWN:
+        return True
+
+    return is_rng_state(parts)
 
 
 def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
@@ -132,6 +135,7 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
     certain: whether the value is in a state dict or an extra state. There, a name such as `rank` or `time` has a
     meaning of its own (the rank of an adapter), but RNG states and devices belong to the rank.
     """
+    # Attributes of modules have names like `rank` for what belongs to the rank.
     if not certain:
         return differs_by_design(name)
 
@@ -147,13 +151,19 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
 def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, for example `_local_rank`."""
     plain = key.lower().strip("_")
-    return plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain) is not None or is_rng_state((plain,))
+    if plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain):
+        return True
+
+    return is_rng_state((plain,))
 
 
 def is_aside(name: str) -> bool:
     """Whether a value beside tensors describes the run: in a container of logs or settings, or a loss, time or note."""
     lowered = name.lower()
-    if in_configuration(name) or _IN_LOG.search(lowered):
+    if in_configuration(name):
+        return True
+
+    if _IN_LOG.search(lowered):
         return True
 
     words = _find_words(lowered.rpartition(".")[2])
@@ -210,15 +220,21 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
         lowered = name.lower()
         containers = _list_containers(name)
         for rule in _RULES:
-            is_in_container = not containers.isdisjoint(getattr(recognized, rule.containers))
-            if is_in_container or rule.pattern.search(lowered):
+            if rule.pattern.search(lowered):
+                return rule.kind
+
+            recognized_containers = getattr(recognized, rule.containers)
+            if not containers.isdisjoint(recognized_containers):
                 return rule.kind
 
         if not _is_count(lowered.split(".")):
             return "other"
 
         container = name.rpartition(".")[0]
-        if container in recognized.averages or _IN_AVERAGE.search(lowered):
+        if container in recognized.averages:
+            return "average"
+
+        if _IN_AVERAGE.search(lowered):
             return "average"
 
         return "progress"
@@ -260,8 +276,10 @@ def _is_count(parts: list[str]) -> bool:
     if _PROGRESS.fullmatch(parts[-1]):
         return True
 
-    in_loop = any(part.endswith("progress") for part in parts[:-2])
-    return in_loop and parts[-1] in _LOOP_COUNTS
+    if parts[-1] not in _LOOP_COUNTS:
+        return False
+
+    return any(part.endswith("progress") for part in parts[:-2])
 
 
 def is_membership(name: str) -> bool:
@@ -283,9 +301,14 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     for name, value in values.items():
         membership = snapshot.model_values.get(name)
         if membership is not None:
-            if not is_of_rank(name, value, certain=membership is Membership.MODEL):
+            is_certain = membership is Membership.MODEL
+            if not is_of_rank(name, value, certain=is_certain):
                 selected[name] = to_comparable(value)
-        elif kind_of(name) != "other" and not differs_by_design(name):
+
+            continue
+
+        # Values of an unknown meaning are only listed.
+        if kind_of(name) != "other" and not differs_by_design(name):
             selected[name] = value
 
     return selected
@@ -303,7 +326,8 @@ def counts_updates(snapshot: Snapshot) -> bool:
 
 def _has_kind(kind: ValueKind, values: Mapping[str, Any]) -> bool:
     kind_of = make_value_classifier(values)
-    return any(value is not None and kind_of(name) == kind for name, value in values.items())
+    present = [name for name, value in values.items() if value is not None]
+    return any(kind_of(name) == kind for name in present)
 
 
 def values_of(snapshot: Snapshot) -> dict[str, Any]:
@@ -322,5 +346,6 @@ def to_comparable(value: Any) -> Any:
     """Return a value as fingerprints store it: the length and the digest of bytes."""
     if not isinstance(value, (bytes, bytearray)):
         return value
+
     digest = blake2b(value, digest_size=_DIGEST).hexdigest()
     return f"{len(value)} bytes, blake2b-128 {digest}"
