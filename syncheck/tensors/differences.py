@@ -181,15 +181,16 @@ def _measure_block(
             beyond = differs.copy()
             beyond[picked[tolerated]] = False
 
-    first = start + int(np.argmax(elements))
-    after_last = int(np.argmax(elements[::-1]))
-    last = start + elements.size - 1 - after_last
-    total.add_mismatches(
-        count,
-        int(np.count_nonzero(_merge_parts(row, beyond))),
-        first,
-        last,
-    )
+    first, last = _find_ends(elements)
+    beyond_count = int(np.count_nonzero(_merge_parts(row, beyond)))
+    total.add_mismatches(count, beyond_count, start + first, start + last)
+
+
+def _find_ends(mask: Array) -> tuple[int, int]:
+    """Return the first and the last position at which a mask is set. It is set at one position at least."""
+    first = int(np.argmax(mask))
+    after_last = int(np.argmax(mask[::-1]))
+    return first, mask.size - 1 - after_last
 
 
 def _merge_parts(row: DType, mask: Array) -> Array:

@@ -157,7 +157,9 @@ def _spread(numbers: Sequence[float | None]) -> float:
     if len(known_numbers) < len(numbers):
         return 0.0
 
-    return float(max(known_numbers)) - float(min(known_numbers))
+    highest = float(max(known_numbers))
+    lowest = float(min(known_numbers))
+    return highest - lowest
 
 
 def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:

@@ -149,7 +149,8 @@ class Tolerances:
         """Return the globs that match none of the names."""
         unused_globs = []
         for glob, _ in self.names:
-            if not any(fnmatchcase(name, glob) for name in names):
+            is_used = any(fnmatchcase(name, glob) for name in names)
+            if not is_used:
                 unused_globs.append(glob)
 
         return tuple(unused_globs)
