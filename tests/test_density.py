@@ -10,8 +10,6 @@ from tools.density import LIMITS, Limit, find_exceeded, main, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [*sorted(path.parent for path in (ROOT / "syncheck").glob("*/__init__.py")), ROOT / "train"]
-# Packages that are still to be opened.
-DENSE = frozenset("comparison diagnose tensors".split())
 # The modules directly in syncheck/ are declarations, records and predicates of one line: their bodies have few lines.
 LIMITS_OF_MODULES = LIMITS | {"branches": Limit(0, 26)}
 # Tests compare with comprehensions, and need fewer comments: a docstring states what they show.
@@ -47,10 +45,7 @@ def test_rates_are_within_the_limits(package: Path) -> None:
     density = measure(package)
     exceeded = {name: f"{density.rates[name]:.2f}" for name in find_exceeded(density.rates)}
     densest = [function.place for function in density.functions[:20]]
-    if package.name in DENSE:
-        assert exceeded, f"{package.name} is within the limits: remove it from DENSE"
-    else:
-        assert not exceeded, "\n".join([f"{package.name}: {exceeded}", *densest])
+    assert not exceeded, "\n".join([f"{package.name}: {exceeded}", *densest])
 
 
 def test_modules_outside_packages_are_within_the_limits() -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.group_metadata import get_metadata
+from syncheck.comparison.notes import note_if
 from syncheck.layout.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
-from syncheck.snapshots import Metadata
 from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from syncheck.messages import Message
-    from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
 
     Snapshots = Mapping[int, Snapshot]
@@ -38,10 +38,22 @@ def compare_attributes(snapshots: Snapshots, is_selected: IsSelected) -> list[Va
         for name, by_rank in _collect_attributes(replicas).items():
             # repr, because NaN equals NaN here, and True is not 1.
             texts = set(map(repr, by_rank.values()))
-            if len(texts) > 1 and is_selected(name.removeprefix(METRIC), "value"):
-                is_mode = name.rpartition(".")[2] == TRAINING
-                kind: ValueKind = "setting" if is_mode else "attribute"
-                diffs.append(ValueDiff(name, by_rank, counts=False, kind=kind))
+            if len(texts) < 2:
+                continue
+
+            # Users know an attribute by its name, without the mark.
+            if not is_selected(name.removeprefix(METRIC), "value"):
+                continue
+
+            # A mode changes what the module computes, like a setting.
+            is_mode = name.rpartition(".")[2] == TRAINING
+            diff = ValueDiff(
+                name,
+                by_rank,
+                counts=False,
+                kind="setting" if is_mode else "attribute",
+            )
+            diffs.append(diff)
 
     return diffs
 
@@ -59,17 +71,28 @@ def compare_registration(snapshots: Snapshots, is_selected: IsSelected) -> list[
             parameters[rank] = _list_parameters(snapshot)
             buffers[rank] = _list_buffers(snapshot)
 
-        orders = zip(ORDERS, ("parameter", "buffer"), (parameters, buffers), strict=True)
-        for name, kind, names_by_rank in orders:
+        names_by_kind = {"parameter": parameters, "buffer": buffers}
+        for name, (kind, names_by_rank) in zip(ORDERS, names_by_kind.items(), strict=True):
             moved = _find_moved(names_by_rank)
-            if any(moved.values()) and is_selected(name, kind):
-                diffs.append(ValueDiff(name, moved, counts=True, kind="setting"))
+            is_order_different = any(moved.values())
+            if is_order_different and is_selected(name, kind):
+                diffs.append(_make_setting(name, moved))
 
         for name, requires_grad in _find_partly_frozen(replicas, parameters).items():
             if is_selected(name, "parameter"):
-                diffs.append(ValueDiff(f"{name}.{REQUIRES_GRAD}", requires_grad, counts=True, kind="setting"))
+                diffs.append(_make_setting(f"{name}.{REQUIRES_GRAD}", requires_grad))
 
     return diffs
+
+
+def _make_setting(name: str, by_rank: Mapping[int, Any]) -> ValueDiff:
+    """Return the diff of a setting of modules that DistributedDataParallel relies on."""
+    return ValueDiff(
+        name,
+        by_rank,
+        counts=True,
+        kind="setting",
+    )
 
 
 def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
@@ -90,14 +113,10 @@ def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     if unnamed > 0:
         facts = [*facts[:_MOST_NAMED], Note.MORE_ATTRIBUTES(count=unnamed)]
 
-    notes: list[Message] = []
-    if facts:
-        notes.append(Note.ATTRIBUTES(facts=tuple(facts)))
-
-    if metrics:
-        notes.append(Note.METRICS(names=tuple(metrics)))
-
-    return notes
+    return [
+        *note_if(facts, Note.ATTRIBUTES(facts=tuple(facts))),
+        *note_if(metrics, Note.METRICS(names=tuple(metrics))),
+    ]
 
 
 def _group_by_position(snapshots: Snapshots) -> list[Snapshots]:
@@ -125,11 +144,6 @@ def _collect_attributes(replicas: Snapshots) -> dict[str, dict[int, Any]]:
     return by_name
 
 
-def _get_metadata(snapshot: Snapshot) -> Metadata:
-    """Return the metadata of a checkpoint; without metadata, those of a model without buffers."""
-    return snapshot.metadata or Metadata()
-
-
 def _list_parameters(snapshot: Snapshot) -> list[str]:
     """Return the names of parameters in the order of registration."""
     normalized = normalize(snapshot.tensors)
@@ -138,7 +152,7 @@ def _list_parameters(snapshot: Snapshot) -> list[str]:
 
 def _list_buffers(snapshot: Snapshot) -> list[str]:
     """Return the names of buffers in the order of registration."""
-    metadata = _get_metadata(snapshot)
+    metadata = get_metadata(snapshot)
     # The metadata lists buffers by name, and the tensors are in the order of the state dict.
     buffers = frozenset(metadata.buffers or ())
     return [name for name in normalize(snapshot.tensors).values() if name in buffers]
@@ -173,9 +187,11 @@ def _find_partly_frozen(replicas: Snapshots, parameters: Mapping[int, Sequence[s
     """
     frozen: dict[int, frozenset[str]] = {}
     for rank, snapshot in replicas.items():
-        frozen[rank] = frozenset(_get_metadata(snapshot).frozen)
+        frozen[rank] = frozenset(get_metadata(snapshot).frozen)
 
-    partly_frozen = frozenset.union(*frozen.values()) - frozenset.intersection(*frozen.values())
+    frozen_anywhere = frozenset.union(*frozen.values())
+    frozen_everywhere = frozenset.intersection(*frozen.values())
+    partly_frozen = frozen_anywhere - frozen_everywhere
     # A parameter that some ranks do not have is a finding of its own.
     on_all_ranks = partly_frozen.intersection(*parameters.values())
     by_name: dict[str, dict[int, bool]] = {}

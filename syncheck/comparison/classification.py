@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.comparison.group_metadata import merge_metadata
+from syncheck.comparison.group_metadata import get_metadata, merge_metadata
 from syncheck.layout.alignment import align
 from syncheck.tensors.kinds import KINDS, Kinds, classify_tensors, make_selector
 
@@ -31,7 +31,12 @@ class Classification(NamedTuple):
 def classify(alignment: Alignment, selection: Selection) -> Classification:
     """Return the kinds of the aligned tensors, and the selection of the options."""
     kinds = _find_kinds(alignment.tensors, alignment.snapshots, selection)
-    is_selected = make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
+    is_selected = make_selector(
+        selection.only,
+        selection.include,
+        selection.exclude,
+        kinds.unsure,
+    )
     return Classification(kinds, is_selected)
 
 
@@ -70,12 +75,17 @@ def _find_kinds(
 
     described: dict[int, Snapshot] = {}
     for rank, snapshot in snapshots.items():
-        if snapshot.metadata is not None and snapshot.metadata.buffers is not None:
+        if get_metadata(snapshot).buffers is not None:
             described[rank] = snapshot
 
     # Metadata without a description of the model says nothing about its buffers.
-    metadata = merge_metadata(described) if described else None
-    kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
+    kinds = classify_tensors(
+        shapes,
+        merge_metadata(described),
+        selection.buffers,
+        dtypes=dtypes,
+        parameters=parameters,
+    )
     return _mark_mixed(kinds, aligned, selection)
 
 
@@ -88,11 +98,13 @@ def _mark_mixed(kinds: Kinds, aligned: Mapping[str, Mapping[int, Tensor]], selec
         if not selection.only and kind != "rng":
             continue
 
-        if len({(tensor.shape, tensor.dtype) for tensor in aligned[name].values()}) > 1:
-            mixed.add(name)
-            by_name[name] = "buffer" if kind == "rng" else kind
+        types = {(tensor.shape, tensor.dtype) for tensor in aligned[name].values()}
+        if len(types) < 2:
+            continue
 
-    if not mixed:
-        return kinds
+        # A state whose shape differs between ranks may be a buffer of the model with the name of a state.
+        mixed.add(name)
+        if kind == "rng":
+            by_name[name] = "buffer"
 
     return kinds._replace(by_name=by_name, unsure=kinds.unsure | mixed)

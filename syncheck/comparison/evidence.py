@@ -19,11 +19,14 @@ from syncheck.tensors.blocks import is_plain
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
+
+    _Inspect = Callable[[TensorDiff, Mapping[int, Tensor], Files], dict[str, Any]]
+    """Returns fields of the evidence on a tensor, given its replicas by rank."""
 
 # Checksum budget in bytes for tensors that differ in at least half of their elements, which damaged files rarely cause
 # and diverged runs always do. Tensors with fewer different elements are always checked.
@@ -41,9 +44,6 @@ def add_evidence(
     replicas: tensors by name and rank. Raises CheckpointError if a file can no longer be read.
     """
     differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
-    if not differing:
-        return tuple(diffs)
-
     fields = _inspect_tensors(differing, replicas, files)
     for name, ranks in _find_damage(differing, replicas, files).items():
         fields[name]["damaged"] = ranks
@@ -52,14 +52,23 @@ def add_evidence(
     for name, holds in find_exchanged(differing, replicas, files).items():
         fields[name]["holds"] = holds
 
-    cosines = {name: values.get("cosine") for name, values in fields.items()}
-    for name, resembles in find_resembling(differing, cosines, replicas, files).items():
+    cosines = {name: fields_of_tensor.get("cosine") for name, fields_of_tensor in fields.items()}
+    resembling = find_resembling(
+        differing,
+        cosines,
+        replicas,
+        files,
+    )
+    for name, resembles in resembling.items():
         fields[name]["resembles"] = resembles
 
     with_evidence = []
     for diff in diffs:
         evidence = fields.get(diff.name)
-        with_evidence.append(replace(diff, evidence=Evidence(**evidence)) if evidence else diff)
+        if evidence:
+            diff = replace(diff, evidence=Evidence(**evidence))
+
+        with_evidence.append(diff)
 
     return tuple(with_evidence)
 
@@ -68,25 +77,17 @@ def _inspect_tensors(
     differing: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
 ) -> dict[str, dict[str, Any]]:
     """Return the fields of the evidence on single tensors, by name. The first tensors of each kind are enough."""
-    fields: dict[str, dict[str, Any]] = {}
-    single_elements: list[TensorDiff] = []
-    contiguous_elements: list[TensorDiff] = []
-    for diff in differing:
-        fields[diff.name] = {}
-        if diff.extent == "one" or diff.numel == 1:
-            single_elements.append(diff)
-
-        if diff.extent == "contiguous":
-            contiguous_elements.append(diff)
-
-    for diff in single_elements[:MOST]:
-        fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
-
-    for diff in contiguous_elements[:MOST]:
-        fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
-
-    for diff in select_vectors(differing):
-        fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
+    single_elements = [diff for diff in differing if diff.extent == "one" or diff.numel == 1]
+    contiguous_elements = [diff for diff in differing if diff.extent == "contiguous"]
+    searches: tuple[tuple[_Inspect, Sequence[TensorDiff]], ...] = (
+        (_inspect_element, single_elements[:MOST]),
+        (_find_start, contiguous_elements[:MOST]),
+        (compare_vectors, select_vectors(differing)),
+    )
+    fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in differing}
+    for inspect, diffs in searches:
+        for diff in diffs:
+            fields[diff.name] |= inspect(diff, replicas[diff.name], files)
 
     return fields
 
@@ -116,7 +117,8 @@ def _find_damage(
 ) -> dict[str, tuple[int, ...]]:
     """Return the ranks whose bytes do not match the stored CRC-32, by tensor."""
     damaged: dict[str, tuple[int, ...]] = {}
-    shared_records: dict[tuple[str, int], bool] = {}  # whether a record of several tensors is intact
+    # Whether a record of several tensors is intact.
+    shared_records: dict[tuple[str, int], bool] = {}
     budget = CHECKED
     for diff in differing:
         records = _list_records(diff, replicas[diff.name])
@@ -128,7 +130,7 @@ def _find_damage(
 
             budget -= size
 
-        damaged_ranks: set[int] = set()
+        damaged_ranks = set()
         for record in records:
             if not _is_intact(record, shared_records, files):
                 damaged_ranks.add(record.rank)
@@ -144,7 +146,8 @@ def _list_records(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Reco
     records = []
     for ranks in diff.clusters:
         for rank in ranks:
-            boxes = [shard.tensor for shard in tensors[rank].shards] or [tensors[rank]]
+            tensor = tensors[rank]
+            boxes = [shard.tensor for shard in tensor.shards] or [tensor]
             records += [_Record(rank, box, *box.record) for box in boxes if box.record]
 
     return records
@@ -187,7 +190,8 @@ def _compute_crc32(record: _Record, files: Files) -> int:
 
 def _representatives(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tuple[int, ...], Tensor]:
     """Return one tensor of each cluster, by its ranks. Empty if several replica groups differ."""
-    if diff.reason is not None:  # missing on some ranks, so not all clusters were compared with each other
+    # If some ranks lack it, not all clusters were compared with each other.
+    if diff.reason is not None:
         return {}
 
     differing_sets = sets_within(diff)
@@ -204,7 +208,8 @@ def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Fil
     for ranks, tensor in _representatives(diff, tensors).items():
         bits[ranks] = bytes(files.read(tensor, position, 1, 0))
 
-    evidence = _compare_bits([int.from_bytes(data, "little") for data in bits.values()])
+    patterns = [int.from_bytes(data, "little") for data in bits.values()]
+    evidence = _compare_bits(patterns)
     if DTYPES[diff.dtype].family == "complex":
         return evidence
 
@@ -223,8 +228,11 @@ def _compare_bits(patterns: Sequence[int]) -> dict[str, Any]:
     # The largest number counts, so that a single flipped bit is certain between all clusters.
     flips = [first ^ second for first, second in combinations(patterns, 2)]
     flipped_bits = max(flip.bit_count() for flip in flips)
-    bit = flips[0].bit_length() - 1
-    return {"flipped_bits": flipped_bits, "bit": bit if flipped_bits == 1 else None}
+    bit = None
+    if flipped_bits == 1:
+        bit = flips[0].bit_length() - 1
+
+    return {"flipped_bits": flipped_bits, "bit": bit}
 
 
 def _decode(data: bytes, dtype: str) -> Any:
@@ -254,7 +262,12 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
     step = block_size(len(replicas))
     for start in range(earliest, worst, step):
         count = min(step, worst - start)
-        first, *later = [np.frombuffer(bytes(files.read(tensor, start, count, 0)), np.uint8) for tensor in replicas]
+        blocks = []
+        for tensor in replicas:
+            data = bytes(files.read(tensor, start, count, 0))
+            blocks.append(np.frombuffer(data, np.uint8))
+
+        first, *later = blocks
         differs = np.zeros(count, bool)
         for block in later:
             # Bits and values: NaNs with equal bits are equal, and so are 0.0 and -0.0.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.vectors import block_size
@@ -59,18 +59,16 @@ def find_exchanged(
     Raises CheckpointError if a file can no longer be read.
     """
     by_start: dict[bytes, list[_Content]] = defaultdict(list)
-    for partners in _group_partners(differing):
-        for diff in partners:
-            for content in _list_contents(diff, replicas[diff.name]):
-                start = _describe_start(content.tensor, files)
-                if start is not None:
-                    by_start[start].append(content)
+    for diff in chain.from_iterable(_group_partners(differing)):
+        for content in _list_contents(diff, replicas[diff.name]):
+            start = _describe_start(content.tensor, files)
+            if start is not None:
+                by_start[start].append(content)
 
     exchanged: dict[str, dict[int, str]] = defaultdict(dict)
     for contents in by_start.values():
         for content in contents:
-            # Contents outside the majority are those that a rank may have moved.
-            source = _find_equal(content, contents, files) if content.is_odd else None
+            source = _find_source(content, contents, files)
             if source is not None:
                 exchanged[content.name].update(dict.fromkeys(content.ranks, source.name))
 
@@ -82,7 +80,11 @@ def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
     by_shape: dict[tuple[str, tuple[int, ...]], Partners] = defaultdict(list)
     for diff in list(differing)[:_MOST]:
         # A tensor with a reason was not compared by value on all ranks.
-        if diff.reason is None and diff.numel > 1 and diff.extent != "one":
+        if diff.reason is not None:
+            continue
+
+        # Tensors of one element, or with one different element, may be equal to others by chance.
+        if diff.numel > 1 and diff.extent != "one":
             by_shape[diff.dtype, diff.shape].append(diff)
 
     return [partners for partners in by_shape.values() if len(partners) > 1]
@@ -93,7 +95,13 @@ def _list_contents(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Con
     contents = []
     for sets in sets_within(diff):
         for position, ranks in enumerate(sets):
-            contents.append(_Content(diff.name, ranks, tensors[ranks[0]], is_odd=position > 0))
+            content = _Content(
+                diff.name,
+                ranks,
+                tensors[ranks[0]],
+                is_odd=position > 0,
+            )
+            contents.append(content)
 
     return contents
 
@@ -102,16 +110,25 @@ def _describe_start(tensor: Tensor, files: Files) -> bytes | None:
     """Return a digest of the dtype, the shape and the first elements of a tensor; None if these are a constant."""
     count = min(_FIRST, tensor.numel)
     data = bytes(files.read(tensor, 0, count, 0))
-    if data == data[: len(data) // count] * count:
+    first_element = data[: len(data) // count]
+    if data == first_element * count:
         return None
 
-    return hashlib.blake2b(f"{tensor.dtype} {tensor.shape} ".encode() + data, digest_size=16).digest()
+    header = f"{tensor.dtype} {tensor.shape} ".encode()
+    return hashlib.blake2b(header + data, digest_size=16).digest()
 
 
-def _find_equal(content: _Content, candidates: Sequence[_Content], files: Files) -> _Content | None:
-    """Return another tensor of other ranks with the same bytes."""
+def _find_source(content: _Content, candidates: Sequence[_Content], files: Files) -> _Content | None:
+    """Return another tensor of other ranks with the bytes that a rank may have moved: those outside the majority."""
+    if not content.is_odd:
+        return None
+
     for candidate in candidates:
-        if candidate.name == content.name or not set(candidate.ranks).isdisjoint(content.ranks):
+        if candidate.name == content.name:
+            continue
+
+        # Tensors of one rank may be equal by design, for example tied weights.
+        if not set(candidate.ranks).isdisjoint(content.ranks):
             continue
 
         if _hold_equal_bytes(content.tensor, candidate.tensor, files):
@@ -125,10 +142,18 @@ def _hold_equal_bytes(first: Tensor, second: Tensor, files: Files) -> bool:
     step = block_size(2)
     for start in range(0, first.numel, step):
         count = min(step, first.numel - start)
-        if bytes(files.read(first, start, count, 0)) != bytes(files.read(second, start, count, 1)):
+        block = bytes(files.read(first, start, count, 0))
+        if block != bytes(files.read(second, start, count, 1)):
             return False
 
     return True
+
+
+class _Directions(NamedTuple):
+    """The first elements of a tensor of an odd rank, and of the first set of equal replicas, as unit vectors."""
+
+    vector: Vector
+    reference: Vector
 
 
 def find_resembling(
@@ -144,49 +169,51 @@ def find_resembling(
     resembling: dict[str, dict[int, str]] = defaultdict(dict)
     turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
     for partners in _group_partners(turned):
-        vectors = {diff.name: _read_vectors(diff, replicas[diff.name], files) for diff in partners[:_MOST_ALIKE]}
-        for name, partner in combinations(vectors, 2):
-            for rank in vectors[name]:
-                if rank in vectors[partner] and _have_exchanged_directions(vectors[name][rank], vectors[partner][rank]):
-                    resembling[name][rank] = partner
-                    resembling[partner][rank] = name
+        by_name: dict[str, dict[int, _Directions]] = {}
+        for diff in partners[:_MOST_ALIKE]:
+            by_name[diff.name] = _read_directions(diff, replicas[diff.name], files)
+
+        for name, partner in combinations(by_name, 2):
+            for rank in _find_exchanging(by_name[name], by_name[partner]):
+                resembling[name][rank] = partner
+                resembling[partner][rank] = name
 
     return dict(resembling)
 
 
-def _have_exchanged_directions(first: tuple[Vector, Vector], second: tuple[Vector, Vector]) -> bool:
-    """Whether each of two tensors of a rank has nearly the direction of the other tensor on other ranks.
+def _find_exchanging(first: Mapping[int, _Directions], second: Mapping[int, _Directions]) -> list[int]:
+    """Return the ranks on which each of two tensors has nearly the direction of the other tensor on other ranks."""
+    exchanging = []
+    for rank, directions in first.items():
+        partner = second.get(rank)
+        if partner is None:
+            continue
 
-    first, second: the vectors of the rank and of the other ranks.
-    """
-    first_vector, first_reference = first
-    second_vector, second_reference = second
-    # Exchanged tensors are alike in both directions.
-    if float(first_vector @ second_reference) < ALIKE:
-        return False
+        # Exchanged tensors are alike in both directions.
+        is_like_partner = float(directions.vector @ partner.reference) >= ALIKE
+        if is_like_partner and float(partner.vector @ directions.reference) >= ALIKE:
+            exchanging.append(rank)
 
-    return float(second_vector @ first_reference) >= ALIKE
+    return exchanging
 
 
 def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:
     """Whether the replicas of a parameter have different directions. Moments of two layers may be alike by chance."""
+    if cosine is None or cosine >= TURNED:
+        return False
+
+    if diff.kind != "parameter":
+        return False
+
+    # The contents of another tensor differ in all elements.
+    if diff.mismatched != diff.numel:
+        return False
+
     # Vectors begin as constants, and have the same direction by chance.
-    is_matrix = diff.kind == "parameter" and len(diff.shape) > 1 and diff.numel >= _LARGE
-    return is_matrix and cosine is not None and cosine < TURNED and diff.mismatched == diff.numel
+    if len(diff.shape) < 2:
+        return False
 
-
-def _read_vectors(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[int, tuple[Vector, Vector]]:
-    """Return by odd rank the first elements of its tensor and of the first set of equal replicas, as unit vectors."""
-    vectors: dict[int, tuple[Vector, Vector]] = {}
-    reference: Vector | None = None
-    for content in _list_contents(diff, tensors):
-        vector = _read_unit_vector(content.tensor, files)
-        if not content.is_odd:
-            reference = vector
-        elif reference is not None:
-            vectors.update(dict.fromkeys(content.ranks, (vector, reference)))
-
-    return vectors
+    return diff.numel >= _LARGE
 
 
 def _read_unit_vector(tensor: Tensor, files: Files) -> Vector:
@@ -195,10 +222,23 @@ def _read_unit_vector(tensor: Tensor, files: Files) -> Vector:
 
     from syncheck.tensors.differences import read_float64
 
-    vector = read_float64(tensor, files, 0, min(_SAMPLE, tensor.numel), 0)
+    count = min(_SAMPLE, tensor.numel)
+    vector = read_float64(tensor, files, 0, count, 0)
     with np.errstate(over="ignore", invalid="ignore"):
         norm = float(np.sqrt(vector @ vector))
         # A comparison with NaN is false, so a vector that is not finite is like no other vector.
         unit: Vector = vector / norm if norm else vector
 
     return unit
+
+
+def _read_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[int, _Directions]:
+    """Return the directions of a tensor by odd rank."""
+    directions: dict[int, _Directions] = {}
+    for first, *odd_sets in sets_within(diff):
+        reference = _read_unit_vector(tensors[first[0]], files)
+        for ranks in odd_sets:
+            vector = _read_unit_vector(tensors[ranks[0]], files)
+            directions |= dict.fromkeys(ranks, _Directions(vector, reference))
+
+    return directions

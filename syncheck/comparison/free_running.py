@@ -19,6 +19,7 @@ since.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
@@ -55,6 +56,8 @@ EARLY, FIRST, BETWEEN = 2.0, 0.4, 0.4
 # Standard deviation of the cosines over some hundred channels, and of the logarithms of the ratios, which training also
 # changes.
 SPREAD, GROWTH_SPREAD = 0.15, 0.25
+# Number of steps between the shares 0 and 1 of the constant part that are tried.
+_SHARES = 20
 # Relative margin below the bound of running variances, far above float32 rounding.
 MARGIN = 1e-3
 
@@ -81,6 +84,10 @@ class _Pair:
     growth: float
 
 
+class _UnusableStep(Exception):
+    """The statistics of a step cannot be compared with those of other steps."""
+
+
 def add_free_running(
     groups: Sequence[Comparison],
     compared: Sequence[tuple[Comparison, ReplicaGroup]],
@@ -94,19 +101,27 @@ def add_free_running(
     result = list(groups)
     runs = group_by_step(replicas for _, replicas in compared)
     for i, (group, (_, now)) in enumerate(zip(groups, compared, strict=True)):
-        steps = runs.get(now.run, {})
-        if now.step is None or len(steps) < 2 or now.step != max(steps) or not _statistics_differ(group):
+        series = _list_series(now, runs)
+        if not series or not _statistics_differ(group):
             continue
 
         try:
-            free_running = _analyze_run(group, list(steps.values()), jobs)
+            free_running = _analyze_run(group, series, jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
 
-        result[i] = replace(group, evidence=replace(group.evidence, free_running=free_running))
+        evidence = replace(group.evidence, free_running=free_running)
+        result[i] = replace(group, evidence=evidence)
 
     return result
+
+
+def _list_series(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGroup]]) -> list[ReplicaGroup]:
+    """Return the steps of a run, if there are several and the group is the last. runs: by run and step, in order."""
+    steps = runs.get(now.run, {})
+    is_last = now.step == max(steps, default=None)
+    return list(steps.values()) if is_last and len(steps) > 1 else []
 
 
 def _statistics_differ(group: Comparison) -> bool:
@@ -123,39 +138,47 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
         return None
 
     moments = _read_moments(group, series, jobs)
-    if len(moments) < 2:
-        return None
-
-    early = _select_usable([moment for moment in moments if moment.batches <= EARLY / momentum], momentum)
+    last_batch = EARLY / momentum
+    early = _select_usable([moment for moment in moments if moment.batches <= last_batch], momentum)
     used = early or moments
-    pairs: dict[tuple[int, int], _Pair] = {}
-    for first, second in combinations(used, 2):
-        pair = _make_pair(first, second)
-        if pair is not None:
-            pairs[first.batches, second.batches] = pair
-
-    neighbors: list[_Pair] = []
-    for first, second in pairwise(used):
-        if (first.batches, second.batches) in pairs:
-            neighbors.append(pairs[first.batches, second.batches])
-
+    pairs = _pair_moments(used)
+    batches = [moment.batches for moment in used]
+    neighbors = [pairs[counts] for counts in pairwise(batches) if counts in pairs]
     if not neighbors:
         return None
 
-    ends = pairs.get((used[0].batches, used[-1].batches), neighbors[-1])
-    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
+    ends = pairs.get((batches[0], batches[-1]), neighbors[-1])
     below = 0
-    if group.evidence.metadata.bn_momentum and series[-1].ranks[0][0] == 0:
+    first_rank, _ = series[-1].ranks[0]
+    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
+    if group.evidence.metadata.bn_momentum and first_rank == 0:
         below = _count_low_variances(moments, momentum)
+
+    # Late steps look the same in both models.
+    misfit_free = misfit_lag = None
+    if early:
+        misfit_free = _fit(pairs.values(), momentum, free=True)
+        misfit_lag = _fit(pairs.values(), momentum, free=False)
 
     return FreeRunning(
         steps=tuple(moment.step for moment in used),
         cosine=fmean(pair.cosine for pair in neighbors),
         growth=ends.growth,
-        misfit_free=_fit(pairs.values(), momentum, free=True) if early else None,
-        misfit_lag=_fit(pairs.values(), momentum, free=False) if early else None,
+        misfit_free=misfit_free,
+        misfit_lag=misfit_lag,
         below=below,
     )
+
+
+def _pair_moments(moments: Sequence[_Moment]) -> dict[tuple[int, int], _Pair]:
+    """Return the pairs of moments that can be compared, by their batch counts."""
+    pairs: dict[tuple[int, int], _Pair] = {}
+    for first, second in combinations(moments, 2):
+        pair = _make_pair(first, second)
+        if pair is not None:
+            pairs[first.batches, second.batches] = pair
+
+    return pairs
 
 
 def _read_moments(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> list[_Moment]:
@@ -168,9 +191,8 @@ def _read_moments(group: Comparison, series: Sequence[ReplicaGroup], jobs: int |
     moments: list[_Moment] = []
     with Files(jobs=jobs) as files:
         for replicas in series:
-            moment = _read_moment(replicas, names, files)
-            if moment is not None:
-                moments.append(moment)
+            with suppress(_UnusableStep):
+                moments.append(_read_moment(replicas, names, files))
 
     return moments
 
@@ -181,8 +203,12 @@ def _find_momentum(group: Comparison) -> float | None:
     if not recorded:
         return MOMENTUM
 
-    momentum = recorded.pop()
-    if recorded or not isinstance(momentum, (int, float)) or not 0 < momentum < 1:
+    momentum, *other_momentums = recorded
+    if other_momentums:
+        return None
+
+    # torch's cumulative average has no momentum.
+    if not isinstance(momentum, (int, float)) or not 0 < momentum < 1:
         return None
 
     return float(momentum)
@@ -190,35 +216,42 @@ def _find_momentum(group: Comparison) -> float | None:
 
 def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     """Return the moments if they suffice: at least three, close to each other, beginning early; else an empty list."""
-    between = [b.batches - a.batches for a, b in pairwise(early)]
-    if len(early) < 3 or early[0].batches > FIRST / momentum or median(between) > BETWEEN / momentum:
+    if len(early) < 3 or early[0].batches > FIRST / momentum:
+        return []
+
+    distances = [b.batches - a.batches for a, b in pairwise(early)]
+    if median(distances) > BETWEEN / momentum:
         return []
 
     return list(early)
 
 
-def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment | None:
-    """Read the statistics of one step; None if a statistic is missing, or shapes or batch counts differ."""
+def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment:
+    """Read the statistics of one step. Raises _UnusableStep if some are missing, or shapes or batch counts differ."""
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts: set[int] = set()
     shapes: set[tuple[int, ...]] = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
-        vectors = _read_layers(normalize_keys(snapshot.tensors), names, files)
-        if vectors is None:
-            return None
+        layers = _read_layers(normalize_keys(snapshot.tensors), names, files)
+        values[rank] = layers.statistics
+        counts.update(layers.counts)
+        shapes.add(tuple(vector.size for vector in layers.statistics.values()))
 
-        values[rank] = vectors.statistics
-        counts.update(vectors.counts)
-        shapes.add(tuple(vector.size for vector in vectors.statistics.values()))
+    # One rank has nothing to differ from.
+    if len(values) < 2:
+        raise _UnusableStep
 
+    # Both models need one number of batches for all layers and ranks.
     if len(counts) != 1 or len(shapes) != 1:
-        return None
+        raise _UnusableStep
 
-    (count,) = counts
-    if count == 0 or len(values) < 2 or replicas.step is None:
-        return None
+    # Before the first batch, statistics have their initial values.
+    batches = counts.pop()
+    if batches == 0:
+        raise _UnusableStep
 
-    return _Moment(replicas.step, count, values)
+    assert replicas.step is not None, "the groups of a run have steps"
+    return _Moment(replicas.step, batches, values)
 
 
 class _Layers(NamedTuple):
@@ -228,39 +261,41 @@ class _Layers(NamedTuple):
     counts: set[int]
 
 
-def _read_layers(tensors: Mapping[str, Tensor], names: Sequence[str], files: Files) -> _Layers | None:
-    """Read the statistics of the layers of one rank; None if one of them is missing. names: of running means."""
+def _read_layers(tensors: Mapping[str, Tensor], names: Sequence[str], files: Files) -> _Layers:
+    """Read the statistics of the layers of one rank. names: of running means. Raises _UnusableStep."""
     layers = _Layers({}, set())
     for mean in names:
         for name in (mean, sibling_name(mean, "running_var")):
-            vector = _read(tensors.get(name), files)
-            if vector is None:
-                return None
-
-            layers.statistics[name] = vector
+            layers.statistics[name] = _read(tensors.get(name), files)
 
         count = _read(tensors.get(sibling_name(mean, "num_batches_tracked")), files)
-        if count is None or count.size != 1:
-            return None
+        if count.size != 1:
+            raise _UnusableStep
 
         layers.counts.add(int(count[0]))
 
     return layers
 
 
-def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
+def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64]:
+    """Read the first channels of a statistic. Raises _UnusableStep if it is missing, or not finite."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64
 
     if tensor is None or not has_elements(tensor):
-        return None
+        raise _UnusableStep
 
-    values = read_float64(tensor, files, 0, min(tensor.numel, CHANNELS), 0)
-    return values if np.isfinite(values).all() else None
+    count = min(tensor.numel, CHANNELS)
+    values = read_float64(tensor, files, 0, count, 0)
+    if not np.isfinite(values).all():
+        raise _UnusableStep
+
+    return values
 
 
 def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
+    """Return the differences between later ranks and the first one, by rank and name."""
     (_, base), *later_ranks = moment.values.items()
     differences: dict[tuple[int, str], NDArray[np.float64]] = {}
     for rank, vectors in later_ranks:
@@ -271,6 +306,7 @@ def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64
 
 
 def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
+    """Return the differences at two moments; None if none of them can be compared."""
     import numpy as np
 
     differences_before = _subtract_rank0(a)
@@ -283,28 +319,53 @@ def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
             continue
 
         with np.errstate(over="ignore"):
-            length_before = float(np.linalg.norm(before))
-            length_after = float(np.linalg.norm(after))
+            lengths = np.linalg.norm(before), np.linalg.norm(after)
 
-        if min(length_before, length_after) > 0 and max(length_before, length_after) < math.inf:
-            cosines.append(float(before @ after) / (length_before * length_after))
-            growths.append(length_after / length_before)
+        length_before, length_after = map(float, lengths)
+        # A zero vector has no direction.
+        if min(lengths) == 0:
+            continue
 
-    if not cosines or a.batches >= b.batches:
+        # On overflow.
+        if max(lengths) == math.inf:
+            continue
+
+        cosine = float(before @ after) / (length_before * length_after)
+        cosines.append(cosine)
+        growths.append(length_after / length_before)
+
+    if not cosines:
         return None
 
-    return _Pair(a.batches, b.batches, fmean(cosines), median(growths))
+    # Both models need a number of batches between the moments.
+    if a.batches >= b.batches:
+        return None
+
+    return _Pair(
+        earlier=a.batches,
+        later=b.batches,
+        cosine=fmean(cosines),
+        growth=median(growths),
+    )
 
 
 def _fit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
     """Return the mean squared error of one model with the best share, in units of the standard deviations."""
     best = math.inf
-    for share in (i / 20 for i in range(21)):
+    for step in range(_SHARES + 1):
+        share = step / _SHARES
         total = 0.0
         for pair in pairs:
-            cosine, growth = _predict_unsynchronized(share, pair, momentum) if free else (share, 1.0)
+            # Synchronized differences come from the last batch alone, so they do not grow.
+            cosine, growth = share, 1.0
+            if free:
+                cosine, growth = _predict_unsynchronized(share, pair, momentum)
+
+            # Training changes the ratios of distant steps more.
             width = GROWTH_SPREAD * (1 + math.log(pair.later / pair.earlier))
-            total += ((pair.cosine - cosine) / SPREAD) ** 2 + (math.log(pair.growth / growth) / width) ** 2
+            misfit_of_cosine = ((pair.cosine - cosine) / SPREAD) ** 2
+            misfit_of_growth = (math.log(pair.growth / growth) / width) ** 2
+            total += misfit_of_cosine + misfit_of_growth
 
         best = min(best, total / len(pairs))
 
@@ -317,11 +378,14 @@ def _predict_unsynchronized(share: float, pair: _Pair, momentum: float) -> tuple
 
     def covariance(a: int, b: int) -> float:
         constant = (1 - decay**a) * (1 - decay**b)
+        # The random parts of the first `a` batches are in both differences.
         random = momentum**2 * decay ** (b - a) * (1 - decay ** (2 * a)) / (1 - decay**2)
         return share * constant + (1 - share) * random
 
-    first, last = covariance(pair.earlier, pair.earlier), covariance(pair.later, pair.later)
-    return covariance(pair.earlier, pair.later) / math.sqrt(first * last), math.sqrt(last / first)
+    variance_before = covariance(pair.earlier, pair.earlier)
+    variance_after = covariance(pair.later, pair.later)
+    cosine = covariance(pair.earlier, pair.later) / math.sqrt(variance_before * variance_after)
+    return cosine, math.sqrt(variance_after / variance_before)
 
 
 def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
@@ -335,14 +399,17 @@ def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
         if second.step - first.step < 2:
             continue
 
-        factor = (1 - momentum) ** (second.batches - first.batches) * (1 - MARGIN)
+        batches = second.batches - first.batches
+        factor = (1 - momentum) ** batches * (1 - MARGIN)
         base, *_ = first.values.values()
         _, *later_ranks = second.values.values()
         below = 0
         for vectors in later_ranks:
             for name, vector in vectors.items():
-                if name.endswith("running_var") and vector.shape == base[name].shape:
-                    below += int((vector < factor * base[name]).sum())
+                is_variance = name.endswith("running_var")
+                if is_variance and vector.shape == base[name].shape:
+                    bound = factor * base[name]
+                    below += int((vector < bound).sum())
 
         most = max(most, below)
 

@@ -9,20 +9,21 @@ from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.snapshots import NoSync, Snapshot
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
 
 
+def get_metadata(snapshot: Snapshot) -> Metadata:
+    """Return the metadata of a checkpoint; without metadata, those of a model without a description."""
+    return snapshot.metadata or Metadata()
+
+
 def merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     """Return the metadata of the first rank with any; for stages and experts, with the names of all ranks."""
-    blocks: list[Metadata] = []
-    for snapshot in snapshots.values():
-        if snapshot.metadata is not None:
-            blocks.append(snapshot.metadata)
-
+    blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
     if not blocks:
         return Metadata()
 
@@ -33,32 +34,31 @@ def merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     if len(positions) < 2:
         return first
 
+    # Dictionaries without values are sets that keep the order.
+    optimizer_parameters: dict[str, None] = {}
+    frozen: dict[str, None] = {}
+    for block in blocks:
+        optimizer_parameters |= dict.fromkeys(block.optimizer_parameters)
+        frozen |= dict.fromkeys(block.frozen)
+
     return replace(
         first,
-        optimizer_parameters=_join_names(block.optimizer_parameters for block in blocks),
+        optimizer_parameters=tuple(optimizer_parameters),
         buffers=_join_buffers(blocks),
-        frozen=_join_names(block.frozen for block in blocks),
+        frozen=tuple(frozen),
     )
 
 
 def _join_buffers(blocks: Sequence[Metadata]) -> tuple[str, ...] | None:
     """Return the buffers of all ranks; None if the model of a rank was not described."""
-    buffers: list[tuple[str, ...]] = []
+    buffers: dict[str, None] = {}
     for block in blocks:
         if block.buffers is None:
             return None
 
-        buffers.append(block.buffers)
+        buffers |= dict.fromkeys(block.buffers)
 
-    return _join_names(buffers)
-
-
-def _join_names(names_of_ranks: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    joined: dict[str, None] = {}
-    for names in names_of_ranks:
-        joined |= dict.fromkeys(names)
-
-    return tuple(joined)
+    return tuple(buffers)
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:

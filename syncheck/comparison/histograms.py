@@ -37,19 +37,26 @@ def add_histograms(
     replicas: tensors by name and rank. exact: returns False if a tolerance applies, which tests the lowest against the
     highest value of each element. Raises CheckpointError if a file can no longer be read.
     """
-    differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
-    floats = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
+    floats = []
+    for diff in diffs:
+        is_measured = diff.status == "different" and bool(diff.mismatched)
+        if is_measured and DTYPES[diff.dtype].family == "float":
+            floats.append(diff)
+
     floats.sort(key=_rank_by_difference)
     histograms: dict[str, Histogram | None] = {}
     for diff in floats[:MOST]:
-        histograms[diff.name] = _compute_histogram(diff, replicas[diff.name], files, exact=exact(diff))
+        histograms[diff.name] = _compute_histogram(
+            diff,
+            replicas[diff.name],
+            files,
+            exact=exact(diff),
+        )
 
     with_histograms = []
     for diff in diffs:
-        if diff.name in histograms:
-            diff = replace(diff, histogram=histograms[diff.name])
-
-        with_histograms.append(diff)
+        histogram = histograms.get(diff.name)
+        with_histograms.append(replace(diff, histogram=histogram))
 
     return tuple(with_histograms)
 
@@ -64,21 +71,29 @@ def _compute_histogram(
     diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files, *, exact: bool
 ) -> Histogram | None:
     """Return the histogram of the replica group with the most different elements."""
-    minority = set(diff.minority)
-
-    def is_minority(ranks: Sequence[int]) -> bool:
-        return not minority.isdisjoint(ranks)
-
+    starts = _choose_blocks(diff)
     histograms = []
     for sets in sets_within(diff):
-        # Measure against the only cluster outside the minority, if there is exactly one.
-        sets.sort(key=is_minority)
-        majorities = [ranks for ranks in sets if not is_minority(ranks)]
-        representatives = [tensors[ranks[0]] for ranks in sets]
-        has_majority = len(majorities) == 1 and exact
-        histograms.append(_count(representatives, files, _choose_blocks(diff), majority=has_majority))
+        majorities: list[Tensor] = []
+        minorities: list[Tensor] = []
+        for ranks in sets:
+            is_minority = not set(ranks).isdisjoint(diff.minority)
+            (minorities if is_minority else majorities).append(tensors[ranks[0]])
 
-    return max(histograms, key=lambda histogram: histogram.elements - histogram.equal, default=None)
+        # Measure against the only cluster outside the minority, if there is exactly one.
+        histogram = _count(
+            [*majorities, *minorities],
+            files,
+            starts,
+            majority=exact and len(majorities) == 1,
+        )
+        histograms.append(histogram)
+
+    return max(histograms, key=_count_different, default=None)
+
+
+def _count_different(histogram: Histogram) -> int:
+    return histogram.elements - histogram.equal
 
 
 def _choose_blocks(diff: TensorDiff) -> list[int]:
@@ -86,10 +101,12 @@ def _choose_blocks(diff: TensorDiff) -> list[int]:
     blocks = -(-diff.numel // _BLOCK)
     most = ELEMENTS // _BLOCK
     if blocks <= most:
-        return [block * _BLOCK for block in range(blocks)]
+        return list(range(0, diff.numel, _BLOCK))
 
     chosen = {ravel_index(diff.index, diff.shape) // _BLOCK}
-    chosen.update(number * blocks // (most - 1) for number in range(most - 1))
+    for number in range(most - 1):
+        chosen.add(number * blocks // (most - 1))
+
     return [block * _BLOCK for block in sorted(chosen)]
 
 
@@ -102,13 +119,17 @@ def _count(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *, m
         # float64, because rounding in float32 moves the smallest and largest differences into the next decade.
         arrays = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate(replicas)]
         differs = find_differing(arrays)
-        finite = differs & np.logical_and.reduce([np.isfinite(array) for array in arrays])
+        measured = differs.copy()
+        for array in arrays:
+            measured &= np.isfinite(array)
+
         equal += count - int(np.count_nonzero(differs))
-        not_finite += int(np.count_nonzero(differs & ~finite))
+        not_finite += int(np.count_nonzero(differs & ~measured))
+        arrays = [array[measured] for array in arrays]
         with np.errstate(over="ignore"):
-            differences = [high - low for low, high in pairs([array[finite] for array in arrays], majority)]
+            differences = [high - low for low, high in pairs(arrays, majority)]
 
         bins = np.searchsorted(_EDGES, np.maximum.reduce(differences), side="right")
         counts += np.bincount(bins, minlength=len(counts))
 
-    return Histogram(equal, tuple(map(int, counts)), not_finite)
+    return Histogram(equal, tuple(counts.tolist()), not_finite)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.comparison.notes import note_if
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
@@ -28,6 +29,17 @@ _ORDER = tuple(Membership)
 
 # The key of an extra state within a name.
 _EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+
+
+class _Judgement(NamedTuple):
+    """What a difference means.
+
+    counts: the ranks are out of sync.
+    unknown: they may be; the files do not show it.
+    """
+
+    counts: bool
+    unknown: bool
 
 
 class ModelValues:
@@ -65,10 +77,17 @@ class ModelValues:
     def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a file in the format of all other files lacks a value of a state dict."""
         # Settings with their default are not listed.
-        if is_adapter_setting(name) or self._memberships[name] is not Membership.MODEL:
+        if is_adapter_setting(name):
             return False
 
-        return len(by_rank) < len(self._ranks) and len(self._formats) == 1
+        if self._memberships[name] is not Membership.MODEL:
+            return False
+
+        # Other formats may store tensors only.
+        if len(self._formats) > 1:
+            return False
+
+        return len(by_rank) < len(self._ranks)
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
         """Return the difference of one value, None if it has none.
@@ -84,48 +103,54 @@ class ModelValues:
         replica_sets = self._alignment.find_replica_sets(name, dict.fromkeys(values, scalar))
         differs = _differ(values, replica_sets)
         missing_ranks = tuple(sorted(set(replica_sets.expected) - values.keys()))
-        counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
 
+        judgement = self._judge(name, missing_ranks, differs=differs)
         return ValueDiff(
             name,
             dict.fromkeys(self._ranks) | values,
-            counts=counts & selected,
+            counts=judgement.counts & selected,
             kind="model",
             lost=missing_ranks,
-            unknown=unknown & selected,
+            unknown=judgement.unknown & selected,
         )
 
-    def _judge(self, name: str, missing_ranks: Collection[int], *, differs: bool) -> tuple[bool, bool]:
-        """Return whether a difference counts, and whether it is unknown."""
+    def _judge(self, name: str, missing_ranks: Collection[int], *, differs: bool) -> _Judgement:
+        """Judge the difference of a value.
+
+        missing_ranks: ranks without the value.
+        differs: whether the ranks with the value differ.
+        """
         if is_adapter_setting(name):
             # It may change the model or not. Beside other settings, a missing setting has another value than this.
             has_default = not self._with_settings.isdisjoint(missing_ranks)
-            return False, differs or has_default
+            return _Judgement(counts=False, unknown=differs or has_default)
 
         # Equal programs may have different code.
         if name == CODE:
-            return False, differs
+            return _Judgement(counts=False, unknown=differs)
 
         membership = self._memberships[name]
         if len(self._formats) == 1:
             # A state dict of a pickled module has none of the module's attributes.
-            is_required = membership is not Membership.MODULE
-            return differs or (bool(missing_ranks) and is_required), False
+            is_missing = bool(missing_ranks) and membership is not Membership.MODULE
+            return _Judgement(counts=differs or is_missing, unknown=False)
 
         # Conversions to other formats omit extra states on purpose; a note counts them.
         is_expected = membership is Membership.MODEL and _EXTRA_STATE.search(name) is None
-        return differs, bool(missing_ranks) and is_expected
+        return _Judgement(
+            counts=differs,
+            unknown=is_expected and bool(missing_ranks),
+        )
 
 
 def _differ(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
     """Whether values differ between ranks that must have equal values."""
-    for ranks in replica_sets.sets:
-        reference = values[ranks[0]]
-        different_ranks = [rank for rank in ranks if not are_equal(values[rank], reference)]
-        if different_ranks:
-            return True
+    for first_rank, *other_ranks in replica_sets.sets:
+        for rank in other_ranks:
+            if not are_equal(values[rank], values[first_rank]):
+                return True
 
     return False
 
@@ -141,33 +166,38 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about values of the model that were not compared."""
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for diff in diffs:
-        # Differences that count are in a finding.
-        is_listed_only = (diff.kind == "model") & (not diff.counts) & (not _is_different_setting(diff))
-        if is_listed_only:
-            missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
-            names_by_ranks[missing_ranks].append(diff.name)
+        if diff.kind != "model":
+            continue
 
-    notes = _note_settings(diffs)
+        # Differences that count are in a finding, and settings have a note of their own.
+        if diff.counts or _is_different_setting(diff):
+            continue
+
+        missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
+        names_by_ranks[missing_ranks].append(diff.name)
+
+    if not diffs:
+        return []
+
+    ranks_of_group = tuple(diffs[0].by_rank)
+    setting_names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
     # All ranks have the code, which is the only value that is unknown without being missing.
     code_names = names_by_ranks.pop((), [])
-    if CODE in code_names:
-        notes.append(Note.CODE_DIFFERS(ranks=tuple(diffs[0].by_rank)))
-
+    settings_note = Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks_of_group, names=setting_names)
+    notes = [
+        *note_if(setting_names, settings_note),
+        *note_if(CODE in code_names, Note.CODE_DIFFERS(ranks=ranks_of_group)),
+    ]
     for ranks, names in names_by_ranks.items():
-        notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(names), names=tuple(names)))
+        note = Note.MODEL_VALUES_ABSENT(
+            ranks=ranks,
+            count=len(names),
+            names=tuple(names),
+        )
+        notes.append(note)
 
     return notes
 
 
 def _is_different_setting(diff: ValueDiff) -> bool:
-    return diff.unknown & is_adapter_setting(diff.name)
-
-
-def _note_settings(diffs: Sequence[ValueDiff]) -> list[Message]:
-    """Return a note about settings of adapters that differ."""
-    names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
-    if not names:
-        return []
-
-    ranks = tuple(diffs[0].by_rank)
-    return [Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks, names=names)]
+    return diff.unknown and is_adapter_setting(diff.name)

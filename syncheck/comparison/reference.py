@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import OptionError
 from syncheck.records import Reason
 from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import TensorDiff, Unreadable
@@ -31,31 +33,37 @@ def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
     is a number, the file takes precedence over the rank with this number.
     """
+    if isinstance(reference, str):
+        matching_files = _find_path(reference, replicas)
+        matching_folders = _find_below(reference, replicas)
+        for matches in (matching_files, matching_folders):
+            if len(matches) == 1:
+                return matches[0]
+
+        reference = _parse_rank(reference)
+
     ranks = [rank for rank, _ in replicas.ranks]
-    if isinstance(reference, int):
-        return reference if reference in ranks else None
+    return reference if reference in ranks else None
 
-    # Path functions raise ValueError for a null character.
-    if reference is None or "\0" in reference:
-        return None
 
-    for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
-        if len(matches) == 1:
-            return matches[0]
-
+def _parse_rank(text: str) -> int | None:
+    """Return the number in a text; None if it is no number."""
     # int() raises ValueError for thousands of digits.
-    is_number = len(reference) <= _MOST_DIGITS and reference.isdecimal()
-    if not is_number or int(reference) not in ranks:
+    if len(text) > _MOST_DIGITS:
         return None
 
-    return int(reference)
+    return int(text) if text.isdecimal() else None
 
 
 def check_reference(
     reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
 ) -> None:
     """Raise OptionError with the available ranks and paths if no group contains the reference."""
-    if reference is None or not groups:
+    if reference is None:
+        return
+
+    # A comparison without replicas is an error of its own.
+    if not groups:
         return
 
     ranks: set[int] = set()
@@ -64,17 +72,17 @@ def check_reference(
         if find_reference_rank(reference, replicas) is not None:
             return
 
-        ranks.update(rank for rank, _ in replicas.ranks)
-        paths += [snapshot.path for _, snapshot in replicas.ranks]
+        for rank, snapshot in replicas.ranks:
+            ranks.add(rank)
+            paths.append(snapshot.path)
 
-    is_path = isinstance(reference, str) and "\0" not in reference
     for file in unreadable:
-        if is_path and _is_same_path(str(reference), file.path):
+        if isinstance(reference, str) and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
 
-    candidates = names_text(paths, _MOST_PATHS)
+    candidates = f"{ranks_text(sorted(ranks))}: {names_text(paths, _MOST_PATHS)}"
     raise OptionError(
-        f"no replica has this rank or path; there are {ranks_text(sorted(ranks))}: {candidates}",
+        f"no replica has this rank or path; there are {candidates}",
         reference=reference,
     )
 
@@ -85,63 +93,62 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
     taken from the worst shard.
     """
-    ranks_to_compare = _find_set(rank, diff.replica_groups)
-    if ranks_to_compare is None:
+    ranks_to_compare = set(find_set(rank, diff.replica_groups))
+    if not ranks_to_compare:
         return diff
 
-    equal_ranks = _find_set(rank, diff.clusters)
-    if equal_ranks is None:
+    equal_ranks = set(find_set(rank, diff.clusters))
+    if not equal_ranks:
         # Ranks without the tensor are in no cluster, and count as equal to each other.
-        clustered = set[int]().union(*diff.clusters)
-        equal_ranks = tuple(member for member in ranks_to_compare if member not in clustered)
+        equal_ranks = ranks_to_compare - set(chain.from_iterable(diff.clusters))
 
-    minority = set(ranks_to_compare) - set(equal_ranks)
-    for ranks in diff.replica_groups:
-        if ranks != ranks_to_compare:
-            minority |= set(ranks) & set(diff.minority)
-
+    # The reference is in one replica group, so the minority of the other groups stays.
+    ranks_of_other_groups = set(chain.from_iterable(diff.replica_groups)) - ranks_to_compare
+    minority = ranks_of_other_groups.intersection(diff.minority)
+    minority |= ranks_to_compare - equal_ranks
     diff = replace(diff, minority=tuple(sorted(minority)))
     different = [cluster for cluster in diff.clusters if rank not in cluster]
     # With two clusters, the difference is the same from both sides.
-    is_measurable = len(diff.replica_groups) == 1 and len(different) > 1
-    if not is_measurable or not diff.mismatched or diff.reason is Reason.MISSING:
+    if len(different) < 2 or len(diff.replica_groups) > 1:
+        return diff
+
+    # Without numbers, there is nothing to measure again.
+    if not diff.mismatched or diff.reason is Reason.MISSING:
         return diff
 
     from syncheck.tensors.differences import measure_differences  # needs numpy
     from syncheck.tensors.tolerance import Tolerance
 
-    representatives = [tensors[cluster[0]] for cluster in (equal_ranks, *different)]
-    statistics = measure_differences(representatives, files, Tolerance(), majority=True)
+    representatives = [tensors[cluster[0]] for cluster in different]
+    statistics = measure_differences(
+        [tensors[rank], *representatives],
+        files,
+        Tolerance(),
+        majority=True,
+    )
     return replace(diff, **statistics.size(diff.shape))
-
-
-def _find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the set of ranks that includes a rank; None if no set does."""
-    for ranks in sets:
-        if rank in ranks:
-            return ranks
-
-    return None
 
 
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
     """Return the ranks of the replicas with a path, in this spelling or in another one."""
-    exact: list[int] = []
-    resolved: list[int] = []
-    for rank, snapshot in replicas.ranks:
-        if snapshot.path == path:
-            exact.append(rank)
-        elif _is_same_path(path, snapshot.path):
-            resolved.append(rank)
+    exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
+    if exact:
+        return exact
 
-    return exact or resolved
+    return [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
 
 
 def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
     """Return the ranks of the replicas in a folder."""
-    top = os.path.join(os.path.realpath(folder), "")
-    return [rank for rank, snapshot in replicas.ranks if os.path.realpath(snapshot.path).startswith(top)]
+    top = os.path.join(_resolve(folder), "")
+    return [rank for rank, snapshot in replicas.ranks if _resolve(snapshot.path).startswith(top)]
 
 
 def _is_same_path(a: str, b: str) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b)
+    return _resolve(a) == _resolve(b)
+
+
+def _resolve(path: str) -> str:
+    """Return a path without links; a text with a null character, which is no path, as it is."""
+    # Path functions raise ValueError for a null character.
+    return path if "\0" in path else os.path.realpath(path)

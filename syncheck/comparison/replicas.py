@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
 from syncheck.comparison.classification import classify
-from syncheck.comparison.group_metadata import hyperparameters, merge_metadata
+from syncheck.comparison.group_metadata import get_metadata, hyperparameters, merge_metadata
 from syncheck.comparison.group_notes import make_notes
 from syncheck.comparison.group_tensors import GroupTensors
 from syncheck.comparison.model_values import note_unknown_values
+from syncheck.comparison.notes import note_if
 from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
 from syncheck.comparison.tally import Tally
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from syncheck.comparison.selection import Selection
     from syncheck.layout.alignment import Alignment
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.messages import Message
     from syncheck.records import ValueDiff
     from syncheck.snapshots import Snapshot
 
@@ -40,18 +40,25 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     snapshots = alignment.snapshots
     classification = classify(alignment, selection)
     tally = _compare_tensors(alignment, classification, selection)
-    values = _compare_values(replicas, alignment, classification, selection)
+    values = _compare_values(
+        replicas,
+        alignment,
+        classification,
+        selection,
+    )
     counts = tally.count_kinds()
     claimed_twice = _find_claimed_twice(replicas, snapshots)
     name = replicas.run
     if replicas.step is not None:
         name = f"{replicas.run} step {replicas.step}"
 
-    notes: list[Message] = []
-    if claimed_twice:
-        notes.append(Note.RANKS_TWICE(ranks=claimed_twice))
-
-    notes += make_notes(snapshots, tally, selection, guessed=classification.kinds.guessed)
+    notes = note_if(claimed_twice, Note.RANKS_TWICE(ranks=claimed_twice))
+    notes += make_notes(
+        snapshots,
+        tally,
+        selection,
+        guessed=classification.kinds.guessed,
+    )
     notes += note_absent_values(snapshots, values)
     notes += note_attributes(values)
     notes += note_unknown_values(values)
@@ -59,7 +66,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         name=name,
         run=replicas.run,
         label=replicas.label,
-        uncompared=tally.find_uncompared(alignment.ranks) if tally.compared else (),
+        uncompared=tally.find_uncompared(alignment.ranks),
         step=replicas.step,
         replicas=tuple(_make_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
@@ -71,7 +78,12 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         left_out=tally.left_out,
         grouping=replicas.grouping,
         notes=tuple(notes),
-        evidence=_collect_evidence(replicas, alignment, tally, claimed_twice),
+        evidence=_collect_evidence(
+            replicas,
+            alignment,
+            tally,
+            claimed_twice,
+        ),
         not_finite=tally.list_not_finite(),
     )
 
@@ -84,7 +96,13 @@ def _compare_tensors(alignment: Alignment, classification: Classification, selec
         # Importing numpy for the search for NaN pays off only for large files.
         prepare(max(snapshot.bytes for snapshot in snapshots.values()))
         with Files(jobs=selection.jobs) as files:
-            GroupTensors(alignment, classification, selection, files, tally).compare()
+            GroupTensors(
+                alignment,
+                classification,
+                selection,
+                files,
+                tally,
+            ).compare()
 
     return tally
 
@@ -96,7 +114,12 @@ def _compare_values(
     snapshots = alignment.snapshots
     # A running job holds all values, but files of other formats may lack some.
     is_strict = in_memory(snapshots) and not replicas.two_models
-    values = compare_values(alignment, classification.is_selected, selection.exclude, strict=is_strict)
+    values = compare_values(
+        alignment,
+        classification.is_selected,
+        selection.exclude,
+        strict=is_strict,
+    )
     if replicas.paired:
         values += compare_registration(snapshots, classification.is_selected)
 
@@ -108,9 +131,11 @@ def _collect_evidence(
 ) -> GroupEvidence:
     """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
     snapshots = alignment.snapshots
-    # The ranks of a running job, and two models, are compared for other reasons.
-    has_runs = not replicas.paired and not replicas.two_models
     first = next(iter(snapshots.values()))
+    differing_settings = {}
+    if _are_files_of_ranks(replicas):
+        differing_settings = find_differing_settings(snapshots)
+
     return GroupEvidence(
         metadata=merge_metadata(snapshots),
         names=tally.names,
@@ -118,19 +143,25 @@ def _collect_evidence(
         normalized=_count_prefixes(alignment),
         stores_progress=any(map(stores_progress, snapshots.values())),
         counts_updates=all(map(counts_updates, snapshots.values())),
-        runs=find_differing_settings(snapshots) if has_runs else {},
+        runs=differing_settings,
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
         tied=common_ties(snapshots, alignment.names),
     )
 
 
+def _are_files_of_ranks(replicas: ReplicaGroup) -> bool:
+    """Whether a group may mix the files of several runs, unlike the ranks of a running job, and two models."""
+    return not replicas.paired and not replicas.two_models
+
+
 def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
-    if replicas.paired or replicas.two_models or in_memory(snapshots):
+    if in_memory(snapshots) or not _are_files_of_ranks(replicas):
         return ()
 
-    if any(message.code is Grouping.EXPRESSION for message in replicas.grouping):
+    codes = [message.code for message in replicas.grouping]
+    if Grouping.EXPRESSION in codes:
         return ()
 
     return find_claimed_twice(snapshots)
@@ -138,12 +169,17 @@ def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot
 
 def _make_replica(rank: int, snapshot: Snapshot) -> Replica:
     # The training's host: a file may have been copied to another machine, or into another folder.
-    host = snapshot.host
-    if snapshot.metadata is not None and snapshot.metadata.host:
-        host = snapshot.metadata.host
-
+    host = get_metadata(snapshot).host or snapshot.host
     tensor_count = len(snapshot.tensors)
-    return Replica(snapshot.path, rank, snapshot.format, tensor_count, snapshot.bytes, host, mesh_of(snapshot))
+    return Replica(
+        snapshot.path,
+        rank,
+        snapshot.format,
+        tensor_count,
+        snapshot.bytes,
+        host,
+        mesh_of(snapshot),
+    )
 
 
 def _count_prefixes(alignment: Alignment) -> dict[int, int]:
@@ -157,7 +193,8 @@ def _count_prefixes(alignment: Alignment) -> dict[int, int]:
         if count:
             counts[rank] = count
 
-    if in_memory(alignment.snapshots) and len(counts) == len(alignment.ranks):
+    are_all_wrapped = len(counts) == len(alignment.ranks)
+    if are_all_wrapped and in_memory(alignment.snapshots):
         return {}
 
     return counts

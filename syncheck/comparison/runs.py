@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.comparison.group_metadata import get_metadata
 from syncheck.layout.groups import rank_in_path, rank_of
 from syncheck.tensors.value_kinds import differs_by_design, in_configuration, is_seed, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncheck.snapshots import Metadata, Snapshot
+    from syncheck.snapshots import Snapshot
 
 # Words in the names of settings that belong to a rank, a machine, or the main process.
 _OF_RANK = frozenset(
@@ -25,6 +27,10 @@ _OF_RANK = frozenset(
     "shard shards worker workers offset index id local".split()
 )
 _WORD = re.compile(r"[a-z]+")
+# In paths, also those of Windows.
+_SEPARATORS = frozenset("/\\")
+# Differences between the seeds of neighbouring ranks.
+_TYPICAL_SLOPES = (1, 10, 100, 1000, 10_000)
 # Nesting of configurations that is searched.
 _MOST_LEVELS = 8
 
@@ -34,17 +40,21 @@ def find_differing_settings(snapshots: Mapping[int, Snapshot]) -> dict[str, dict
 
     First the settings of the metadata (`run`, `run_id`, `world_size`, `config.NAME`), then saved values.
     """
-    by_name: dict[str, dict[int, Any]] = {}
-    for rank, snapshot in snapshots.items():
-        for name, value in _list_settings(snapshot):
-            by_name.setdefault(name, {})[rank] = value
+    by_name: dict[str, dict[int, Any]] = defaultdict(dict)
+    ranks: dict[int, int] = {}
+    for position, snapshot in snapshots.items():
+        rank = rank_of(snapshot)
+        if rank is not None:
+            ranks[position] = rank
 
-    ranks = {rank: rank_of(snapshot) for rank, snapshot in snapshots.items()}
+        for name, value in _list_settings(snapshot):
+            by_name[name][position] = value
+
     differing: dict[str, dict[int, Any]] = {}
     for name, values in by_name.items():
         distinct = set(map(str, values.values()))
         if len(distinct) > 1 and not _follows_rank(name, values, ranks):
-            differing[name] = {rank: values.get(rank) for rank in snapshots}
+            differing[name] = dict.fromkeys(snapshots) | values
 
     return differing
 
@@ -53,10 +63,21 @@ def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that the metadata of several files records. A run saves one file of each rank."""
     files: Counter[int] = Counter()
     for snapshot in snapshots.values():
-        if snapshot.metadata is not None and snapshot.metadata.rank is not None:
-            files[snapshot.metadata.rank] += 1
+        rank = get_metadata(snapshot).rank
+        if rank is not None:
+            files[rank] += 1
 
-    return tuple(sorted(rank for rank, count in files.items() if count > 1))
+    repeated = [rank for rank, count in files.items() if count > 1]
+    return tuple(sorted(repeated))
+
+
+class _Claim(NamedTuple):
+    """What the metadata of a file says about its origin. Files with equal claims are of one rank at one step."""
+
+    rank: int
+    run: str | None
+    run_id: str | None
+    step: int | None
 
 
 def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
@@ -65,39 +86,54 @@ def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     A file and its copy have no ranks in their names, and may be compared. A process without a process group is rank 0
     of 1, and so is each of several independent processes.
     """
-    named_ranks: dict[tuple[Any, ...], set[int | None]] = defaultdict(set)
+    named_ranks: dict[_Claim, set[int]] = defaultdict(set)
     for snapshot in snapshots.values():
-        metadata = snapshot.metadata
-        if metadata is not None and metadata.rank is not None and metadata.world_size != 1:
-            claim = (metadata.rank, metadata.run, metadata.run_id, metadata.step)
-            named_ranks[claim].add(rank_in_path(snapshot))
+        metadata = get_metadata(snapshot)
+        if metadata.rank is None or metadata.world_size == 1:
+            continue
 
-    return tuple(sorted({claim[0] for claim, ranks in named_ranks.items() if len(ranks - {None}) > 1}))
+        named_rank = rank_in_path(snapshot)
+        if named_rank is None:
+            continue
+
+        claim = _Claim(
+            metadata.rank,
+            metadata.run,
+            metadata.run_id,
+            metadata.step,
+        )
+        named_ranks[claim].add(named_rank)
+
+    claimed_twice = {claim.rank for claim, ranks in named_ranks.items() if len(ranks) > 1}
+    return tuple(sorted(claimed_twice))
 
 
 def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the settings of one file."""
-    if snapshot.metadata is not None:
-        yield from _list_metadata(snapshot.metadata)
-
-    for name, value in values_of(snapshot).items():
-        if not is_seed(name) and not in_configuration(name):
-            continue
-
-        # Saved flags often say whether this is the main process.
-        is_setting = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-        if is_setting and not _belongs_to_rank(name, value):
-            yield name, value
-
-
-def _list_metadata(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the settings of one file that must be equal within a run."""
+    metadata = get_metadata(snapshot)
     for name in ("run", "run_id", "world_size"):
         value = getattr(metadata, name)
         if value is not None:
             yield name, value
 
-    for name, value in _flatten(metadata.config, "config", _MOST_LEVELS):
+    settings = chain(
+        _flatten(metadata.config, "config", _MOST_LEVELS),
+        _list_saved_settings(snapshot),
+    )
+    for name, value in settings:
         if not _belongs_to_rank(name, value):
+            yield name, value
+
+
+def _list_saved_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
+    """Yield seeds and the user's configuration among the saved values."""
+    for name, value in values_of(snapshot).items():
+        if not is_seed(name) and not in_configuration(name):
+            continue
+
+        # Saved flags often say whether this is the main process.
+        is_flag = isinstance(value, bool)
+        if not is_flag and isinstance(value, (int, float, str)):
             yield name, value
 
 
@@ -106,46 +142,52 @@ def _flatten(node: Any, name: str, levels: int) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and levels:
         for key, value in node.items():
             yield from _flatten(value, f"{name}.{key}", levels - 1)
-    elif isinstance(node, (bool, int, float, str)):
+
+    if isinstance(node, (bool, int, float, str)):
         yield name, node
-    elif isinstance(node, (list, tuple)):
+
+    # A list is one setting, for example of the sizes of layers.
+    if isinstance(node, (list, tuple)):
         yield name, str(node)
 
 
 def _belongs_to_rank(name: str, value: Any) -> bool:
     """Whether a setting may differ within a run: of the rank, the machine or the main process, or a path."""
-    words = set(_WORD.findall(name.rpartition(".")[2].lower()))
-    is_path = isinstance(value, str) and ("/" in value or "\\" in value)
-    return bool(words & _OF_RANK) or differs_by_design(name) or is_path
+    if isinstance(value, str) and not _SEPARATORS.isdisjoint(value):
+        return True
+
+    if differs_by_design(name):
+        return True
+
+    last = name.rpartition(".")[2]
+    words = _WORD.findall(last.lower())
+    return not _OF_RANK.isdisjoint(words)
 
 
-def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int | None]) -> bool:
+def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int]) -> bool:
     """Whether the values are derived from the rank: seed + rank, or a text with the rank in it.
 
-    ranks: by position in the group, the rank of the file, None if it is unknown.
+    values: by position in the group.
+    ranks: the known ranks of files, by position.
     """
-    rank_of_position: dict[int, int] = {}
-    for position in values:
-        rank = ranks[position]
-        if rank is None:
-            return False
+    value_of_rank: dict[int, Any] = {}
+    for position in values.keys() & ranks.keys():
+        value_of_rank[ranks[position]] = values[position]
 
-        rank_of_position[position] = rank
-
-    if len(set(rank_of_position.values())) < len(rank_of_position):  # two files of one rank
+    # The rank of a file is unknown, or two files have one rank.
+    if len(value_of_rank) < len(values):
         return False
 
     kinds = {type(value) for value in values.values()}
     if kinds == {str}:
-        patterns = {_without_number(values[position], rank) for position, rank in rank_of_position.items()}
+        patterns = {_without_number(text, rank) for rank, text in value_of_rank.items()}
         return len(patterns) == 1
 
     if not kinds <= {int, float}:
         return False
 
-    return _are_on_a_line(
-        sorted((rank, values[position]) for position, rank in rank_of_position.items()), seeds=is_seed(name)
-    )
+    pairs = sorted(value_of_rank.items())
+    return _are_on_a_line(pairs, seeds=is_seed(name))
 
 
 def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
@@ -157,7 +199,7 @@ def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
 
     # Any two numbers are on a line, so two seeds follow the rank only if the slope is typical.
     if len(pairs) == 2:
-        return seeds and abs(slope) in (1, 10, 100, 1000, 10_000)
+        return seeds and abs(slope) in _TYPICAL_SLOPES
 
     return all(value == first + slope * (rank - first_rank) for rank, value in pairs)
 

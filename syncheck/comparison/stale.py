@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import CheckpointError
 from syncheck.layout.alignment import align
 from syncheck.layout.groups import group_by_step
@@ -36,15 +38,16 @@ def add_stale_ranks(
     runs = group_by_step(replicas for _, replicas in compared)
     groups = []
     for group, now in compared:
+        search = _Search(group, now, _list_earlier(now, runs))
         stale: dict[int, int] = {}
         try:
-            search = _Search(group, now, _list_earlier(now, runs))
             stale = search.find(jobs, quick=quick)
         except CheckpointError as error:  # from this step or from an earlier step
             unreadable.append(Unreadable(error.path, error.reason))
 
         if stale:
-            group = replace(group, evidence=replace(group.evidence, stale=stale))
+            evidence = replace(group.evidence, stale=stale)
+            group = replace(group, evidence=evidence)
 
         groups.append(group)
 
@@ -56,7 +59,8 @@ def _list_earlier(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGrou
     if now.step is None:
         return []
 
-    earlier = [(step, replicas) for step, replicas in runs[now.run].items() if step < now.step]
+    steps = runs[now.run].items()
+    earlier = [(step, replicas) for step, replicas in steps if step < now.step]
     return earlier[-MOST_STEPS:][::-1]
 
 
@@ -72,20 +76,23 @@ class _Search:
         self._differing: list[TensorDiff] = []
         self._suspects: set[int] = set()
         for diff in group.tensors:
-            if diff.kind in _KINDS and diff.status == "different":
+            is_updated = diff.kind in _KINDS
+            if is_updated and diff.status == "different":
                 self._differing.append(diff)
                 self._suspects.update(diff.minority)
 
         # Without a majority, any rank may be stale.
-        if not self._suspects:
-            self._suspects.update(group.ranks)
+        self._suspects = self._suspects or set(group.ranks)
 
     def find(self, jobs: int | None, *, quick: bool) -> dict[int, int]:
         """Return stale ranks with the latest step whose parameters and optimizer state they hold.
 
         Raises CheckpointError if a file can no longer be read.
         """
-        if not self._earlier or not any(diff.kind == "parameter" for diff in self._differing):
+        if not self._earlier:
+            return {}
+
+        if not any(diff.kind == "parameter" for diff in self._differing):
             return {}
 
         current = align(dict(self._now.ranks)).tensors
@@ -96,11 +103,18 @@ class _Search:
                 if not remaining_ranks:
                     break
 
-                before = align(dict(replicas.ranks)).tensors
-                ranks_before = {rank for rank, _ in replicas.ranks}
+                snapshots = dict(replicas.ranks)
+                before = align(snapshots).tensors
                 for rank in remaining_ranks:
-                    sources = self._choose_sources(rank, ranks_before)
-                    if self._equals(rank, current, before, sources, None if quick else files):
+                    sources = self._choose_sources(rank, set(snapshots))
+                    is_stale = self._equals(
+                        rank,
+                        current,
+                        before,
+                        sources,
+                        None if quick else files,
+                    )
+                    if is_stale:
                         stale[rank] = step
 
         # If all ranks match earlier steps, no rank is behind other ranks.
@@ -127,30 +141,35 @@ class _Search:
         sources: the ranks whose tensors count at the earlier step.
         files: None to compare stored checksums and digests only.
         """
-        has_tensors = False
-        for diff in self._differing:
-            if not any(rank in ranks for ranks in diff.clusters):
-                continue
-
-            has_tensors = True
+        diffs_of_rank = [diff for diff in self._differing if rank in chain.from_iterable(diff.clusters)]
+        for diff in diffs_of_rank:
             tensor = current.get(diff.name, {}).get(rank)
-            earlier = _find_replica(diff, rank, before.get(diff.name, {}), sources)
-            if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
+            tensors_before = before.get(diff.name, {})
+            earlier = _find_replica(
+                diff,
+                rank,
+                tensors_before,
+                sources,
+            )
+            if tensor is None or earlier is None:
                 return False
 
-        return has_tensors
+            if not _are_equal(tensor, earlier, files):
+                return False
+
+        return len(diffs_of_rank) > 0
 
 
 def _find_replica(
     diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], sources: Collection[int]
 ) -> Tensor | None:
     """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
-    for ranks in diff.replica_groups:
-        if rank in ranks:
-            present = [source for source in ranks if source in sources and source in tensors]
-            return tensors[present[0]] if present else None
+    replica_group = find_set(rank, diff.replica_groups)
+    present_ranks = [source for source in replica_group if source in sources and source in tensors]
+    if not present_ranks:
+        return None
 
-    return None
+    return tensors[present_ranks[0]]
 
 
 def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
@@ -161,12 +180,10 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     if mine.refused or theirs.refused:
         return False
 
-    if mine.digest is not None and theirs.digest is not None:
-        return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
-
-    # A fingerprint and a file of the same run.
-    if mine.digest is not None or theirs.digest is not None:
-        return False
+    identities = {_identify(mine), _identify(theirs)}
+    # A fingerprint and a file of the same run have nothing to compare.
+    if identities != {None}:
+        return len(identities) == 1
 
     if files is not None:
         return len(cluster_replicas((mine, theirs), files)) == 1
@@ -174,3 +191,11 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     from syncheck.tensors.digests import compare_checksums
 
     return compare_checksums((mine, theirs)).clusters == ((0, 1),)
+
+
+def _identify(tensor: Tensor) -> tuple[str, str] | None:
+    """Return the algorithm and the value of the digest of a tensor; None for a tensor with bytes."""
+    if tensor.digest is None:
+        return None
+
+    return tensor.digest.algorithm, tensor.digest.value

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.layout.replica_groups import ReplicaSets, Sets
-    from syncheck.records import TensorDiff
-
-_PARTITIONED = "partitioned over the ranks"
+    from syncheck.records import Status, TensorDiff
 
 
 class _ShardLayout(NamedTuple):
@@ -24,6 +22,9 @@ class _ShardLayout(NamedTuple):
 
     kind: str
     layout: str
+
+
+_PARTITIONED = _ShardLayout("optimizer", "partitioned over the ranks")
 
 
 @dataclass
@@ -44,44 +45,49 @@ class Tally:
     shard_sets: dict[_ShardLayout, list[Sets]] = field(default_factory=lambda: defaultdict(list))
     """By layout of shards: the sets of compared ranks of each tensor."""
 
-    def add(
-        self,
-        name: str,
-        kind: str,
-        diff: TensorDiff | None,
-        replica_sets: ReplicaSets | None = None,
-        *,
-        partitioned: bool = False,
-    ) -> None:
-        """Count a tensor.
+    def add(self, diff: TensorDiff) -> None:
+        """Count a tensor that differs or was not compared."""
+        self._count(diff.name, diff.kind, diff.status)
+        self.diffs.append(diff)
 
-        diff: None if its replicas are identical.
-        replica_sets: None if the tensor was not compared.
+    def add_identical(self, name: str, kind: str, replica_sets: ReplicaSets) -> None:
+        """Count a tensor with identical replicas. replica_sets: the ranks that must hold equal bytes."""
+        self._count(name, kind, "identical")
+        self._add_ranks(kind, replica_sets)
+        if replica_sets.kind:
+            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
+            self.shard_sets[layout].append(replica_sets.comparable)
+
+    def add_compared(self, diff: TensorDiff, replica_sets: ReplicaSets, *, partitioned: bool) -> None:
+        """Count a tensor whose replicas were compared and differ, or whose layout did not allow the comparison.
+
+        replica_sets: the ranks that must hold equal bytes.
         partitioned: whether it belongs to partitioned optimizer state.
         """
-        status = "identical" if diff is None else diff.status
+        self.add(diff)
+        # A rank that lacks a tensor was compared with ranks that have it.
+        if diff.status != "not_compared" or diff.reason is Reason.MISSING:
+            self._add_ranks(diff.kind, replica_sets)
+
+        layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
+        compared_sets = replica_sets.comparable
+        if diff.reason is Reason.SHARDED:
+            compared_sets = ()
+            # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
+            if not layout.kind:
+                layout = _PARTITIONED if partitioned else _ShardLayout("DTensor", str(diff.detail or ""))
+
+        if layout.kind:
+            self.shard_sets[layout].append(compared_sets)
+
+    def _count(self, name: str, kind: str, status: Status) -> None:
         self.by_kind[kind][status] += 1
         self.names[name] = kind
-        if diff is not None:
-            self.diffs.append(diff)
 
-        # A rank that lacks a tensor was compared with ranks that have it.
-        is_compared = status != "not_compared" or (diff is not None and diff.reason is Reason.MISSING)
-        if is_compared and replica_sets is not None and kind != "optimizer_step":
+    def _add_ranks(self, kind: str, replica_sets: ReplicaSets) -> None:
+        # Equal step counters do not show that ranks hold the same model.
+        if kind != "optimizer_step":
             self.compared.update(*replica_sets.comparable)
-
-        self._add_shards(diff, replica_sets, partitioned=partitioned)
-
-    def _add_shards(self, diff: TensorDiff | None, replica_sets: ReplicaSets | None, *, partitioned: bool) -> None:
-        is_sharded = diff is not None and diff.reason is Reason.SHARDED
-        # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
-        if replica_sets is not None and replica_sets.kind:
-            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
-            self.shard_sets[layout].append(() if is_sharded else replica_sets.comparable)
-        elif partitioned and is_sharded:
-            self.shard_sets[_ShardLayout("optimizer", _PARTITIONED)].append(())
-        elif diff is not None and is_sharded:
-            self.shard_sets[_ShardLayout("DTensor", str(diff.detail or ""))].append(())
 
     def summarize_shards(self) -> tuple[Shards, ...]:
         """Return a summary of the sharded tensors by kind and layout."""
@@ -89,8 +95,15 @@ class Tally:
         for (kind, layout), sets_of_tensors in self.shard_sets.items():
             # Shards without replicas have an empty set.
             compared = [sets for sets in sets_of_tensors if sets]
-            replica_groups = tuple(dict.fromkeys(chain.from_iterable(compared)))
-            summaries.append(Shards(kind, layout, len(sets_of_tensors), len(compared), replica_groups))
+            replica_groups = dict.fromkeys(chain.from_iterable(compared))
+            summary = Shards(
+                kind,
+                layout,
+                len(sets_of_tensors),
+                len(compared),
+                tuple(replica_groups),
+            )
+            summaries.append(summary)
 
         return tuple(summaries)
 
@@ -112,16 +125,17 @@ class Tally:
         return NotFinite(tuple(self.not_finite), len(self.not_finite))
 
     def find_uncompared(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks without a compared tensor."""
+        """Return the ranks without a compared tensor; empty if no rank has one."""
+        if not self.compared:
+            return ()
+
         return tuple(rank for rank in ranks if rank not in self.compared)
 
     def has_only_shards(self) -> bool:
         """Whether no tensor was compared, because tensors are sharded. Step counters do not count."""
-        if not self.shard_sets:
-            return False
-
+        statuses: set[str] = set()
         for kind, by_status in self.by_kind.items():
-            if kind != "optimizer_step" and by_status.total() != by_status["not_compared"]:
-                return False
+            if kind != "optimizer_step":
+                statuses.update(by_status)
 
-        return True
+        return bool(self.shard_sets) and statuses <= {"not_compared"}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from syncheck.layout.dtensors import is_whole, layout_text
-from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
-from syncheck.records import Reason, TensorDiff, largest_first, minority_of
+from syncheck.comparison.mismatches import find_mismatch, find_unequal, make_bare_diff, with_clusters
+from syncheck.messages import Detail
+from syncheck.records import Reason, largest_first, minority_of
 from syncheck.tensors.clustering import cluster_replicas
-from syncheck.text import group_ranks, sets_text
+from syncheck.text import sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.layout.replica_groups import ReplicaSets, Sets
-    from syncheck.messages import Message
-    from syncheck.records import Status
+    from syncheck.records import Status, TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
     from syncheck.tensors.digests import DigestResult
@@ -49,27 +49,50 @@ def compare_tensor(
     scan: searches the bytes that are read for NaN and infinity.
     Raises CheckpointError if a file can no longer be read.
     """
-    bare = _make_bare_diff(name, kind, tensors)
-    compare = _Compare(files, tolerance, tensors, scan, quick=quick)
-    diff = _find_mismatch(bare, tensors, replica_sets)
+    bare = make_bare_diff(name, kind, tensors)
+    compare = _Compare(
+        files,
+        tolerance,
+        tensors,
+        scan,
+        quick=quick,
+    )
+    diff = find_mismatch(bare, tensors, replica_sets)
     if diff is None:
-        diff = _compare_sets(bare, tensors, replica_sets, compare)
+        diff = _compare_sets(
+            bare,
+            tensors,
+            replica_sets,
+            compare,
+        )
     else:
-        diff = _add_values(diff, _compare_matching(diff, tensors, replica_sets, compare))
+        # Ranks with equal shapes and dtypes can still be compared with each other.
+        values = _compare_matching(diff, tensors, replica_sets, compare)
+        diff = _add_values(diff, values)
 
     # Ranks of other pipeline stages or experts do not need the tensor.
     missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
     if not missing_ranks:
         return diff
 
-    if sharded and diff is None and len(tensors) > 1:
-        return None  # all ranks with the tensor agree
-
+    present_ranks = tuple(tensors)
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
-        return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
+        if diff is None and len(present_ranks) > 1:
+            return None  # all ranks with the tensor agree
 
-    missing = _make_missing(bare, tuple(tensors), replica_sets.expected, missing_ranks)
-    return missing if diff is None else _add_missing(diff, missing, tuple(tensors))
+        return replace(
+            bare,
+            reason=Reason.SHARDED,
+            detail=Detail.PARTITIONED(ranks=present_ranks),
+        )
+
+    missing = _make_missing(
+        bare,
+        present_ranks,
+        replica_sets.expected,
+        missing_ranks,
+    )
+    return missing if diff is None else _add_missing(diff, missing, present_ranks)
 
 
 class _Compare:
@@ -99,13 +122,20 @@ class _Compare:
 
     def __call__(self, bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
         """Return the diff of the members of a replica set; None if they are identical."""
-        result = _compare_without_bytes(list(members.values()), self._files, quick=self._quick)
+        tensors = list(members.values())
+        result = _compare_without_bytes(tensors, self._files, quick=self._quick)
         if result is not None:
             return _make_diff(bare, tuple(members), result)
 
         # Replicas of other dtypes than the first one differ from it, so they need no search.
         scan = self._scan if bare.dtype == self._first_dtype else None
-        return _compare_bytes(bare, members, self._files, self._tolerance, scan)
+        return _compare_bytes(
+            bare,
+            members,
+            self._files,
+            self._tolerance,
+            scan,
+        )
 
 
 def _add_values(mismatch: TensorDiff, values: TensorDiff | None) -> TensorDiff:
@@ -127,7 +157,7 @@ def _make_missing(
     bare: TensorDiff, present: tuple[int, ...], expected: tuple[int, ...], missing_ranks: tuple[int, ...]
 ) -> TensorDiff:
     """Return the diff of a tensor that some ranks lack. present, expected: ranks that have it, or must have it."""
-    diff = _with_clusters(bare, expected, largest_first((present, missing_ranks)))
+    diff = with_clusters(bare, expected, largest_first((present, missing_ranks)))
     return replace(
         diff,
         reason=Reason.MISSING,
@@ -161,158 +191,30 @@ def _add_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]
     )
 
 
-def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
-    """Return the diff of a tensor that is not compared. reason: other than its shapes and dtypes."""
-    return replace(_make_bare_diff(name, kind, tensors), reason=reason, detail=detail)
-
-
-def _make_bare_diff(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
-    first = next(iter(tensors.values()))
-    return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
-
-
-def _with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes: Any) -> TensorDiff:
-    """Return the diff of one replica group. sets: ranks with equal values, largest first."""
-    return replace(bare, replica_groups=(tuple(ranks),), clusters=sets, minority=minority_of(sets), **changes)
-
-
-def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
-    """Return a diff if the values cannot be compared: different shapes, dtypes or layouts, or refused by the reader."""
-    # The common case first. A loop takes half the time of any() with a generator.
-    for tensor in tensors.values():
-        if tensor.shape != bare.shape or tensor.dtype != bare.dtype or tensor.refused or tensor.sharding is not None:
-            break
-    else:
-        return None
-
-    # From the strongest to the weakest reason: shards of several layouts may have several shapes, too.
-    for find in (_find_refused_shards, _find_refused_kinds, _find_shapes, _find_dtypes, _find_layouts):
-        diff = find(bare, tensors, replica_sets)
-        if diff is not None:
-            return diff
-
-    refused = next(iter(tensors.values())).refused
-    if not refused:
-        return None
-
-    reason = Reason.PARTS if refused.code is Refusal.IN_PARTS else Reason.REFUSED
-    return replace(bare, reason=reason, detail=Detail.REFUSED(refusal=refused))
-
-
-def _find_refused_shards(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
-) -> TensorDiff | None:
-    """Return a diff if some ranks hold shards that the reader refuses."""
-    refusals: dict[int, Message] = {}
-    for rank, tensor in tensors.items():
-        if tensor.refused and tensor.refused.code in SHARD_REFUSALS:
-            refusals[rank] = tensor.refused
-
-    if not refusals:
-        return None
-
-    first = next(iter(refusals.values()))
-    if len(refusals) < len(tensors):
-        detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(refusals))
-        return replace(bare, reason=Reason.REFUSED, detail=detail)
-
-    # Shards of one tensor may have different shapes.
-    return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
-
-
-def _find_refused_kinds(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
-) -> TensorDiff | None:
-    """Return a diff if the reader refuses tensors for different reasons, or only on some ranks.
-
-    For example, a sparse and a dense tensor, or a meta tensor and a tensor with values.
-    """
-    if not any(tensor.refused for tensor in tensors.values()):
-        return None
-
-    kinds: dict[int, str] = {}
-    for rank, tensor in tensors.items():
-        # As text, because fingerprints store the text of a refusal.
-        kinds[rank] = str(tensor.refused) if tensor.refused else f"{tensor.dtype} with values"
-
-    if len(set(kinds.values())) == 1:
-        return None
-
-    return _make_mismatch(bare, Reason.DTYPE, kinds, tensors)
-
-
-def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
-    """Return a diff if ranks hold tensors of different global shapes."""
-    shapes: dict[int, Any] = {}
-    for rank, tensor in tensors.items():
-        shapes[rank] = None if _is_undescribed(tensor, tensor.full_shape) else tensor.full_shape
-
-    if None in shapes.values() or len(set(shapes.values())) == 1:
-        return None
-
-    # Uneven parts of plain tensors.
-    if replica_sets.kind == "model parallel" and _is_equal_within(shapes, replica_sets):
-        return None
-
-    return _make_mismatch(bare, Reason.SHAPE, shapes, tensors)
-
-
-def _find_dtypes(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
-    """Return a diff if ranks hold tensors of different dtypes."""
-    dtypes: dict[int, Any] = {}
-    for rank, tensor in tensors.items():
-        dtypes[rank] = None if _is_undescribed(tensor, tensor.dtype) else tensor.dtype
-
-    if None in dtypes.values() or len(set(dtypes.values())) == 1:
-        return None
-
-    return _make_mismatch(bare, Reason.DTYPE, dtypes, tensors)
-
-
-def _is_undescribed(tensor: Tensor, value: object) -> bool:
-    """Whether the reader does not know the shape or the dtype of a tensor, and `value` stands for it."""
-    return bool(tensor.refused) and tensor.dtype == "unknown" and value in ((), "unknown")
-
-
-def _find_layouts(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
-    """Return a diff if ranks hold shards of different layouts, which are never replicas."""
-    texts: dict[int, str] = {}
-    layouts: dict[int, str] = {}
-    for rank, tensor in tensors.items():
-        sharding = tensor.sharding
-        if sharding is None or is_whole(sharding):
-            continue
-
-        # Ranks share sharding objects.
-        if id(sharding) not in texts:
-            texts[id(sharding)] = layout_text(sharding)
-
-        layouts[rank] = texts[id(sharding)]
-
-    if len(set(layouts.values())) < 2:
-        return None
-
-    return _make_mismatch(bare, Reason.SHAPE, layouts, tensors)
-
-
 def _compare_matching(
     mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
 ) -> TensorDiff | None:
     """Compare ranks with the same shape and dtype if not all ranks have the same. Return None if they do not differ."""
     matching_sets: list[tuple[int, ...]] = []
-    members: dict[int, Tensor] = {}
     for ranks in replica_sets.sets:
-        for matching_ranks in _group_by_type(tensors, ranks):
-            matching_sets.append(matching_ranks)
-            members |= {rank: tensors[rank] for rank in matching_ranks}
+        matching_sets += _group_by_type(tensors, ranks)
 
     if not matching_sets:
         return None
 
-    layout = replica_sets.layout or f"of one {mismatch.reason}"
-    matching = replace(replica_sets, sets=tuple(matching_sets), layout=layout)
-    bare = _make_bare_diff(mismatch.name, mismatch.kind, members)
-    diff = _compare_sets(bare, members, matching, compare)
+    members = {rank: tensors[rank] for rank in chain.from_iterable(matching_sets)}
+    matching = replace(
+        replica_sets,
+        sets=tuple(matching_sets),
+        layout=replica_sets.layout or f"of one {mismatch.reason}",
+    )
+    bare = make_bare_diff(mismatch.name, mismatch.kind, members)
+    diff = _compare_sets(
+        bare,
+        members,
+        matching,
+        compare,
+    )
     if diff is None or not diff.out_of_sync:
         return None
 
@@ -330,44 +232,32 @@ def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[
     return [tuple(matching_ranks) for matching_ranks in by_type.values() if len(matching_ranks) > 1]
 
 
-def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
-    """Whether the values are equal within each replica group."""
-    for first_rank, *other_ranks in replica_sets.sets:
-        if any(values[rank] != values[first_rank] for rank in other_ranks):
-            return False
-
-    return True
-
-
-def _make_mismatch(
-    bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
-) -> TensorDiff:
-    """Return a diff of values by rank: shapes, dtypes or layouts."""
-    # The values of most ranks come first, like the clusters of compared bytes.
-    ranks_by_value = group_ranks(values)
-    sets = largest_first(ranks_by_value.values())
-    value_of_set = {tuple(ranks): value for value, ranks in ranks_by_value.items()}
-    unequal = tuple((value_of_set[ranks], ranks) for ranks in sets)
-    return _with_clusters(bare, tensors, sets, reason=reason, detail=Detail.UNEQUAL(values=unequal))
-
-
 def _compare_sets(
     bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
 ) -> TensorDiff | None:
     """Compare within each replica set. Return None if all are identical, else the numbers of the worst set."""
     if replica_sets.kind and not replica_sets.comparable:
-        return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=replica_sets.layout))
+        detail = Detail.SHARDED(layout=replica_sets.layout)
+        return replace(bare, reason=Reason.SHARDED, detail=detail)
 
     diffs: list[TensorDiff] = []
     for ranks in replica_sets.comparable:
-        diff = _compare_set(bare, tensors, ranks, compare)
+        diff = _compare_set(
+            bare,
+            tensors,
+            ranks,
+            compare,
+        )
         if diff is not None:
             diffs.append(diff)
 
     if not diffs:
         return None
 
-    return diffs[0] if len(replica_sets.sets) == 1 else _join_diffs(diffs, replica_sets)
+    if len(replica_sets.sets) == 1:
+        return diffs[0]
+
+    return _join_diffs(diffs, replica_sets)
 
 
 def _compare_set(
@@ -376,20 +266,28 @@ def _compare_set(
     """Compare within one replica set. ranks: of the set."""
     if len(ranks) < len(tensors):
         tensors = {rank: tensors[rank] for rank in ranks}
-        bare = _make_bare_diff(bare.name, bare.kind, tensors)
+        bare = make_bare_diff(bare.name, bare.kind, tensors)
 
     # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
     shapes = {rank: tensor.shape for rank, tensor in tensors.items()}
-    if any(shape != bare.shape for shape in shapes.values()):
-        return _make_mismatch(bare, Reason.SHAPE, shapes, tensors)
+    mismatch = find_unequal(
+        bare,
+        Reason.SHAPE,
+        shapes,
+        tensors,
+    )
+    return compare(bare, tensors) if mismatch is None else mismatch
 
-    return compare(bare, tensors)
+
+def _rank_by_difference(diff: TensorDiff) -> tuple[int, float]:
+    """Return a sort key: by the status, then by the size of the difference."""
+    return _ORDER.index(diff.status), diff.max_abs or 0
 
 
 def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff:
     """Return one diff of several replica sets, with the numbers of the worst set."""
     # The numbers of several sets have no common reference, so those of the worst set stand for all.
-    worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
+    worst = max(diffs, key=_rank_by_difference)
     clusters: list[tuple[int, ...]] = []
     minority: list[int] = []
     nonfinite: dict[int, int] = {}
@@ -399,9 +297,10 @@ def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> Tenso
         nonfinite |= diff.nonfinite
 
     compared_sets = sets_text(replica_sets.comparable, 3)
+    within_groups = Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets)
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets),
+        detail=worst.detail or within_groups,
         replica_groups=replica_sets.sets,
         clusters=tuple(clusters),
         minority=tuple(sorted(minority)),
@@ -414,9 +313,6 @@ def _compare_bytes(
 ) -> TensorDiff | None:
     """Compare replicas bitwise and measure the differences. Return None if all are identical."""
     members = list(tensors.values())
-    if len(members) < 2:
-        return None
-
     clusters = cluster_replicas(members, files, scan)
     if len(clusters) == 1:
         return None
@@ -424,15 +320,20 @@ def _compare_bytes(
     from syncheck.tensors.differences import measure_differences  # needs numpy
 
     sets = _name_ranks(clusters, tuple(tensors))
-    representatives = [members[positions[0]] for positions in clusters]
-    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority_of(sets)))
+    has_majority = bool(minority_of(sets))
+    statistics = measure_differences(
+        [members[positions[0]] for positions in clusters],
+        files,
+        tolerance,
+        majority=has_majority,
+    )
     status: Status = "different"
     if not statistics.mismatched:
         status = "equal"
     elif not tolerance.exact and not statistics.beyond:
         status = "close"
 
-    return _with_clusters(
+    return with_clusters(
         bare,
         tensors,
         sets,
@@ -467,7 +368,9 @@ def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, in
 def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = [tensor for tensor in members if tensor.digest is not None]
-    if fingerprints and (not quick or len(fingerprints) == len(members)):
+    are_all_fingerprints = len(fingerprints) == len(members)
+    # Digests of files are computed from their bytes, which takes longer than to compare checksums.
+    if fingerprints and (not quick or are_all_fingerprints):
         from syncheck.tensors.digests import compare_digests
 
         return compare_digests(members, files)
@@ -494,4 +397,12 @@ def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -
         nonfinite = {}
 
     numbers = {"mismatched": None, "nonfinite": nonfinite, **result.numbers}
-    return _with_clusters(bare, ranks, sets, status="different", reason=result.reason, detail=result.detail, **numbers)
+    return with_clusters(
+        bare,
+        ranks,
+        sets,
+        status="different",
+        reason=result.reason,
+        detail=result.detail,
+        **numbers,
+    )

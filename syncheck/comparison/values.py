@@ -6,7 +6,9 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.group_metadata import get_metadata
 from syncheck.comparison.model_values import ModelValues, are_equal
+from syncheck.comparison.notes import note_if
 from syncheck.layout.optimizer_shards import OptimizerShards
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
 from syncheck.messages import Note
@@ -50,7 +52,12 @@ def compare_values(
     is_selected: whether the options select a name and kind.
     exclude: globs of names that do not count.
     """
-    values = _Values(alignment, is_selected, exclude, strict=strict)
+    values = _Values(
+        alignment,
+        is_selected,
+        exclude,
+        strict=strict,
+    )
     diffs = []
     for name in values.by_name:
         diff = values.compare(name)
@@ -80,11 +87,16 @@ class _Values:
                 if not partial_values.includes(name):
                     self.by_name[name][rank] = value
 
+        @cache
+        def list_containers(rank: int) -> dict[str, set[str]]:
+            names = (*values_by_rank[rank], *snapshots[rank].tensors)
+            return _list_containers(names)
+
         # Most groups have no absent value, and need no containers.
-        self._containers = cache(lambda rank: _list_containers((*values_by_rank[rank], *snapshots[rank].tensors)))
+        self._containers = list_containers
         self._ranks = alignment.ranks
         self._kind_of = make_value_classifier(self.by_name)
-        self._has_one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
+        self._has_one_format = len(_list_formats(snapshots)) == 1
         self._of_model = ModelValues(alignment)
         self._is_selected = is_selected
         self._is_included = make_selector(frozenset(), (), exclude)
@@ -106,15 +118,15 @@ class _Values:
 
         owner = _get_owner(name)
         lost_ranks = tuple(rank for rank in absent_ranks if owner not in self._containers(rank))
-        is_missing = bool(absent_ranks) and self._must_not_be_missing(name, absent_ranks, is_lost=bool(lost_ranks))
-        # The loss in LBFGS state differs by design, but must not be missing.
-        is_lost_state = bool(lost_ranks) and name.startswith("optimizer.")
-        counts = (differs or is_missing) and self._counts(name)
-        if differs_by_design(name) and not is_lost_state:
-            counts = False
-
-        values = {rank: by_rank.get(rank) for rank in self._ranks}
-        return ValueDiff(name, values, counts=counts, kind=self._kind_of(name), lost=lost_ranks)
+        is_lost = len(lost_ranks) > 0
+        is_out_of_sync = differs or self._must_not_be_missing(name, absent_ranks, is_lost=is_lost)
+        return ValueDiff(
+            name,
+            dict.fromkeys(self._ranks) | by_rank,
+            counts=is_out_of_sync and self._counts(name, is_lost=is_lost),
+            kind=self._kind_of(name),
+            lost=lost_ranks,
+        )
 
     def _is_of_model(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a value is compared like a tensor."""
@@ -124,12 +136,24 @@ class _Values:
         # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
         return self._kind_of(name) == "other" or self._of_model.lacks(name, by_rank)
 
-    def _counts(self, name: str) -> bool:
-        """Whether the options and the kind of a value let its differences count."""
+    def _counts(self, name: str, *, is_lost: bool) -> bool:
+        """Whether the options and the kind of a value let its differences count.
+
+        is_lost: whether ranks lack its whole object.
+        """
+        # The loss in LBFGS state differs by design, but must not be missing.
+        is_lost_state = is_lost and name.startswith("optimizer.")
+        if differs_by_design(name) and not is_lost_state:
+            return False
+
         if self._kind_of(name) != "other":
             return self._is_included(name, "value")
 
-        return self._strict and self._is_selected(name, "value")
+        # In files, values of an unknown meaning are only listed.
+        if not self._strict:
+            return False
+
+        return self._is_selected(name, "value")
 
     def _must_not_be_missing(self, name: str, absent_ranks: Sequence[int], *, is_lost: bool) -> bool:
         """Whether a value that some ranks lack is missing there. is_lost: whether they lack its whole object."""
@@ -140,16 +164,24 @@ class _Values:
         if self._strict:
             return True
 
-        # If only parameters are selected, files without an optimizer are complete.
-        if not self._is_selected(name, "optimizer") or not self._has_one_format:
+        # Other formats may store tensors only.
+        if not self._has_one_format:
             return False
 
-        if self._kind_of(name) not in ("setting", "scaler") and not is_lbfgs_state(name):
+        # If only parameters are selected, files without an optimizer are complete.
+        if not self._is_selected(name, "optimizer"):
             return False
+
+        kind = self._kind_of(name)
+        if kind not in ("setting", "scaler") and not is_lbfgs_state(name):
+            return False
+
+        if is_lost:
+            return True
 
         # fairseq stores the scale in the optimizer state, without a container.
-        is_scale = name.rpartition(".")[2] in SCALES
-        if is_lost or is_scale:
+        last = name.rpartition(".")[2]
+        if last in SCALES:
             return True
 
         first_rank = next(iter(self.by_name[name]))
@@ -170,27 +202,32 @@ class _PartialValues:
         self._stages: dict[Hashable, list[Snapshot]] = defaultdict(list)
         for snapshot in alignment.snapshots.values():
             self._stages[coordinates_in(snapshot, DIFFERENT_PARAMETERS)].append(snapshot)
-            if snapshot.metadata is not None and snapshot.metadata.optimizer_sharded:
+            if get_metadata(snapshot).optimizer_sharded:
                 self._is_sharded = True
 
     def includes(self, name: str) -> bool:
         """Whether ranks may have different values of this name by design."""
-        if self._optimizer.labels and self._optimizer.may_hold(name, of_optimizer=False):
+        if self._optimizer.may_hold(name, of_optimizer=False):
             return True
 
         # A step counter that is no tensor.
-        if name.rpartition(".")[0] in self._optimizer.owned:
+        parameter = name.rpartition(".")[0]
+        if parameter in self._optimizer.owned:
             return True
 
         if not is_membership(name):
             return False
 
-        return self._is_sharded or (len(self._stages) > 1 and self._is_equal_in_stages(name))
+        if self._is_sharded:
+            return True
+
+        # Memberships that differ within a stage are not due to the stages.
+        return len(self._stages) > 1 and self._is_equal_in_stages(name)
 
     def _is_equal_in_stages(self, name: str) -> bool:
         for snapshots in self._stages.values():
-            first_value = snapshots[0].values.get(name)
-            if any(snapshot.values.get(name) != first_value for snapshot in snapshots):
+            values = [snapshot.values.get(name) for snapshot in snapshots]
+            if values.count(values[0]) < len(values):
                 return False
 
         return True
@@ -206,6 +243,7 @@ def _list_containers(names: Iterable[str]) -> dict[str, set[str]]:
         # A value is a container without keys.
         keys.setdefault(name, set())
         container, _, key = name.rpartition(".")
+        # Each container is a key of the container around it.
         while container:
             keys[container].add(key)
             container, _, key = container.rpartition(".")
@@ -219,7 +257,8 @@ def _get_owner(name: str) -> str:
     if groups:
         return optimizer
 
-    return name.rpartition(".")[0] or name
+    container = name.rpartition(".")[0]
+    return container or name
 
 
 def _container_differs(name: str, present: Mapping[str, set[str]], absent: Collection[Mapping[str, set[str]]]) -> bool:
@@ -231,7 +270,11 @@ def _container_differs(name: str, present: Mapping[str, set[str]], absent: Colle
     container = name.rpartition(".")[0]
     for keys_by_container in absent:
         keys = keys_by_container.get(container)
-        if not keys or keys - present[container]:
+        if not keys:
+            return True
+
+        # A container of another class has keys of its own.
+        if keys - present[container]:
             return True
 
     return False
@@ -239,37 +282,49 @@ def _container_differs(name: str, present: Mapping[str, set[str]], absent: Colle
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether all replicas are objects in memory."""
-    return all(snapshot.format == "memory" for snapshot in snapshots.values())
+    return _list_formats(snapshots) == {"memory"}
+
+
+def _list_formats(snapshots: Mapping[int, Snapshot]) -> set[str]:
+    return {snapshot.format for snapshot in snapshots.values()}
 
 
 def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about absent top-level values whose absence does not count. Only for files of the same format."""
-    if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
+    formats = _list_formats(snapshots)
+    if len(formats) > 1 or "memory" in formats:
         return []
 
-    tops_by_rank: dict[int, set[str]] = {}
-    for rank, snapshot in snapshots.items():
-        tops_by_rank[rank] = {_get_top(name) for name in snapshot.values}
+    absent = _find_absent_tops(snapshots, diffs)
+    notes: list[Message] = []
+    for ranks in list(absent)[:_MOST_NOTES]:
+        names = absent.pop(ranks)
+        notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
 
+    unnamed = sum(map(len, absent.values()))
+    return [*notes, *note_if(unnamed, Note.MORE_VALUES_ABSENT(count=unnamed))]
+
+
+def _find_absent_tops(
+    snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueDiff]
+) -> dict[tuple[int, ...], list[str]]:
+    """Return the first parts of the names of absent values by the ranks without them, unless their absence counts."""
+    present: dict[str, set[int]] = defaultdict(set)
+    for rank, snapshot in snapshots.items():
+        for name in snapshot.values:
+            present[_get_top(name)].add(rank)
+
+    # Differences that count are in a finding, and values of the model have notes of their own.
     counted = {_get_top(diff.name) for diff in diffs if diff.counts or diff.kind == "model"}
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for top in sorted(set().union(*tops_by_rank.values()) - counted):
-        absent_ranks = tuple(rank for rank, tops in tops_by_rank.items() if top not in tops)
-        if absent_ranks and not is_rng_state((top,)):
+    for top in sorted(present.keys() - counted):
+        absent_ranks = tuple(rank for rank in snapshots if rank not in present[top])
+        if not is_rng_state((top,)):
             absent[absent_ranks].append(f"{top:.80}")
 
-    notes: list[Message] = []
-    more = 0
-    for ranks, names in absent.items():
-        if len(notes) < _MOST_NOTES:
-            notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
-        else:
-            more += len(names)
-
-    if more:
-        notes.append(Note.MORE_VALUES_ABSENT(count=more))
-
-    return notes
+    # Values that all ranks have.
+    absent.pop((), None)
+    return absent
 
 
 def _get_top(name: str) -> str:

@@ -6,8 +6,7 @@ One pass over the first `MEASURED` elements of a replica of each set of equal re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.findings import FIRST_MOMENTS, MEASURED, SECOND_MOMENTS
@@ -27,56 +26,74 @@ if TYPE_CHECKING:
 
 # Maximum number of measured tensors of each kind: they are enough to show a cause.
 MOST = 512
+# The last parts of the names of running averages of gradients, and of their squares.
+_MOMENTS = dict.fromkeys(FIRST_MOMENTS, "first") | dict.fromkeys(SECOND_MOMENTS, "second")
 _BLOCK = 1 << 16  # elements
 _ALL_BLOCKS = 1 << 20  # elements of the blocks of all replicas
 
 
 def select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
     """Return the first `MOST` floating-point parameters, buffers, first and second moments each."""
-    by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "buffer": [], "first": [], "second": []}
+    by_kind: dict[str, list[TensorDiff]] = {
+        "parameter": [],
+        "buffer": [],
+        "first": [],
+        "second": [],
+    }
     for diff in differing:
         kind = _moment_of(diff) or diff.kind
-        if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:
+        if kind in by_kind and DTYPES[diff.dtype].family == "float":
             by_kind[kind].append(diff)
 
-    return list(chain.from_iterable(by_kind.values()))
+    selected = []
+    for diffs in by_kind.values():
+        selected += diffs[:MOST]
+
+    return selected
 
 
 def _moment_of(diff: TensorDiff) -> str | None:
     """Return "first" or "second" for a running average of gradients or of their squares, else None."""
-    state = diff.name.rpartition(".")[2] if diff.kind == "optimizer" else ""
-    return "first" if state in FIRST_MOMENTS else "second" if state in SECOND_MOMENTS else None
+    if diff.kind != "optimizer":
+        return None
+
+    state = diff.name.rpartition(".")[2]
+    return _MOMENTS.get(state)
 
 
 def compare_vectors(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
     """Return the fields norms, cosine, smaller and zeroed of the evidence on a tensor. tensors: by rank."""
     norms: dict[int, float] = {}
     cosines: list[float] = []
-    shares: dict[str, dict[int, float]] = {"smaller": {}, "zeroed": {}}
+    smaller: dict[int, float] = {}
+    zeroed: dict[int, float] = {}
     for sets in sets_within(diff):
-        sums = _sum_over_blocks([tensors[ranks[0]] for ranks in sets], files)
-        for position, ranks in enumerate(sets):
-            if (norm := sums.norm(position)) is not None:
-                norms.update(dict.fromkeys(ranks, norm))
+        sums_of_sets = _sum_over_blocks([tensors[ranks[0]] for ranks in sets], files)
+        for ranks, sums in zip(sets, sums_of_sets, strict=True):
+            if math.isfinite(sums.square):
+                norms |= dict.fromkeys(ranks, math.sqrt(sums.square))
 
-            if position == 0:
-                continue
-
-            if (cosine := sums.cosine(position)) is not None:
+        for ranks, sums in zip(sets[1:], sums_of_sets[1:], strict=True):
+            cosine = sums.cosine(sums_of_sets[0])
+            if cosine is not None:
                 cosines.append(cosine)
 
-            if not (differing := sums.differing[position]):
+            if not sums.differing:
                 continue
 
             if _moment_of(diff) == "second":
-                shares["smaller"].update(dict.fromkeys(ranks, sums.smaller[position] / differing))
+                smaller |= dict.fromkeys(ranks, sums.smaller / sums.differing)
 
             if diff.kind == "parameter":
-                _add_zeros(shares["zeroed"], sets[0], sums.zeros_of_first[position] / differing)
-                _add_zeros(shares["zeroed"], ranks, sums.zeros[position] / differing)
+                _add_zeros(zeroed, sets[0], sums.zeros_of_first / sums.differing)
+                _add_zeros(zeroed, ranks, sums.zeros / sums.differing)
 
-    ordered = {name: dict(sorted(by_rank.items())) for name, by_rank in shares.items()}
-    return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None), **ordered}
+    return {
+        "norms": dict(sorted(norms.items())),
+        "cosine": min(cosines, default=None),
+        "smaller": dict(sorted(smaller.items())),
+        "zeroed": dict(sorted(zeroed.items())),
+    }
 
 
 def _add_zeros(zeroed: dict[int, float], ranks: Sequence[int], share: float) -> None:
@@ -88,68 +105,66 @@ def _add_zeros(zeroed: dict[int, float], ranks: Sequence[int], share: float) -> 
 
 @dataclass
 class _Sums:
-    """Sums over the elements of several tensors, by their position. The tensor at position 0 is the first.
+    """Sums over the elements of one tensor, and beside the elements of the first tensor of its replica group.
 
-    differing, smaller, zeros: numbers of elements that differ from the first tensor, are smaller, and are zero instead.
+    square: of the tensor with itself.
+    product: with the first tensor.
+    differing: number of elements that differ from the first tensor.
+    smaller: differing elements that are smaller than in the first tensor.
+    zeros: differing elements that are zero.
     zeros_of_first: differing elements that are zero in the first tensor.
     """
 
-    count: int
-    squares: list[float] = field(init=False)
-    products: list[float] = field(init=False)
-    differing: list[int] = field(init=False)
-    smaller: list[int] = field(init=False)
-    zeros: list[int] = field(init=False)
-    zeros_of_first: list[int] = field(init=False)
+    square: float = 0.0
+    product: float = 0.0
+    differing: int = 0
+    smaller: int = 0
+    zeros: int = 0
+    zeros_of_first: int = 0
 
-    def __post_init__(self) -> None:
-        self.squares, self.products = [0.0] * self.count, [0.0] * self.count
-        self.differing, self.smaller = [0] * self.count, [0] * self.count
-        self.zeros, self.zeros_of_first = [0] * self.count, [0] * self.count
-
-    def add(self, position: int, first: Array, array: Array) -> None:
+    def add(self, first: Array, array: Array) -> None:
         """Add a block of elements of a tensor, and the same block of the first tensor."""
-        self.squares[position] += float(array @ array)
-        self.products[position] += float(first @ array)
-        if position:
-            differs = first != array
-            self.differing[position] += int(differs.sum())
-            self.smaller[position] += int((array < first).sum())
-            self.zeros[position] += int((differs & (array == 0)).sum())
-            self.zeros_of_first[position] += int((differs & (first == 0)).sum())
+        self.square += float(array @ array)
+        self.product += float(first @ array)
+        # The first tensor does not differ from itself.
+        if array is first:
+            return
 
-    def norm(self, position: int) -> float | None:
-        """Return the Euclidean norm of a tensor; None on overflow."""
-        square = self.squares[position]
-        return math.sqrt(square) if math.isfinite(square) else None
+        differs = first != array
+        self.differing += int(differs.sum())
+        self.smaller += int((array < first).sum())
+        self.zeros += int((differs & (array == 0)).sum())
+        self.zeros_of_first += int((differs & (first == 0)).sum())
 
-    def cosine(self, position: int) -> float | None:
+    def cosine(self, first: _Sums) -> float | None:
         """Return the cosine between a tensor and the first tensor; None for a zero tensor, and on overflow."""
-        scale = math.sqrt(self.squares[0]) * math.sqrt(self.squares[position])
-        if not scale or not math.isfinite(self.products[position] / scale):
+        scale = math.sqrt(first.square) * math.sqrt(self.square)
+        if not scale or not math.isfinite(self.product / scale):
             return None
 
-        return max(-1.0, min(1.0, self.products[position] / scale))
+        return max(-1.0, min(1.0, self.product / scale))
 
 
-def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> _Sums:
-    """Return the sums over the elements that are finite in all tensors."""
+def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> list[_Sums]:
+    """Return the sums of each tensor over the elements that are finite in all tensors."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64
 
-    sums = _Sums(len(tensors))
+    sums = [_Sums() for _ in tensors]
     size = min(tensors[0].numel, MEASURED)
     step = block_size(len(tensors))
     for start in range(0, size, step):
-        arrays = [read_float64(t, files, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
-        with np.errstate(over="ignore", invalid="ignore"):  # products may overflow to infinities of both signs
+        count = min(step, size - start)
+        arrays = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate(tensors)]
+        # Products may overflow to infinities of both signs.
+        with np.errstate(over="ignore", invalid="ignore"):
             if not all(math.isfinite(float(array @ array)) for array in arrays):
                 finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
                 arrays = [array[finite] for array in arrays]
 
-            for position, array in enumerate(arrays):
-                sums.add(position, arrays[0], array)
+            for sums_of_tensor, array in zip(sums, arrays, strict=True):
+                sums_of_tensor.add(arrays[0], array)
 
     return sums
 

@@ -38,8 +38,10 @@ _MODEL_PREFIXES = ("", "model.", "module.", f"{_ONLINE}.")
 # What an averaging object at the top of a checkpoint stores: the first parts of the names.
 _TOP_KEYS = ("initted", "step", "n_averaged", "ema_model")
 _SCALAR: tuple[Shape, ...] = ((), (1,))
-# Digits of the longest number of an entry of a list.
-_MOST_DIGITS = 8
+# The number of an entry of a list.
+_NUMBER = re.compile(r"[0-9]{1,8}")
+# Names of tensors that only averaging objects store, and the starts of the names of their copies.
+_COPIES = {"n_averaged": "module.", "initted": "ema_model."}
 
 
 class Root(NamedTuple):
@@ -70,6 +72,13 @@ class _Group(NamedTuple):
     prefixes: set[str]
 
 
+class _Suffix(NamedTuple):
+    """A parameter whose name ends with certain parts. prefix: the parts before, with a dot at the end."""
+
+    prefix: str
+    name: str
+
+
 def is_averaging_class(kind: type) -> bool:
     """Whether a class, or a class that it is derived from, averages the weights of a model by its name."""
     return any(_CLASS.search(base.__name__) for base in kind.__mro__)
@@ -78,8 +87,11 @@ def is_averaging_class(kind: type) -> bool:
 @lru_cache(maxsize=4096)
 def is_average_key(part: str) -> bool:
     """Whether a part of a name may be the key of an averaged copy."""
-    words = _WORD.findall(part)
-    return part == "n_averaged" or not _WORDS.isdisjoint(word.lower() for word in words)
+    if part == "n_averaged":
+        return True
+
+    words = [word.lower() for word in _WORD.findall(part)]
+    return not _WORDS.isdisjoint(words)
 
 
 def find_roots(shapes: Mapping[str, Shape], declared: Iterable[str]) -> list[Root]:
@@ -106,16 +118,17 @@ def _find_marked_root(name: str, parts: Sequence[str], shapes: Mapping[str, Shap
     """Return the root of a tensor that only averaging classes store."""
     root, dot, last = name.rpartition(".")
     start = f"{root}{dot}"
-    if last == "n_averaged":
-        is_marked = shapes[name] in _SCALAR and _has_below(f"{start}module.", shapes)
-        return root if is_marked else None
-
-    if last == "initted":
-        is_marked = f"{start}step" in shapes and _has_below(f"{start}ema_model.", shapes)
-        return root if is_marked else None
+    copy = _COPIES.get(last)
+    if copy is not None:
+        # `n_averaged` is the count of updates itself, and `initted` has the count beside it.
+        is_count = shapes[name] in _SCALAR
+        is_marked = is_count if last == "n_averaged" else f"{start}step" in shapes
+        if is_marked and _has_below(f"{start}{copy}", shapes):
+            return root
 
     if last.isdecimal() and _LIST in parts:
         position = parts.index(_LIST)
+        # The list at the top of a checkpoint is the root itself.
         return ".".join(parts[:position]) or _LIST
 
     return None
@@ -138,6 +151,7 @@ def find_candidates(roots: Sequence[Root], names: Iterable[str]) -> frozenset[st
     """Return the names below roots, without the model within an averaging object."""
     prefixes = tuple(root.prefix for root in roots if root.name)
     has_top_root = any(not root.name for root in roots)
+    top_keys = _TOP_KEYS if has_top_root else ()
     candidates = set()
     for name in names:
         parts = name.split(".")
@@ -145,8 +159,8 @@ def find_candidates(roots: Sequence[Root], names: Iterable[str]) -> frozenset[st
             continue
 
         # The name of a number such as `n_averaged` may be a key itself.
-        is_below = f"{name}.".startswith(prefixes)
-        if is_below or (has_top_root and parts[0] in _TOP_KEYS):
+        key = f"{name}."
+        if key.startswith(prefixes) or parts[0] in top_keys:
             candidates.add(name)
 
     return frozenset(candidates)
@@ -157,11 +171,8 @@ def find_swapped(shapes: Mapping[str, Shape]) -> frozenset[str]:
     if _SWAPPED_COUNT not in shapes:
         return frozenset()
 
-    averaged = [name for name in shapes if f"{_SWAPPED_MODEL}{name}" in shapes]
-    if not averaged:
-        return frozenset()
-
-    return frozenset({*averaged, _SWAPPED_COUNT})
+    averaged = frozenset(name for name in shapes if f"{_SWAPPED_MODEL}{name}" in shapes)
+    return averaged | {_SWAPPED_COUNT} if averaged else averaged
 
 
 def find_copies(
@@ -184,14 +195,27 @@ def find_copies(
         wrappers = []
         for group in _find_groups(root, below, shapes, suffixes):
             if root.certain:
-                is_copy = _has_equal_shapes(root, group, below, shapes)
+                is_copy = _has_equal_shapes(
+                    root,
+                    group,
+                    below,
+                    shapes,
+                )
             else:
                 is_copy = _is_complete(root, group, trained)
+
             if is_copy:
                 wrappers.append(group.wrapper)
 
         for wrapper, entries in _find_lists(root, below).items():
-            if _is_list_of(entries, shapes, parameters, trained, certain=root.certain):
+            is_list = _is_list_of(
+                entries,
+                shapes,
+                parameters,
+                trained,
+                certain=root.certain,
+            )
+            if is_list:
                 wrappers.append(wrapper)
 
         for wrapper in wrappers:
@@ -200,15 +224,17 @@ def find_copies(
     return frozenset(copies)
 
 
-def _index_suffixes(parameters: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return (prefix, name) of the parameters by the part of the name after the prefix, without dots."""
-    suffixes: dict[str, list[tuple[str, str]]] = defaultdict(list)
+def _index_suffixes(parameters: Iterable[str]) -> dict[str, list[_Suffix]]:
+    """Return the parameters by the part of the name after a prefix, without dots."""
+    suffixes: dict[str, list[_Suffix]] = defaultdict(list)
     for name in parameters:
         parts = name.split(".")
         prefix = ""
         for i, part in enumerate(parts):
-            suffixes["".join(parts[i:])].append((prefix, name))
+            suffix = "".join(parts[i:])
+            suffixes[suffix].append(_Suffix(prefix, name))
             prefix += f"{part}."
+
     return suffixes
 
 
@@ -216,22 +242,20 @@ def _find_groups(
     root: Root,
     below: Iterable[str],
     shapes: Mapping[str, Shape],
-    suffixes: Mapping[str, Sequence[tuple[str, str]]],
+    suffixes: Mapping[str, Sequence[_Suffix]],
 ) -> list[_Group]:
     """Return the tensors below a root with names and shapes of the model, by wrapper."""
     groups: dict[str, _Group] = {}
     for name in below:
         parts = name.removeprefix(root.prefix).split(".")
-        # The longest common part of the names counts.
         for position in range(len(parts)):
-            prefixes = set()
-            for prefix, parameter in suffixes.get("".join(parts[position:]), ()):
-                if shapes[parameter] == shapes[name]:
-                    prefixes.add(prefix)
-
+            originals = suffixes.get("".join(parts[position:]), ())
+            prefixes = {suffix.prefix for suffix in originals if shapes[suffix.name] == shapes[name]}
+            # The longest common part of the names counts.
             if prefixes:
                 wrapper = ".".join([*parts[:position], ""])
-                group = groups.setdefault(wrapper, _Group(wrapper, [], set(prefixes)))
+                new_group = _Group(wrapper, [], set(prefixes))
+                group = groups.setdefault(wrapper, new_group)
                 group.names.append(name)
                 group.prefixes.intersection_update(prefixes)
                 break
@@ -253,9 +277,11 @@ def _mirrors(members: Iterable[str], start: str, prefix: str, shapes: Mapping[st
     prefix: of the names of the model.
     """
     for member in members:
-        original = f"{prefix}{member.removeprefix(start)}"
-        original_shape = shapes.get(original, shapes[member])
-        if original_shape != shapes[member]:
+        shape = shapes[member]
+        key = member.removeprefix(start)
+        original = f"{prefix}{key}"
+        # A member that the model does not have, for example a count, proves nothing.
+        if shapes.get(original, shape) != shape:
             return False
 
     return True
@@ -264,11 +290,13 @@ def _mirrors(members: Iterable[str], start: str, prefix: str, shapes: Mapping[st
 def _is_complete(root: Root, group: _Group, trained: Sequence[str]) -> bool:
     """Whether a group has a copy of every trained parameter of a model with a usual prefix."""
     # The copy `encoder_ema` is one of `encoder`.
-    words = root.name.rpartition(".")[2].split("_")
+    last = root.name.rpartition(".")[2]
+    words = last.split("_")
     original = "_".join(word for word in words if not is_average_key(word))
     usual_prefixes = {*_MODEL_PREFIXES, f"{original}."}
 
-    copies = _strip_names(group.names, f"{root.prefix}{group.wrapper}")
+    start = f"{root.prefix}{group.wrapper}"
+    copies = _strip_names(group.names, start)
     for prefix in group.prefixes & usual_prefixes:
         model = _strip_names(trained, prefix)
         if model and model <= copies:
@@ -287,12 +315,14 @@ def _find_lists(root: Root, below: Iterable[str]) -> dict[str, list[str]]:
     lists: dict[str, dict[int, str]] = defaultdict(dict)
     for name in below:
         head, dot, last = name.removeprefix(root.prefix).rpartition(".")
-        if last.isdecimal() and last.isascii() and len(last) <= _MOST_DIGITS:
-            lists[f"{head}{dot}"][int(last)] = name
+        if _NUMBER.fullmatch(last):
+            wrapper = f"{head}{dot}"
+            lists[wrapper][int(last)] = name
 
     ordered_lists = {}
     for wrapper, by_number in lists.items():
         numbers = sorted(by_number)
+        # The entries of a list are numbered from 0 on without gaps.
         if numbers == list(range(len(numbers))):
             ordered_lists[wrapper] = [by_number[number] for number in numbers]
 
@@ -316,9 +346,12 @@ def _is_list_of(
     if entry_shapes in (get_shapes(parameters), get_shapes(trained)):
         return True
 
+    if not certain:
+        return False
+
     # The search continues after the last match, so the order counts.
     remaining = iter(get_shapes(parameters))
-    return certain and all(shape in remaining for shape in entry_shapes)
+    return all(shape in remaining for shape in entry_shapes)
 
 
 def _select_members(root: Root, wrapper: str, below: Iterable[str], shapes: Mapping[str, Shape]) -> list[str]:
@@ -326,7 +359,9 @@ def _select_members(root: Root, wrapper: str, below: Iterable[str], shapes: Mapp
     start = f"{root.prefix}{wrapper}"
     members = []
     for name in below:
-        is_count = shapes[name] in _SCALAR and "." not in name.removeprefix(root.prefix)
+        # Names directly below the root have no other dot.
+        key = name.removeprefix(root.prefix)
+        is_count = shapes[name] in _SCALAR and "." not in key
         if is_count or name.startswith(start):
             members.append(name)
 

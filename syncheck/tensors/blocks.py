@@ -63,21 +63,39 @@ class Files(OpenFiles):
             def fetch(part: Tensor, start: int, count: int) -> bytes | bytearray:
                 return self.read(part, start, count, slot)
 
-            return pieces.assemble(tensor, start, count, fetch)
+            return pieces.assemble(
+                tensor,
+                start,
+                count,
+                fetch,
+            )
 
         if is_plain(tensor):
             size = DTYPES[tensor.dtype].size
-            offset, length = tensor.offset + start * size, count * size
+            offset = tensor.offset + start * size
+            length = count * size
             if tensor.data is not None:
                 return tensor.data[offset : offset + length]
-            return self._pread(tensor, offset, length, slot)
 
+            return self._pread(
+                tensor,
+                offset,
+                length,
+                slot,
+            )
+
+        # numpy cannot join the elements of no box.
         if not count:
             return b""
 
         from syncheck.tensors import strided  # needs numpy
 
-        return strided.read_strided(self, tensor, start, count)
+        return strided.read_strided(
+            self,
+            tensor,
+            start,
+            count,
+        )
 
     def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
         descriptor = self.descriptor(tensor)
@@ -88,6 +106,7 @@ class Files(OpenFiles):
 
         if valid != length:
             raise truncated_file(tensor, f"byte {offset + length}")
+
         return data
 
     def _read_bytes(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:
@@ -99,13 +118,17 @@ class Files(OpenFiles):
         # The buffer has exactly this length, so that `==` of two buffers is a memcmp.
         buffer = self._buffers.get(slot)
         if buffer is None or len(buffer) != length:
-            buffer = self._buffers[slot] = bytearray(length)
+            buffer = bytearray(length)
+            self._buffers[slot] = buffer
 
         valid = os.preadv(descriptor, [buffer], offset)
-        while 0 < valid < length:  # signals and network file systems cause short reads
-            more = os.preadv(descriptor, [memoryview(buffer)[valid:]], offset + valid)
+        # Signals and network file systems cause short reads.
+        while 0 < valid < length:
+            remaining = memoryview(buffer)[valid:]
+            more = os.preadv(descriptor, [remaining], offset + valid)
             if not more:
                 break  # the end of the file
+
             valid += more
 
         return buffer, valid
@@ -125,17 +148,23 @@ def has_elements(tensor: Tensor) -> bool:
     False for tensors that the reader refuses (sparse, quantized, meta, of an unknown dtype, ...), for fingerprints,
     which have a digest only, and for one rank's shard. Check this before any use of the dtype's size or the strides.
     """
-    return not tensor.refused and tensor.digest is None and tensor.sharding is None and tensor.dtype in DTYPES
+    if tensor.refused or tensor.dtype not in DTYPES:
+        return False
+
+    # A fingerprint has no elements.
+    if tensor.digest is not None:
+        return False
+
+    return tensor.sharding is None
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the bytes in the file are contiguous, in native byte order and without pending operations."""
-    return (
-        not tensor.lazy
-        and not tensor.shards
-        and tensor.big_endian == (sys.byteorder == "big")
-        and is_contiguous(tensor.shape, tensor.strides)
-    )
+    if tensor.lazy or tensor.shards:
+        return False
+
+    is_native = tensor.big_endian == (sys.byteorder == "big")
+    return is_native and is_contiguous(tensor.shape, tensor.strides)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -143,10 +172,12 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     if 0 in shape:
         return True
 
+    # The stride of the last dimension is 1, and that of each other one the elements of the dimensions after it.
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:
             return False
+
         expected *= size
 
     return True
@@ -156,7 +187,9 @@ def ranges(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Split tensors with the same shape and dtype into blocks: (start, count) in elements."""
     first = tensors[0]
     size = DTYPES[first.dtype].size
-    block = max(4096, min(BLOCK, ALL_BLOCKS // len(tensors)))
+    # Many replicas share the memory for blocks, down to the size of a page.
+    share = ALL_BLOCKS // len(tensors)
+    block = max(4096, min(BLOCK, share))
     step = block // size
     for start in range(0, first.numel, step):
         yield start, min(step, first.numel - start)
@@ -177,7 +210,8 @@ def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -
         if first.path in read_errors:
             break
 
-    return list(errors.values())[: max(1, len(replicas) - 1)]
+    most_errors = max(1, len(replicas) - 1)
+    return list(errors.values())[:most_errors]
 
 
 def _find_read_errors(replicas: Iterable[Iterable[Tensor]], *, only_first_elements: bool) -> dict[str, CheckpointError]:
@@ -196,14 +230,18 @@ def _read_stored_tensors(tensors: Iterable[Tensor], *, only_first_elements: bool
     """Read the tensors of one replica. Raises CheckpointError."""
     with Files(jobs=1) as files:
         for tensor in tensors:
-            if tensor.refused or tensor.data is not None or tensor.digest is not None:
+            if tensor.refused:
                 continue
 
+            # These have no bytes in a file.
+            if tensor.data is not None or tensor.digest is not None:
+                continue
+
+            blocks = ranges([tensor])
             if only_first_elements:
-                files.read(tensor, 0, min(1, tensor.numel), 0)
-                continue
+                blocks = iter([(0, min(1, tensor.numel))])
 
-            for start, count in ranges([tensor]):
+            for start, count in blocks:
                 files.read(tensor, start, count, 0)
 
 
@@ -215,9 +253,10 @@ def run_in_shares(
     If calls fail, raises the exception of the first share that failed.
     """
     jobs = _choose_jobs(tensors, files)
+    # Open all files before the threads start, because `OpenFiles` has no lock.
     if jobs > 1:
         for tensor in _list_stored(tensors):
-            files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
+            files.descriptor(tensor)
         # Opening may have lowered the limit of open files, because the process ran out of descriptors.
         jobs = _choose_jobs(tensors, files)
 
@@ -230,6 +269,7 @@ def run_in_shares(
         for block in islice(ranges(tensors), job, None, jobs):
             if failed.is_set():
                 return
+
             yield block
 
     def run(job: int, failed: Event) -> None:
@@ -282,16 +322,22 @@ def run_in_threads(work: Callable[[int, Event], None], jobs: int) -> None:
 def _choose_jobs(tensors: Sequence[Tensor], files: Files) -> int:
     """Return the number of threads; 1 if the tensor is small, in memory, or needs conversion."""
     first = tensors[0]
-    all_bytes = first.numel * DTYPES[first.dtype].size * len(tensors)
+    size = DTYPES[first.dtype].size
+    all_bytes = first.numel * size * len(tensors)
     if files.jobs == 1 or all_bytes < LARGE:
         return 1
 
     paths = set()
     for tensor in _list_stored(tensors):
-        if tensor.data is not None or not is_plain(tensor):
+        if tensor.data is not None:
             return 1
+
+        if not is_plain(tensor):
+            return 1
+
         paths.add(tensor.path)
 
+    # Threads must not close the files of each other.
     if len(paths) > files.limit:
         return 1
 

@@ -51,7 +51,14 @@ def cluster_replicas(
                 if len(members) == 1:
                     groups_of_block.append(members)
                 else:
-                    groups_of_block += _split(members, tensors, files, part, 2 * job, scan)
+                    groups_of_block += _split(
+                        members,
+                        tensors,
+                        files,
+                        part,
+                        2 * job,
+                        scan,
+                    )
 
             groups = groups_of_block
             if len(groups) == len(tensors):
@@ -60,7 +67,7 @@ def cluster_replicas(
         return groups
 
     groups_by_share = run_in_shares(tensors, files, split_by_share)
-    return largest_first(_intersect(groups_by_share, len(tensors)))
+    return _intersect(groups_by_share, len(tensors))
 
 
 def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -68,6 +75,7 @@ def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         by_key[key].append(position)
+
     return largest_first(by_key.values())
 
 
@@ -99,20 +107,17 @@ def _split(
     return [equal_members, *groups_by_bytes.values()]
 
 
-def _intersect(shares: Sequence[Groups], size: int) -> Groups:
-    """Return groups of replicas that are equal in every share of the blocks."""
+def _intersect(shares: Sequence[Groups], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return clusters of replicas that are equal in every share of the blocks, in the order of `cluster_replicas`."""
+    # Most tensors are small, and have one share.
     if len(shares) == 1:
-        return shares[0]
+        return largest_first(shares[0])
 
     # The key of a replica is the number of its group in each share.
-    keys: list[list[int]] = [[] for _ in range(size)]
+    keys: list[tuple[int, ...]] = [()] * size
     for groups in shares:
         for number, members in enumerate(groups):
             for member in members:
-                keys[member].append(number)
+                keys[member] = (*keys[member], number)
 
-    groups_by_key: dict[tuple[int, ...], list[int]] = {}
-    for member, key in enumerate(keys):
-        groups_by_key.setdefault(tuple(key), []).append(member)
-
-    return list(groups_by_key.values())
+    return cluster_by_key(keys)

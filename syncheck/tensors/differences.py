@@ -11,21 +11,19 @@ This module needs numpy and is imported only if replicas differ.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncheck.snapshots import unravel_index
 from syncheck.tensors.blocks import run_in_shares
 from syncheck.tensors.dtypes import DTYPES, DType
+from syncheck.tensors.statistics import Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncheck.records import Extent
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
     from syncheck.tensors.tolerance import Tolerance
@@ -42,97 +40,6 @@ _FEW = 4
 _DOUBT = np.float32(1 - 2.0**-21)
 # The smallest positive float32: avoids 0 / 0 = NaN and changes no other quotient.
 _TINY = np.float32(2.0**-149)
-
-
-@dataclass
-class Statistics:
-    """Differences between the representatives of clusters; fields as in `records.TensorDiff`.
-
-    beyond: mismatched elements outside the tolerance.
-    nonfinite: by position of the representative.
-    largest: flat index of the first of the largest differences; it has no meaning without `max_abs`.
-    first_nonfinite: flat index of the first differing element that is NaN or infinite on some replica.
-    first, last: flat indices of mismatched elements.
-    Without such elements, a first index is larger than every index, and the last is smaller.
-    """
-
-    mismatched: int = 0
-    beyond: int = 0
-    max_abs: float | int | None = None
-    max_rel: float | None = None
-    max_ulp: int | None = None
-    nonfinite: list[int] = field(default_factory=list)
-    largest: int = 0
-    first_nonfinite: int = sys.maxsize
-    first: int = sys.maxsize
-    last: int = -1
-
-    def extent(self, numel: int) -> Extent | None:
-        """Return how the mismatched elements are distributed in C order."""
-        if not self.mismatched:
-            return None
-
-        if self.mismatched == numel:
-            return "all"
-
-        if self.mismatched == 1:
-            return "one"
-
-        has_no_gaps = self.last - self.first + 1 == self.mismatched
-        return "contiguous" if has_no_gaps else "scattered"
-
-    def size(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return the fields of a `TensorDiff` about the largest difference of a tensor of this shape.
-
-        The index is that of an element which is NaN or infinite on some replica, if any.
-        """
-        index = None
-        if self.first_nonfinite < sys.maxsize:
-            index = unravel_index(self.first_nonfinite, shape)
-        elif self.max_abs is not None:
-            index = unravel_index(self.largest, shape)
-
-        return {"max_abs": self.max_abs, "max_rel": self.max_rel, "max_ulp": self.max_ulp, "index": index}
-
-    def add_mismatches(self, count: int, beyond: int, first: int, last: int) -> None:
-        """Add elements that differ. beyond: number of elements outside the tolerance. first, last: flat indices."""
-        self.mismatched += count
-        self.beyond += beyond
-        self.first = min(self.first, first)
-        self.last = max(self.last, last)
-
-    def add_absolute(self, difference: float, index: int) -> None:
-        """Add an absolute difference. If differences are equal, the lowest index wins."""
-        if self.max_abs is None or (difference, -index) > (self.max_abs, -self.largest):
-            self.max_abs, self.largest = difference, index
-
-    def add_relative(self, difference: float) -> None:
-        """Add a relative difference."""
-        self.max_rel = max(self.max_rel or 0.0, difference)
-
-    def add_ulp(self, steps: int) -> None:
-        """Add a difference in ULPs."""
-        self.max_ulp = max(self.max_ulp or 0, steps)
-
-    def add_nonfinite(self, index: int) -> None:
-        """Add a differing element that is NaN or infinite on some replica."""
-        self.first_nonfinite = min(self.first_nonfinite, index)
-
-    def add(self, statistics: Statistics) -> None:
-        """Add the statistics of other blocks of the same tensors."""
-        self.add_mismatches(statistics.mismatched, statistics.beyond, statistics.first, statistics.last)
-        self.add_nonfinite(statistics.first_nonfinite)
-        for position, count in enumerate(statistics.nonfinite):
-            self.nonfinite[position] += count
-
-        if statistics.max_abs is not None:
-            self.add_absolute(statistics.max_abs, statistics.largest)
-
-        if statistics.max_rel is not None:
-            self.add_relative(statistics.max_rel)
-
-        if statistics.max_ulp is not None:
-            self.add_ulp(statistics.max_ulp)
 
 
 def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
@@ -169,7 +76,15 @@ def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tole
 
                 finite = _find_finite(row, arrays, total)
                 if not are_equal:
-                    _measure_block(row, arrays, finite, start, total, tolerance, majority)
+                    _measure_block(
+                        row,
+                        arrays,
+                        finite,
+                        start,
+                        total,
+                        tolerance,
+                        majority,
+                    )
 
         return total
 
@@ -197,6 +112,7 @@ def _find_finite(row: DType, arrays: Sequence[Array], total: Statistics) -> Arra
         finite_elements = mask
         if row.family == "complex":
             finite_elements = mask[0::2] & mask[1::2]
+
         counts.append(finite_elements.size - int(np.count_nonzero(finite_elements)))
 
     if len(counts) == 1:
@@ -235,23 +151,46 @@ def _measure_block(
 
     picked = None
     are_few = count * _FEW < elements.size
-    if finite is not None or are_few or not tolerance.exact:
+    # Elements are copied if few differ, if some are not finite, or if a tolerance needs their positions.
+    if are_few or finite is not None or not tolerance.exact:
         picked = np.flatnonzero(measured)
         arrays = [array[picked] for array in arrays]
 
     beyond = differs
     indices = _ElementIndices(start, picked, parts)
     if row.family not in _FLOATING:
-        _add_integer_differences(row, arrays, indices, total, majority)
-    elif arrays[0].size:  # else, all differences are between numbers that are not finite
-        tolerated = _add_float_differences(row, arrays, indices, total, tolerance, majority)
-        if tolerated is not None and picked is not None:
+        _add_integer_differences(
+            row,
+            arrays,
+            indices,
+            total,
+            majority,
+        )
+    # Without elements, all differences are between numbers that are not finite.
+    elif arrays[0].size:
+        tolerated = _add_float_differences(
+            row,
+            arrays,
+            indices,
+            total,
+            tolerance,
+            majority,
+        )
+        if tolerated is not None:
+            assert picked is not None, "with a tolerance, elements are picked"
             beyond = differs.copy()
             beyond[picked[tolerated]] = False
 
-    first = start + int(np.argmax(elements))
-    last = start + elements.size - 1 - int(np.argmax(elements[::-1]))
-    total.add_mismatches(count, int(np.count_nonzero(_merge_parts(row, beyond))), first, last)
+    first, last = _find_ends(elements)
+    beyond_count = int(np.count_nonzero(_merge_parts(row, beyond)))
+    total.add_mismatches(count, beyond_count, start + first, start + last)
+
+
+def _find_ends(mask: Array) -> tuple[int, int]:
+    """Return the first and the last position at which a mask is set. It is set at one position at least."""
+    first = int(np.argmax(mask))
+    after_last = int(np.argmax(mask[::-1]))
+    return first, mask.size - 1 - after_last
 
 
 def _merge_parts(row: DType, mask: Array) -> Array:
@@ -289,11 +228,15 @@ def _add_integer_differences(
     """
     kind = np.int64 if row.family == "int" else np.uint64
     for low, high in pairs([array.astype(kind) for array in arrays], majority):
-        difference = high.view(np.uint64) - low.view(np.uint64)  # overflow wraps around to the correct number
+        # An overflow wraps around to the correct number.
+        difference = high.view(np.uint64) - low.view(np.uint64)
         largest = int(np.argmax(difference))
         total.add_absolute(int(difference[largest]), indices[largest])
-        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
-        total.add_relative(float((difference.astype(np.float64) / np.maximum(scale, 1)).max()))
+        magnitudes = np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64))
+        # At least 1, so that two zeros have the relative difference 0.
+        scale = np.maximum(np.maximum(*magnitudes), 1)
+        relative = difference.astype(np.float64) / scale
+        total.add_relative(float(relative.max()))
 
 
 def widen(row: DType, array: Array) -> Array:
@@ -302,8 +245,10 @@ def widen(row: DType, array: Array) -> Array:
         parts: Array = array.view(f"float{row.size * 4}")
         return parts
 
-    if row.name == "bfloat16":  # the upper half of a float32
-        return np.left_shift(array.view(np.uint16), np.uint32(16), dtype=np.uint32).view(np.float32)
+    # A bfloat16 is the upper half of a float32.
+    if row.name == "bfloat16":
+        bits = array.view(np.uint16)
+        return np.left_shift(bits, np.uint32(16), dtype=np.uint32).view(np.float32)
 
     if row.size < 4:
         return array.astype(np.float32)
@@ -314,8 +259,11 @@ def widen(row: DType, array: Array) -> Array:
 def read_float64(tensor: Tensor, files: Files, start: int, count: int, slot: int) -> Array:
     """Read elements as float64. Complex numbers become their real and imaginary parts."""
     row = DTYPES[tensor.dtype]
-    with np.errstate(invalid="ignore"):  # converting a signalling NaN is an invalid operation
-        return widen(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)
+    # Converting a signalling NaN is an invalid operation.
+    with np.errstate(invalid="ignore"):
+        data = files.read(tensor, start, count, slot)
+        array = np.frombuffer(data, row.dtype())
+        return widen(row, array).astype(np.float64)
 
 
 def pairs(arrays: Sequence[Array], majority: bool) -> Iterator[tuple[Array, Array]]:
@@ -326,12 +274,15 @@ def pairs(arrays: Sequence[Array], majority: bool) -> Iterator[tuple[Array, Arra
     if majority:
         for array in arrays[1:]:
             yield np.minimum(arrays[0], array), np.maximum(arrays[0], array)
+
         return
 
-    low, high = np.minimum(arrays[0], arrays[1]), np.maximum(arrays[0], arrays[1])
+    low = np.minimum(arrays[0], arrays[1])
+    high = np.maximum(arrays[0], arrays[1])
     for array in arrays[2:]:
         np.minimum(low, array, out=low)
         np.maximum(high, array, out=high)
+
     yield low, high
 
 
@@ -350,14 +301,29 @@ def _add_float_differences(
     tolerated = None if tolerance.exact else np.ones(arrays[0].size, bool)
     for low, high in pairs(arrays, majority):
         if low.dtype == np.float32:
-            _add_float32(low, high, indices, total)
+            _add_float32(
+                low,
+                high,
+                indices,
+                total,
+            )
         else:
-            _add_float64(low, high, indices, total)
+            _add_float64(
+                low,
+                high,
+                indices,
+                total,
+            )
 
         steps = _count_ulps(row, low, high)
         total.add_ulp(int(steps.max()))
         if tolerated is not None:
-            tolerated &= _is_close(low, high, steps, tolerance)
+            tolerated &= _is_close(
+                low,
+                high,
+                steps,
+                tolerance,
+            )
 
     return tolerated
 
@@ -398,13 +364,17 @@ def ordered(array: Array) -> Array:
 def _count_ulps(row: DType, low: Array, high: Array) -> Array:
     """Return the number of steps of the dtype between floats, as unsigned integers."""
     if row.size < 4 and row.name != "bfloat16":
-        low, high = low.astype(row.dtype()), high.astype(row.dtype())
+        low = low.astype(row.dtype())
+        high = high.astype(row.dtype())
 
-    if row.name == "float8_e8m0fnu":  # powers of two without a sign: the bits have the order of the values
+    # Powers of two without a sign: the bits have the order of the values.
+    if row.name == "float8_e8m0fnu":
         return np.subtract(high.view(np.uint8), low.view(np.uint8))
 
-    below, above = ordered(low), ordered(high)
-    steps: Array = np.subtract(above, below, out=above).view(f"uint{above.dtype.itemsize * 8}")
+    below = ordered(low)
+    above = ordered(high)
+    width = above.dtype.itemsize * 8
+    steps: Array = np.subtract(above, below, out=above).view(f"uint{width}")
     if row.name == "bfloat16":
         np.right_shift(steps, np.uint32(16), out=steps)
 
@@ -416,14 +386,20 @@ def _add_float32(low: Array, high: Array, indices: _ElementIndices, total: Stati
     difference = high - low
     largest = difference.max()
     if np.isinf(largest):
-        _add_float64(low.astype(np.float64), high.astype(np.float64), indices, total)
+        _add_float64(
+            low.astype(np.float64),
+            high.astype(np.float64),
+            indices,
+            total,
+        )
         return
 
     if total.max_abs is None or largest >= np.float32(total.max_abs):
         candidates = np.flatnonzero(difference == largest)
         exact = high[candidates].astype(np.float64) - low[candidates]
         best = int(np.argmax(exact))
-        total.add_absolute(float(exact[best]), indices[int(candidates[best])])
+        position = int(candidates[best])
+        total.add_absolute(float(exact[best]), indices[position])
 
     # Since low <= high, the larger magnitude is max(-low, high).
     scale = np.negative(low)
@@ -434,7 +410,8 @@ def _add_float32(low: Array, high: Array, indices: _ElementIndices, total: Stati
     if total.max_rel is None or least > total.max_rel * _DOUBT * _DOUBT:
         candidates = np.flatnonzero(relative >= least)
         exact = high[candidates].astype(np.float64) - low[candidates]
-        total.add_relative(float((exact / scale[candidates]).max()))
+        exact_relative = exact / scale[candidates]
+        total.add_relative(float(exact_relative.max()))
 
 
 def _add_float64(low: Array, high: Array, indices: _ElementIndices, total: Statistics) -> None:
@@ -443,9 +420,12 @@ def _add_float64(low: Array, high: Array, indices: _ElementIndices, total: Stati
     scale = np.maximum(-low, high)
     np.maximum(scale, np.nextafter(0.0, 1.0), out=scale)
     relative = difference / scale
-    if np.isinf(difference.max()):  # the difference of finite numbers overflows, so divide before subtracting
+    # The difference of finite numbers overflows, so divide before subtracting.
+    if np.isinf(difference.max()):
         overflows = np.isinf(difference)
-        relative[overflows] = np.abs(low[overflows] / scale[overflows] - high[overflows] / scale[overflows])
+        relative_low = low[overflows] / scale[overflows]
+        relative_high = high[overflows] / scale[overflows]
+        relative[overflows] = np.abs(relative_low - relative_high)
         np.minimum(difference, sys.float_info.max, out=difference)
 
     best = int(np.argmax(difference))
@@ -462,10 +442,14 @@ def _is_close(low: Array, high: Array, steps: Array, tolerance: Tolerance) -> Ar
     """
     close = np.zeros(low.size, bool)
     if tolerance.rtol is not None and tolerance.atol is not None:
-        a, b = low.astype(np.float64), high.astype(np.float64)
-        scale = np.where(np.isinf(b - a), 0.25, 1.0)  # the difference of finite numbers may overflow
-        a, b = a * scale, b * scale
-        close |= b - a <= tolerance.atol * scale + tolerance.rtol * np.maximum(-a, b)
+        a = low.astype(np.float64)
+        b = high.astype(np.float64)
+        # The difference of finite numbers may overflow.
+        scale = np.where(np.isinf(b - a), 0.25, 1.0)
+        a = a * scale
+        b = b * scale
+        tolerated = tolerance.atol * scale + tolerance.rtol * np.maximum(-a, b)
+        close |= b - a <= tolerated
 
     if tolerance.ulp is not None:
         most_steps = min(tolerance.ulp, np.iinfo(steps.dtype).max)

@@ -66,17 +66,12 @@ def compare_digests(tensors: Sequence[Tensor], files: Files) -> DigestResult:
     All tensors must have the same dtype and shape. Digests of different algorithms are not comparable; the result is
     unknown. Raises CheckpointError if a file can no longer be read.
     """
-    algorithms = set()
-    for tensor in tensors:
-        algorithms.add(tensor.digest.algorithm if tensor.digest else ALGORITHM)
-
+    algorithms = {ALGORITHM if tensor.digest is None else tensor.digest.algorithm for tensor in tensors}
     if len(algorithms) > 1:
-        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=", ".join(sorted(algorithms))))
+        names = ", ".join(sorted(algorithms))
+        return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=names))
 
-    values = []
-    for tensor in tensors:
-        values.append(tensor.digest.value if tensor.digest else _compute_digest(tensor, files))
-
+    values = [tensor.digest.value if tensor.digest else _compute_digest(tensor, files) for tensor in tensors]
     clusters = cluster_by_key(values)
     if len(clusters) == 1:
         return DigestResult(clusters)
@@ -95,6 +90,7 @@ def _compute_digest(tensor: Tensor, files: Files) -> str:
     digest = new_hasher()
     for start, count in ranges([tensor]):
         digest.update(files.read(tensor, start, count, slot=0))
+
     value: str = digest.hexdigest()
     return value
 
@@ -109,17 +105,24 @@ def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files
     from syncheck.tensors.moments import compute_moments  # needs numpy
 
     moments = compute_moments(tensors[positions[0]], files)
-    return Digest(ALGORITHM, "", moments.nonfinite, **moments.values())
+    return Digest(
+        ALGORITHM,
+        "",
+        moments.nonfinite,
+        **moments.values(),
+    )
 
 
 def _describe_moments(digests: Sequence[Digest]) -> Message:
     """Return the moments that differ between clusters, in the order of the clusters: 'mean 0.1 | 0.2'."""
-    moments = {name: [getattr(digest, name) for digest in digests] for name in _MOMENTS}
+    moments: dict[str, list[Any]] = {}
     differing = []
-    for name, numbers in moments.items():
+    for name in _MOMENTS:
+        numbers = [getattr(digest, name) for digest in digests]
+        moments[name] = numbers
         if len(set(numbers)) > 1:
-            texts = _format_distinct(numbers)
-            differing.append(f"{name} {' | '.join(texts[:_MOST_CLUSTERS])}")
+            texts = _format_distinct(numbers)[:_MOST_CLUSTERS]
+            differing.append(f"{name} {' | '.join(texts)}")
 
     # Complex tensors, and tensors beyond the budget of a live check, have digests only.
     if set(moments["min"] + moments["nonfinite"]) == {None}:
@@ -128,22 +131,20 @@ def _describe_moments(digests: Sequence[Digest]) -> Message:
     if not differing:
         return Detail.MOMENTS_AGREE()
 
-    least_difference = max(_spread(moments["min"]), _spread(moments["max"]))
+    text = ", ".join(differing)
     has_nonfinite = any(moments["nonfinite"])
+    least_difference = max(_spread(moments["min"]), _spread(moments["max"]))
     if least_difference and not has_nonfinite:
-        return Detail.MOMENTS_APART(least=least_difference, differing=", ".join(differing))
+        return Detail.MOMENTS_APART(least=least_difference, differing=text)
 
-    return Detail.MOMENTS(differing=", ".join(differing))
+    return Detail.MOMENTS(differing=text)
 
 
 def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
     """Format numbers with enough digits to show that they are not all equal."""
     texts: list[str] = []
     for digits in (4, 9, 17):
-        texts = []
-        for number in numbers:
-            texts.append("-" if number is None else f"{number:.{digits}g}")
-
+        texts = ["-" if number is None else f"{number:.{digits}g}" for number in numbers]
         if len(set(texts)) > 1:
             break
 
@@ -156,7 +157,9 @@ def _spread(numbers: Sequence[float | None]) -> float:
     if len(known_numbers) < len(numbers):
         return 0.0
 
-    return float(max(known_numbers)) - float(min(known_numbers))
+    highest = float(max(known_numbers))
+    lowest = float(min(known_numbers))
+    return highest - lowest
 
 
 def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:
@@ -164,13 +167,12 @@ def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: b
     if like.numel != 1:
         return {}
 
-    values = []
-    for digest in digests:
-        if digest.min is None or digest.nonfinite:
-            return {}
-        values.append(digest.min)
+    values = [digest.min for digest in digests if digest.min is not None and not digest.nonfinite]
+    if len(values) < len(digests):
+        return {}
 
-    lowest, highest = min(values), max(values)
+    lowest = min(values)
+    highest = max(values)
     is_float = DTYPES[like.dtype].family == "float"
     may_be_rounded = not is_float and max(-lowest, highest) >= _EXACT
     if lowest == highest or may_be_rounded:
@@ -185,8 +187,9 @@ def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: b
     largest_relative = 0.0
     for first, second in pairs:
         difference = abs(first - second)
+        scale = max(abs(first), abs(second))
         largest = max(largest, difference)
-        largest_relative = max(largest_relative, difference / max(abs(first), abs(second)))
+        largest_relative = max(largest_relative, difference / scale)
 
     return {
         "mismatched": 1,
@@ -209,7 +212,8 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
 
     # A view may contain some elements of its record several times, and others not at all.
     if all(tensor.crc32 and _is_dense(tensor) for tensor in tensors):
-        clusters = cluster_by_key([tensor.crc32 for tensor in tensors])
+        checksums = [tensor.crc32 for tensor in tensors]
+        clusters = cluster_by_key(checksums)
         return DigestResult(clusters, Reason.CHECKSUM, Detail.CHECKSUMS())
 
     # The checksum of a record and the position in the record.
@@ -217,6 +221,7 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
     for tensor in tensors:
         if not tensor.record:
             return DigestResult(reason=Reason.CHECKSUM, detail=Detail.NO_CHECKSUM())
+
         checksum, record_start, _ = tensor.record
         records.add((checksum, tensor.offset - record_start))
 
@@ -228,12 +233,18 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
 
 def _significant_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of dimensions with more than one element."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size != 1)
+    dimensions = zip(tensor.shape, tensor.strides, strict=True)
+    return tuple(stride for size, stride in dimensions if size != 1)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill a memory range without gaps and overlaps, in any order of dimensions."""
-    dimensions = sorted(zip(tensor.strides, tensor.shape, strict=True), key=itemgetter(0), reverse=True)
-    sizes = [size for _, size in dimensions]
-    strides = [stride for stride, _ in dimensions]
+    dimensions = list(zip(tensor.strides, tensor.shape, strict=True))
+    dimensions.sort(key=itemgetter(0), reverse=True)
+    sizes: list[int] = []
+    strides: list[int] = []
+    for stride, size in dimensions:
+        sizes.append(size)
+        strides.append(stride)
+
     return is_contiguous(sizes, strides)

@@ -33,6 +33,7 @@ class DType:
             import ml_dtypes
 
             return np.dtype(getattr(ml_dtypes, self.numpy))
+
         return np.dtype(self.numpy)
 
 

@@ -12,13 +12,14 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.snapshots import Metadata
 from syncheck.tensors.averages import find_candidates, find_copies, find_roots, find_swapped
 from syncheck.tensors.names import is_rng_state, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from syncheck.snapshots import Metadata, Snapshot
+    from syncheck.snapshots import Snapshot
     from syncheck.tensors.averages import Root
 
 KINDS = (
@@ -65,6 +66,13 @@ class Kinds(NamedTuple):
     unsure: frozenset[str]
 
 
+class _Kind(NamedTuple):
+    """The kind of one tensor, and whether it is certain."""
+
+    kind: str
+    sure: bool
+
+
 def classify_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     metadata: Metadata | None,
@@ -77,65 +85,62 @@ def classify_tensors(
 
     shapes, dtypes: by tensor name. parameters: names of known model parameters, besides the metadata's.
     """
-    evidence = _collect_evidence(shapes, dtypes or {}, metadata, parameters, buffer_globs)
-    roots = find_roots(shapes, metadata.averaged if metadata else ())
+    evidence = _collect_evidence(
+        shapes,
+        dtypes or {},
+        metadata or Metadata(),
+        parameters,
+        buffer_globs,
+    )
+    roots = find_roots(shapes, evidence.averaged)
     swapped = find_swapped(shapes)
     candidates = _list_candidates(roots, evidence)
 
-    classified: dict[str, tuple[str, bool]] = {}
-    for name in shapes:
-        if name not in candidates and name not in swapped:
-            classified[name] = evidence.kind(name)
+    possible_copies = swapped.union(candidates)
+    kinds = {name: evidence.kind(name) for name in shapes if name not in possible_copies}
 
-    copies = _find_copies(roots, candidates, classified, evidence)
+    copies = _find_copies(
+        roots,
+        candidates,
+        kinds,
+        evidence,
+    )
     for name in candidates:
         if name in copies:
             # Options that select parameters or buffers select the copies in modules, too.
-            classified[name] = ("ema", name not in evidence.model)
+            kinds[name] = _Kind("ema", name not in evidence.model)
         else:
-            classified[name] = evidence.kind(name, sure=False)
+            kinds[name] = evidence.kind(name, sure=False)
 
-    for name in swapped:
-        classified[name] = ("ema", True)
-
-    kinds: dict[str, str] = {}
-    unsure: set[str] = set()
-    guessed = False
-    for name in shapes:
-        kinds[name], sure = classified[name]
-        if not sure:
-            unsure.add(name)
-        if kinds[name] == "parameter" and name not in evidence.trained:
-            guessed = evidence.buffers is None
-
-    return Kinds(kinds, guessed, frozenset(unsure))
+    kinds |= dict.fromkeys(swapped, _Kind("ema", sure=True))
+    by_name = {name: kinds[name].kind for name in shapes}
+    unsure = [name for name in shapes if not kinds[name].sure]
+    # A parameter is recognized by its name if neither an optimizer nor a description of the model proves it.
+    untrained = [name for name, kind in by_name.items() if kind == "parameter" and name not in evidence.trained]
+    guessed = evidence.buffers is None and len(untrained) > 0
+    return Kinds(by_name, guessed, frozenset(unsure))
 
 
 def _collect_evidence(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, str],
-    metadata: Metadata | None,
+    metadata: Metadata,
     parameters: Iterable[str],
     buffer_globs: Iterable[str],
 ) -> _Evidence:
     """Return the evidence about the tensors of a checkpoint. Arguments as in `classify_tensors`."""
-    known_parameters = set(parameters)
-    buffers = None
-    optimized: frozenset[str] = frozenset()
-    if metadata is not None:
-        optimized = frozenset(metadata.optimizer_parameters)
-        known_parameters.update(metadata.frozen, optimized)
-        if metadata.buffers is not None:
-            buffers = frozenset(metadata.buffers)
-
-    described = known_parameters.union(buffers or ())
+    optimized = frozenset(metadata.optimizer_parameters)
+    known_parameters = optimized.union(parameters, metadata.frozen)
+    described = known_parameters.union(metadata.buffers or ())
+    buffers = None if metadata.buffers is None else frozenset(metadata.buffers)
     trained = _find_trained(shapes, described)
     return _Evidence(
         shapes,
         dtypes,
-        frozenset(known_parameters),
+        known_parameters,
         buffers,
         optimized,
+        metadata.averaged,
         trained,
         trained.union(described),
         tuple(buffer_globs),
@@ -191,6 +196,7 @@ class _Evidence(NamedTuple):
     parameters: names of parameters, according to metadata or the caller.
     buffers: names of buffers in the metadata; None if it does not list them.
     optimized: the optimizer's parameters in the metadata.
+    averaged: names of objects in memory that average the weights.
     trained: tensors with optimizer state.
     model: tensors that certainly belong to the model, even if their names are those of a scaler or an RNG state.
     globs: the user's globs of buffers.
@@ -201,70 +207,92 @@ class _Evidence(NamedTuple):
     parameters: frozenset[str]
     buffers: frozenset[str] | None
     optimized: frozenset[str]
+    averaged: tuple[str, ...]
     trained: frozenset[str]
     model: frozenset[str]
     globs: tuple[str, ...]
 
-    def kind(self, name: str, *, sure: bool = True) -> tuple[str, bool]:
-        """Return the kind of a tensor outside averaged copies, and whether it is certain.
+    def kind(self, name: str, *, sure: bool = True) -> _Kind:
+        """Return the kind of a tensor outside averaged copies.
 
         sure: whether the kind of a tensor with a usual name may be certain.
         """
         if name in self.parameters:
-            return "parameter", True
+            return _Kind("parameter", sure=True)
 
-        if name not in self.model:
-            kind = self._kind_outside_model(name)
-            if kind is not None:
-                # No optimizer has a state called `weight`, so this may be a module called `optimizer`.
-                return kind, not (kind == "optimizer" and self._is_layer(name))
+        kind = self._kind_outside_model(name)
+        if kind is not None:
+            # No optimizer has a state called `weight`, so this may be a module called `optimizer`.
+            is_layer = kind == "optimizer" and self._is_layer(name)
+            return _Kind(kind, sure=not is_layer)
 
         if name in self.trained:
-            return "parameter", True
+            return _Kind("parameter", sure=True)
 
         statistic = self._bn_statistic(name)
         if statistic is not None:
-            return statistic, sure
+            return _Kind(statistic, sure)
 
         if self.buffers is not None:
             return self._by_listed_buffers(name, self.buffers, sure)
 
         if _matches_any(name, self.globs):
-            return "buffer", True
+            return _Kind("buffer", sure=True)
 
         return self._by_siblings(name, sure)
 
-    def _by_listed_buffers(self, name: str, buffers: frozenset[str], sure: bool) -> tuple[str, bool]:
+    def _by_listed_buffers(self, name: str, buffers: frozenset[str], sure: bool) -> _Kind:
         """Return the kind of a tensor if all buffers of described modules are listed."""
         if name in buffers:
-            return "buffer", True
+            return _Kind("buffer", sure=True)
 
         # If the optimizer's parameters are listed, this parameter is frozen, another rank's, or in an undescribed
         # module.
         is_confirmed = not self.optimized or _named_as_parameter(name)
-        return "parameter", sure and is_confirmed
+        return _Kind("parameter", sure and is_confirmed)
 
     def _kind_outside_model(self, name: str) -> str | None:
         """Return the kind of a tensor outside the model; None for the model's tensors."""
-        parts = name.split(".")
-        is_scalar = self.shapes[name] in _SCALAR
-        if parts[0] == "optimizer":
-            return "optimizer_step" if is_scalar and parts[-1] == "step" else "optimizer"
+        if name in self.model:
+            return None
 
-        if self._is_rng_state(name, parts) or _is_powersgd_error(parts):
+        parts = name.split(".")
+        if parts[0] == "optimizer":
+            # A tensor called `step` that is no scalar is a state of an unknown optimizer.
+            is_step = parts[-1] == "step" and self.shapes[name] in _SCALAR
+            return "optimizer_step" if is_step else "optimizer"
+
+        if self._is_rng_state(name, parts):
             return "rng"
 
-        if is_scalar and self._is_of_scaler(name):
+        # Like RNG states, these errors differ between ranks by design.
+        if _is_powersgd_error(parts):
+            return "rng"
+
+        if self._is_of_scaler(name):
             return "scaler"
 
         return None
 
     def _is_rng_state(self, name: str, parts: Sequence[str]) -> bool:
         """Whether a tensor is a 1-D tensor of bytes or words; other tensors with this name belong to a module."""
-        if not is_rng_state(parts) or len(self.shapes[name]) != 1:
+        if not is_rng_state(parts):
             return False
 
-        return _is_state(parts, self.dtypes.get(name, "uint8"))
+        if len(self.shapes[name]) != 1:
+            return False
+
+        dtype = self.dtypes.get(name, "uint8")
+        if dtype.startswith(("uint", "unknown")):
+            return True
+
+        # Signed integers need the key at either end of the name.
+        if not dtype.startswith("int"):
+            return False
+
+        words = [part for part in parts if not part.isdecimal()]
+        ends = (parts[0], *words[-1:])
+        return is_rng_state(ends)
 
     def _is_of_scaler(self, name: str) -> bool:
         """Whether a number is a value of a gradient scaler, and not of a module called `scaler`."""
@@ -272,64 +300,86 @@ class _Evidence(NamedTuple):
         if scaler not in SCALERS or value not in _SCALING:
             return False
 
+        if self.shapes[name] not in _SCALAR:
+            return False
+
         # One value alone may be a parameter, unless its name is that of a private attribute.
+        if value.startswith("_"):
+            return True
+
         values = [value for value in _SCALING if f"{scaler}.{value}" in self.shapes]
-        return len(values) > 1 or value.startswith("_")
+        return len(values) > 1
 
     def _is_layer(self, name: str) -> bool:
+        """Whether a name of an optimizer state is that of a parameter in a module called `optimizer`."""
         owner, _, last = name.removeprefix("optimizer.").rpartition(".")
-        return last in ("weight", "bias") and owner not in self.shapes and not owner.isdecimal()
+        if last not in ("weight", "bias"):
+            return False
+
+        # The owner of a state is a parameter, by its name or its number.
+        return owner not in self.shapes and not owner.isdecimal()
 
     def _bn_statistic(self, name: str) -> str | None:
         """Return the kind of a BatchNorm statistic, if its siblings confirm it; any parameter may have this name."""
-        kind = _BN.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        kind = _BN.get(last)
         if kind is None:
             return None
 
-        mean_shape = self.shapes.get(sibling_name(name, "running_mean"))
-        var_shape = self.shapes.get(sibling_name(name, "running_var"))
+        running_mean = sibling_name(name, "running_mean")
+        running_var = sibling_name(name, "running_var")
+        mean_shape = self.shapes.get(running_mean)
+        var_shape = self.shapes.get(running_var)
         is_confirmed = mean_shape is not None and mean_shape == var_shape
         return kind if is_confirmed else None
 
-    def _by_siblings(self, name: str, sure: bool) -> tuple[str, bool]:
+    def _by_siblings(self, name: str, sure: bool) -> _Kind:
         """Distinguish parameters from buffers by the tensors of the same module, or else by name."""
         last = name.rpartition(".")[2]
         is_trained_known = bool(self.trained)
         for rule in _NAME_RULES:
-            if last in rule.names and self._has_siblings(name, *rule.siblings, depth=rule.depth):
-                return rule.kind, sure and is_trained_known in rule.trained
+            if last not in rule.names:
+                continue
+
+            if self._has_siblings(name, *rule.siblings, depth=rule.depth):
+                is_confirmed = is_trained_known in rule.trained
+                return _Kind(rule.kind, sure and is_confirmed)
 
         if not _named_as_parameter(name):
             # Quantized layers have parameters of integers, with usual names.
             is_integer = self.dtypes.get(name, "").startswith(_INTEGERS)
-            return ("buffer" if is_integer else "parameter"), False
+            return _Kind("buffer" if is_integer else "parameter", sure=False)
 
-        # In FrozenBatchNorm, weight and bias are buffers, and there is no batch counter.
-        has_statistics = self._has_siblings(name, "running_mean", "running_var")
-        is_frozen_norm = has_statistics and not self._has_siblings(name, "num_batches_tracked")
-        return "parameter", sure and not is_trained_known and not is_frozen_norm
+        # If an optimizer exists, it has a state for each parameter that is trained.
+        if is_trained_known or self._is_of_frozen_norm(name):
+            return _Kind("parameter", sure=False)
+
+        return _Kind("parameter", sure)
+
+    def _is_of_frozen_norm(self, name: str) -> bool:
+        """Whether a tensor is in a FrozenBatchNorm, whose weight and bias are buffers, and which counts no batches."""
+        # Most tensors have no statistics beside them.
+        if not self._has_siblings(name, "running_mean", "running_var"):
+            return False
+
+        return not self._has_siblings(name, "num_batches_tracked")
 
     def _has_siblings(self, name: str, *siblings: str, depth: int = 1) -> bool:
         """Whether tensors exist whose names have other last parts. depth: number of parts that they replace."""
         module = name.split(".")[:-depth]
-        if depth > 1 and not module:  # a parametrization belongs to a parameter, which has a name
+        # A parametrization belongs to a parameter, which has a name.
+        if depth > 1 and not module:
             return False
 
         return all(".".join([*module, sibling]) in self.shapes for sibling in siblings)
 
 
-def _is_state(parts: Sequence[str], dtype: str) -> bool:
-    """Whether integers below an `rng` key are an RNG state; signed integers need the key at either end of the name."""
-    if dtype.startswith(("uint", "unknown")):
-        return True
-
-    words = [part for part in parts if not part.isdecimal()]
-    return dtype.startswith("int") and is_rng_state((parts[0], *words[-1:]))
-
-
 def _is_powersgd_error(parts: Sequence[str]) -> bool:
-    """Whether a tensor is an error of torch's PowerSGDState. It differs between ranks by design, like an RNG state."""
-    return parts[-2:-1] == ["error_dict"] and parts[-1].isdecimal()
+    """Whether a tensor is an error of torch's PowerSGDState."""
+    if parts[-2:-1] != ["error_dict"]:
+        return False
+
+    return parts[-1].isdecimal()
 
 
 def _matches_any(name: str, globs: Iterable[str]) -> bool:
@@ -337,7 +387,8 @@ def _matches_any(name: str, globs: Iterable[str]) -> bool:
 
 
 def _named_as_parameter(name: str) -> bool:
-    return _PARAMETER.fullmatch(name.rpartition(".")[2]) is not None
+    last = name.rpartition(".")[2]
+    return _PARAMETER.fullmatch(last) is not None
 
 
 def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, None]:
@@ -346,6 +397,7 @@ def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, No
         return {}
 
     below = find_candidates(roots, evidence.shapes)
+    # Averaged copies are not trained.
     candidates = below - evidence.trained - evidence.optimized
     return dict.fromkeys(name for name in evidence.shapes if name in candidates)
 
@@ -353,13 +405,13 @@ def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, No
 def _find_copies(
     roots: Sequence[Root],
     candidates: Collection[str],
-    classified: Mapping[str, tuple[str, bool]],
+    kinds: Mapping[str, _Kind],
     evidence: _Evidence,
 ) -> frozenset[str]:
     """Return the tensors of averaged copies.
 
     candidates: names of possible copies.
-    classified: kinds of the other tensors, and whether they are certain.
+    kinds: of the other tensors.
 
     A key is no proof, because a module may have this name. Below it, every parameter needs a copy of the same name and
     shape. Names of copies may lack their dots (LitEma), or be numbers in the order of the model.
@@ -367,10 +419,17 @@ def _find_copies(
     if not candidates:
         return frozenset()
 
-    parameters = [name for name, (kind, _) in classified.items() if kind == "parameter"]
+    # The copies are recognized by the model beside them.
+    parameters = [name for name, kind in kinds.items() if kind.kind == "parameter"]
     trained = [name for name in parameters if name in evidence.trained]
-    certain = [name for name in parameters if classified[name][1]]
-    return find_copies(roots, candidates, evidence.shapes, parameters, trained or certain or parameters)
+    certain = [name for name in parameters if kinds[name].sure]
+    return find_copies(
+        roots,
+        candidates,
+        evidence.shapes,
+        parameters,
+        trained or certain or parameters,
+    )
 
 
 def find_outside_model(snapshot: Snapshot) -> frozenset[str]:
@@ -398,8 +457,12 @@ def _has_owner(name: str, names: Collection[str]) -> bool:
 
 def classify_snapshot(snapshot: Snapshot) -> Kinds:
     """Classify each tensor of an opened checkpoint."""
-    shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
-    dtypes = {name: tensor.dtype for name, tensor in snapshot.tensors.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
+    for name, tensor in snapshot.tensors.items():
+        shapes[name] = tensor.shape
+        dtypes[name] = tensor.dtype
+
     return classify_tensors(shapes, snapshot.metadata, dtypes=dtypes)
 
 
@@ -412,14 +475,20 @@ def make_selector(
     include, exclude: globs of full names.
     unsure: names of tensors that may be parameters or buffers, and are selected with either kind.
     """
-    included, excluded = tuple(include) or ("*",), tuple(exclude)
+    included = tuple(include) or ("*",)
+    excluded = tuple(exclude)
+    # Other kinds are not confused with each other.
     if only.isdisjoint(PARAMETERS | BUFFERS):
         unsure = ()
 
     def is_selected(name: str, kind: str) -> bool:
-        if only and kind not in only and name not in unsure:
+        is_of_kind = not only or kind in only
+        if not is_of_kind and name not in unsure:
             return False
 
-        return _matches_any(name, included) and not _matches_any(name, excluded)
+        if _matches_any(name, excluded):
+            return False
+
+        return _matches_any(name, included)
 
     return is_selected

@@ -23,8 +23,13 @@ class Moments:
 
     def __init__(self, dtype: str) -> None:
         self._row = DTYPES[dtype]
-        self._count, self._mean, self._square, self._nonfinite = 0, 0.0, 0.0, 0
-        self._low, self._high = math.inf, -math.inf
+        self._count = 0
+        self._mean = 0.0
+        # The sum of squared deviations from the mean.
+        self._square = 0.0
+        self._nonfinite = 0
+        self._low = math.inf
+        self._high = -math.inf
 
     def add(self, data: bytes | bytearray) -> None:
         """Add elements, as little-endian bytes."""
@@ -41,7 +46,8 @@ class Moments:
             self._low = min(self._low, float(finite.min()))
             self._high = max(self._high, float(finite.max()))
             # Chan, Golub, LeVeque 1979: merge the mean and the sum of squared deviations of the block into the total.
-            delta, total = float(finite.mean()) - self._mean, self._count + finite.size
+            delta = float(finite.mean()) - self._mean
+            total = self._count + finite.size
             self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
             self._mean += delta * finite.size / total
             self._count = total
@@ -52,7 +58,8 @@ class Moments:
         if not self._count:
             return moments
 
-        numbers = (self._low, self._high, self._mean, math.sqrt(self._square / self._count))
+        deviation = math.sqrt(self._square / self._count)
+        numbers = (self._low, self._high, self._mean, deviation)
         for name, number in zip(NAMES, numbers, strict=True):
             if math.isfinite(number):
                 moments[name] = number
@@ -70,4 +77,5 @@ def compute_moments(tensor: Tensor, files: Files) -> Moments:
     moments = Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         moments.add(files.read(tensor, start, count, slot=0))
+
     return moments

@@ -37,6 +37,7 @@ _MODULE, _OPTIMIZER = "module.", "optimizer."
 @lru_cache(maxsize=64)
 def _normalize(names: tuple[str, ...]) -> dict[str, str]:
     plain_names = {name: _WRAPPER.sub("", name) for name in names}
+    # Models may be wrapped several times.
     while _is_wrapped_model(plain_names.values()):
         for name, plain in plain_names.items():
             plain_names[name] = plain.removeprefix(_MODULE)
@@ -44,10 +45,15 @@ def _normalize(names: tuple[str, ...]) -> dict[str, str]:
     # An optimizer may contain names of a wrapped model, although the state dict of the model was saved without.
     for name, plain in plain_names.items():
         if plain.startswith(_OPTIMIZER):
-            plain_names[name] = _OPTIMIZER + plain.removeprefix(_OPTIMIZER).removeprefix(_MODULE)
+            parameter = plain.removeprefix(_OPTIMIZER).removeprefix(_MODULE)
+            plain_names[name] = f"{_OPTIMIZER}{parameter}"
 
     counts = Counter(plain_names.values())
-    return {name: plain if counts[plain] == 1 else name for name, plain in plain_names.items()}
+    for name, plain in plain_names.items():
+        if counts[plain] > 1:
+            plain_names[name] = name
+
+    return plain_names
 
 
 def _is_wrapped_model(names: Iterable[str]) -> bool:
@@ -56,7 +62,10 @@ def _is_wrapped_model(names: Iterable[str]) -> bool:
     for name in names:
         if name.startswith(_MODULE):
             has_model = True
-        elif not name.startswith(_OPTIMIZER) and not is_rng_state(name.split(".")):
+            continue
+
+        is_state = name.startswith(_OPTIMIZER) or is_rng_state(name.split("."))
+        if not is_state:
             return False
 
     return has_model
@@ -68,12 +77,15 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     `_orig_mod.` and `_fsdp_wrapped_module.` are removed at every level. `module.` is removed only if all tensors of the
     model start with it, because a model may have a submodule of this name. A name that would collide is not changed.
     """
-    return dict(_normalize(tuple(names)))  # cached: ranks have equal names, and live checks repeat
+    # Cached, because ranks have equal names, and live checks repeat.
+    normalized = _normalize(tuple(names))
+    return dict(normalized)
 
 
 def normalize_keys(values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace the keys of a mapping by names without wrapper prefixes."""
-    return {normal: values[name] for name, normal in normalize(values).items()}
+    normalized = normalize(values)
+    return {normal: values[name] for name, normal in normalized.items()}
 
 
 def list_spellings(path: str) -> list[str]:

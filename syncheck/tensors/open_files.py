@@ -46,6 +46,7 @@ class OpenFiles:
     ) -> None:
         self._maps.clear()
         changed = [path for path in [*self._open] if not self._close(path)]
+        # An error of the comparison comes first.
         if changed and error is None:
             raise _changed_file(changed[0])
 
@@ -71,7 +72,8 @@ class OpenFiles:
             raise _changed_file(path, problem)
 
         _read_ahead(descriptor)
-        self._open[path], self._stats[path] = descriptor, status
+        self._open[path] = descriptor
+        self._stats[path] = status
         return descriptor
 
     def _open_file(self, path: str) -> int:
@@ -81,8 +83,10 @@ class OpenFiles:
                 # O_NONBLOCK: the path may be a pipe by now, and opening a pipe blocks.
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
-                if error.errno != errno.EMFILE or not self._open:
+                is_out_of_descriptors = error.errno == errno.EMFILE
+                if not is_out_of_descriptors or not self._open:
                     raise UnreadableFile.because(path, error) from None
+
             self._make_room()
 
     def close_all(self) -> None:
@@ -117,8 +121,10 @@ class OpenFiles:
         path = tensor.path
         if path not in self._maps:
             # Each mapping holds another descriptor, so the number of mappings is limited, too.
-            if len(self._maps) >= max(1, self.limit // 2):
+            most_maps = max(1, self.limit // 2)
+            if len(self._maps) >= most_maps:
                 self._maps.popitem(last=False)
+
             self._maps[path] = self._map_file(tensor)
 
         self._maps.move_to_end(path)
@@ -133,8 +139,9 @@ class OpenFiles:
             except ValueError:  # the file is empty by now
                 raise truncated_file(tensor) from None
             except OSError as error:
+                is_out_of_descriptors = error.errno == errno.EMFILE
                 can_make_room = len(self._maps) > 0 or len(self._open) > 1
-                if error.errno != errno.EMFILE or not can_make_room:
+                if not is_out_of_descriptors or not can_make_room:
                     raise UnreadableFile.because(tensor.path, error) from None
 
             self._make_room()
@@ -151,19 +158,28 @@ def _find_problem(tensor: Tensor, status: os.stat_result) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "it is no longer a file"
 
-    if tensor.opened is not None and not _is_same(tensor.opened, status):
+    if tensor.opened is None:
+        return None
+
+    if not _is_same(tensor.opened, status):
         return "it was changed since it was opened"
 
     return None
 
 
 def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
-    is_unchanged = (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
-    return os.path.samestat(before, now) and is_unchanged
+    if not os.path.samestat(before, now):
+        return False
+
+    return (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
 
 
 def _changed_file(path: str, problem: str = "it was changed while it was read") -> MalformedFile:
-    return MalformedFile(path, found=problem, next_step="run again when no process writes to it")
+    return MalformedFile(
+        path,
+        found=problem,
+        next_step="run again when no process writes to it",
+    )
 
 
 def truncated_file(tensor: Tensor, end: str = "the tensor's last element") -> MalformedFile:

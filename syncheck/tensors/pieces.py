@@ -54,7 +54,8 @@ def _find_axis(slice_sizes: Sequence[int], start: int, count: int) -> int | None
     In the last dimension, slices are single elements.
     """
     for axis, size in enumerate(slice_sizes):
-        if start % size == 0 and count >= size:
+        is_at_start = start % size == 0
+        if is_at_start and count >= size:
             return axis
 
     return None
@@ -76,10 +77,19 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
                 continue
 
             first = [span.start - start for span, start in zip(cut, part.start, strict=True)]
-            data = fetch(part.tensor, ravel_index(first, part.tensor.shape), _volume(cut))
-            if len(data) == len(result):  # one part contains the whole range
+            first_element = ravel_index(first, part.tensor.shape)
+            data = fetch(part.tensor, first_element, _volume(cut))
+            # One part contains the whole range.
+            if len(data) == len(result):
                 return data
-            _copy_into(memoryview(result)[box_start:box_end], box, cut, data, size)
+
+            _copy_into(
+                memoryview(result)[box_start:box_end],
+                box,
+                cut,
+                data,
+                size,
+            )
 
         box_start = box_end
 
@@ -91,7 +101,8 @@ def _select_parts(tensor: Tensor, box: Box) -> Sequence[Shard]:
     if not box:
         return tensor.shards
 
-    low, high = box[0].start, box[0].stop
+    low = box[0].start
+    high = box[0].stop
     return [part for part in tensor.shards if part.start[0] < high and part.start[0] + part.tensor.shape[0] > low]
 
 
@@ -108,9 +119,11 @@ def _intersect(box: Box, part: Shard) -> Box | None:
     """Return the intersection of a box and a part, None if it is empty."""
     cut = []
     for span, start, length in zip(box, part.start, part.tensor.shape, strict=True):
-        low, high = max(span.start, start), min(span.stop, start + length)
+        low = max(span.start, start)
+        high = min(span.stop, start + length)
         if low >= high:
             return None
+
         cut.append(slice(low, high))
 
     return tuple(cut)
@@ -126,24 +139,25 @@ def _copy_into(target: memoryview, box: Box, cut: Box, data: bytes | bytearray, 
 
     import numpy as np  # only needed if rows of the box consist of several parts
 
-    shape, spans = [], []
+    shape = []
+    spans = []
     for box_span, cut_span in zip(box, cut, strict=True):
+        length = _length(box_span)
         # numpy before version 2 supports 32 dimensions.
-        if _length(box_span) != 1:
-            shape.append(_length(box_span))
-            spans.append(slice(cut_span.start - box_span.start, cut_span.stop - box_span.start))
+        if length != 1:
+            first = cut_span.start - box_span.start
+            shape.append(length)
+            spans.append(slice(first, first + _length(cut_span)))
 
     # Copy bytes, not elements: numpy then copies contiguous runs at once for every dtype.
     shape[-1] *= size
     spans[-1] = slice(spans[-1].start * size, spans[-1].stop * size)
     target_cut = np.ndarray(shape, np.uint8, target)[tuple(spans)]
-    target_cut[...] = np.frombuffer(data, np.uint8).reshape(target_cut.shape)
+    elements = np.frombuffer(data, np.uint8)
+    target_cut[...] = elements.reshape(target_cut.shape)
 
 
 def _find_first_long_axis(box: Box) -> int:
     """Return the first dimension in which a box has several indices; 0 if there is none."""
-    for axis, span in enumerate(box):
-        if _length(span) > 1:
-            return axis
-
-    return 0
+    long_axes = (axis for axis, span in enumerate(box) if _length(span) > 1)
+    return next(long_axes, 0)

@@ -51,21 +51,24 @@ def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> by
     """
     row = DTYPES[tensor.dtype]
     tensor = _drop_single_dimensions(tensor)
-    boxes = pieces.split_into_boxes(tensor.shape, start, count)
-    if tensor.data is None:
-        rows = [_read_box(files, tensor, box, row.size) for box in boxes]
-    else:
-        view = _view_data(tensor, row.size)
-        rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
+    view = None if tensor.data is None else _view_data(tensor, row.size)
+    rows = []
+    for box in pieces.split_into_boxes(tensor.shape, start, count):
+        if view is None:
+            rows.append(_read_box(files, tensor, box, row.size))
+        else:
+            rows.append(np.ascontiguousarray(view[box]).reshape(-1))
 
     byte_order = ">" if tensor.big_endian else "<"
     values = np.concatenate(rows).view(row.dtype().newbyteorder(byte_order))
     if "conj" in tensor.lazy:
         values = np.conjugate(values)
+
     if "neg" in tensor.lazy:
         values = np.negative(values)
 
-    return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
+    little_endian = row.dtype().newbyteorder("<")
+    return bytes(values.astype(little_endian, copy=False).tobytes())
 
 
 def _drop_single_dimensions(tensor: Tensor) -> Tensor:
@@ -73,7 +76,8 @@ def _drop_single_dimensions(tensor: Tensor) -> Tensor:
     if 1 not in tensor.shape:
         return tensor
 
-    shape, strides = [], []
+    shape = []
+    strides = []
     for length, stride in zip(tensor.shape, tensor.strides, strict=True):
         if length != 1:
             shape.append(length)
@@ -106,7 +110,8 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     """
     # A block is small, so few of its dimensions are longer than 1, and every version of numpy supports them.
     offset = tensor.offset
-    lengths, strides = [], []
+    lengths = []
+    strides = []
     for span, stride in zip(box, tensor.strides, strict=True):
         offset += span.start * stride * size
         if span.stop - span.start != 1:
@@ -116,11 +121,19 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     plan = _plan_reads(lengths, strides, size)
     reads = math.prod(lengths[axis] for axis in plan.outer)
     if reads > _MOST_READS:
-        return _copy_from_map(files, tensor, offset, lengths, strides, size)
+        return _copy_from_map(
+            files,
+            tensor,
+            offset,
+            lengths,
+            strides,
+            size,
+        )
 
     offsets = np.full((), offset, np.int64)
     for axis in plan.outer:
-        offsets = np.add.outer(offsets, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
+        steps = np.arange(lengths[axis], dtype=np.int64) * strides[axis]
+        offsets = np.add.outer(offsets, steps)
 
     descriptor = files.descriptor(tensor)
     try:
@@ -135,8 +148,10 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
     order = [*plan.outer, *plan.inner]
     read_strides = [stride * plan.length for stride in contiguous_strides(offsets.shape)]
     read_strides += [strides[axis] for axis in plan.inner]
-    view: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, read_strides)
-    return np.ascontiguousarray(view.transpose(np.argsort(order).tolist())).reshape(-1)
+    read_shape = [lengths[axis] for axis in order]
+    view: Any = np.ndarray(read_shape, f"V{size}", data, 0, read_strides)
+    original_order = np.argsort(order).tolist()
+    return np.ascontiguousarray(view.transpose(original_order)).reshape(-1)
 
 
 def _plan_reads(lengths: Sequence[int], strides: Sequence[int], size: int) -> _Plan:
@@ -154,11 +169,13 @@ def _plan_reads(lengths: Sequence[int], strides: Sequence[int], size: int) -> _P
         axis = inner[0]
         fewer_bytes = read_bytes - reaches[axis]
         gap = strides[axis] - fewer_bytes
-        if gap <= _MOST_GAP and read_bytes <= _MOST_TIMES * useful_bytes:
+        most_bytes = _MOST_TIMES * useful_bytes
+        if gap <= _MOST_GAP and read_bytes <= most_bytes:
             break
 
         outer.append(inner.pop(0))
-        read_bytes, useful_bytes = fewer_bytes, useful_bytes // lengths[axis]
+        read_bytes = fewer_bytes
+        useful_bytes //= lengths[axis]
 
     return _Plan(outer, inner, read_bytes)
 

@@ -40,7 +40,10 @@ _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1
 
 def _is_within(number: float | None, most: float) -> bool:
     """Whether an optional number is at least 0 and at most `most`."""
-    return number is None or 0 <= number <= most
+    if number is None:
+        return True
+
+    return 0 <= number <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,14 @@ class Tolerance:
         if (self.rtol is None) != (self.atol is None):
             raise OptionError("rtol and atol belong together: give both (0 is a value)")
 
-        if not _is_within(self.rtol, 1) or not _is_within(self.atol, sys.float_info.max):
-            raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
+        # A larger rtol, or an infinite atol, would pass everything.
+        is_in_range = _is_within(self.rtol, 1) and _is_within(self.atol, sys.float_info.max)
+        if not is_in_range:
+            raise OptionError(
+                "must be 0 <= rtol <= 1 and a finite atol >= 0",
+                rtol=self.rtol,
+                atol=self.atol,
+            )
 
         if not _is_within(self.ulp, math.inf):
             raise OptionError("must be at least 0", ulp=self.ulp)
@@ -80,8 +89,10 @@ class Tolerance:
 
     def __str__(self) -> str:
         parts = []
+        # rtol and atol come together.
         if self.rtol is not None:
             parts += [f"rtol={self.rtol:g}", f"atol={self.atol:g}"]
+
         if self.ulp is not None:
             parts.append(f"ulp={self.ulp}")
 
@@ -111,26 +122,35 @@ class Tolerances:
         Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
         """
         last = name.rpartition(".")[2]
-        names, kinds, general = self.names, dict(self.kinds), self.general
+        applicable = self
         if kind in COUNTING or last in COUNTERS:
-            names = tuple(row for row in names if row[0].endswith(last))
-            kinds = {key: entry for key, entry in kinds.items() if key in COUNTING}
-            general = Tolerance()
+            applicable = self._for_counters(last)
 
-        for glob, entry in names:
+        for glob, entry in applicable.names:
             if fnmatchcase(name, glob):
                 return _of_dtype(entry, dtype, f"tolerance of {glob}")
 
+        kinds = dict(applicable.kinds)
         if kind in kinds:
             return _of_dtype(kinds[kind], dtype, f"tolerance of {kind}")
 
+        general = applicable.general
         return general if isinstance(general, Tolerance) else _of_dtype(general, dtype, "")
+
+    def _for_counters(self, last: str) -> Tolerances:
+        """Return the tolerances of counters. last: the last part of their name."""
+        return Tolerances(
+            general=Tolerance(),
+            names=tuple(row for row in self.names if row[0].endswith(last)),
+            kinds=tuple(row for row in self.kinds if row[0] in COUNTING),
+        )
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the globs that match none of the names."""
         unused_globs = []
         for glob, _ in self.names:
-            if not any(fnmatchcase(name, glob) for name in names):
+            is_used = any(fnmatchcase(name, glob) for name in names)
+            if not is_used:
                 unused_globs.append(glob)
 
         return tuple(unused_globs)
@@ -155,7 +175,8 @@ def tolerances(
     options = {"rtol": rtol, "atol": atol, "ulp": ulp}
     numbers = [name for name, value in options.items() if value is not None]
     if close and numbers:
-        raise OptionError(f"close cannot be combined with {' and '.join(numbers)}: it sets the tolerance of each dtype")
+        names = " and ".join(numbers)
+        raise OptionError(f"close cannot be combined with {names}: it sets the tolerance of each dtype")
 
     by_name: list[tuple[str, Entry]] = []
     by_kind: list[tuple[str, Entry]] = []
@@ -174,21 +195,28 @@ def _read_entry(key: str, value: object) -> Entry:
 
     if value == "bitwise":
         return Tolerance()
+
     wrong = {f'tolerance["{key}"]': value}
     if not isinstance(value, dict) or not value:
         raise OptionError(_NEEDED, **wrong)
 
     for name, number in value.items():
-        if isinstance(number, dict) and name not in _FIELDS:
-            # TOML takes the dots of a bare key for nested tables.
+        # TOML takes the dots of a bare key for nested tables.
+        if name not in _FIELDS and isinstance(number, dict):
             raise OptionError('a name with dots needs quotes, as in "layer4.*" = {ulp = 4}', **wrong)
 
+        types = _FIELDS.get(name, ())
         # A bool is an integer in Python.
-        if isinstance(number, bool) or not isinstance(number, _FIELDS.get(name, ())):
+        is_flag = isinstance(number, bool)
+        if is_flag or not isinstance(number, types):
             raise OptionError(_NEEDED, **wrong)
 
     try:
-        return Tolerance(_read_float(value, "rtol"), _read_float(value, "atol"), value.get("ulp"))
+        return Tolerance(
+            rtol=_read_float(value, "rtol"),
+            atol=_read_float(value, "atol"),
+            ulp=value.get("ulp"),
+        )
     except OptionError as error:
         raise OptionError(str(error), **wrong) from None
 

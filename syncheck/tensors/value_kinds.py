@@ -15,7 +15,7 @@ from syncheck.snapshots import Membership
 from syncheck.tensors.names import is_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
@@ -47,8 +47,12 @@ _SCALER_KEYS = frozenset(
     "last_overflow_iter".split()
 )
 SCALES = frozenset("scale _scale loss_scale cur_scale".split())
-# The states of LBFGS, which are Python numbers and lists.
-_LBFGS = frozenset("n_iter func_evals prev_loss d t h_diag old_dirs old_stps ro al".split())
+# The states of LBFGS, which are Python numbers and lists, and the entries of the lists.
+_LBFGS = re.compile(
+    r"optimizer\..*\.(?:n_iter|func_evals|prev_loss|d|t|h_diag|old_dirs|old_stps|ro|al)(?:\.\d+)?", re.DOTALL
+)
+# The names, or the positions, of the parameters of an optimizer's parameter group.
+_MEMBERSHIP = re.compile(r"optimizer\.(?:.*\.)?param_groups\.[^.]*\.(?:params|\(positions\))", re.DOTALL)
 # Keys of learning-rate scheduler states. Two of them identify a scheduler.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
 SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
@@ -110,6 +114,7 @@ _RULES = (
     _Rule("setting", re.compile(rf"(?:^|\.)(?:{'|'.join(SETTINGS)})$")),
     _Rule("other", _IN_CONFIGURATION),
 )
+_SEEDS = frozenset({"seed", "seeds"})
 # Keys of averaged copies in torch-ema and diffusers, beside their decay.
 _AVERAGE_COUNTS = frozenset("num_updates optimization_step".split())
 
@@ -117,7 +122,10 @@ _AVERAGE_COUNTS = frozenset("num_updates optimization_step".split())
 def differs_by_design(name: str) -> bool:
     """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
-    return parts[-1].lower() in _OWN or is_rng_state(parts)
+    if parts[-1].lower() in _OWN:
+        return True
+
+    return is_rng_state(parts)
 
 
 def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
@@ -127,28 +135,39 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
     certain: whether the value is in a state dict or an extra state. There, a name such as `rank` or `time` has a
     meaning of its own (the rank of an adapter), but RNG states and devices belong to the rank.
     """
-    parts = name.split(".")
-    if is_rng_state(parts):
-        return True
-
+    # Attributes of modules have names like `rank` for what belongs to the rank.
     if not certain:
         return differs_by_design(name)
 
-    is_named_device = parts[-1].lower() == "device"
-    return is_named_device and isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+    parts = name.split(".")
+    is_device = parts[-1].lower() == "device" and isinstance(value, str)
+    if is_device and _DEVICE.fullmatch(value):
+        return True
+
+    return is_rng_state(parts)
 
 
 @lru_cache(maxsize=4096)  # live checks repeat the same names
 def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, for example `_local_rank`."""
     plain = key.lower().strip("_")
-    return plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain) is not None or is_rng_state((plain,))
+    if plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain):
+        return True
+
+    return is_rng_state((plain,))
 
 
 def is_aside(name: str) -> bool:
     """Whether a value beside tensors describes the run: in a container of logs or settings, or a loss, time or note."""
-    words = _find_words(name.lower().rpartition(".")[2])
-    return in_configuration(name) or _IN_LOG.search(name.lower()) is not None or not words.isdisjoint(_LOGGED)
+    lowered = name.lower()
+    if in_configuration(name):
+        return True
+
+    if _IN_LOG.search(lowered):
+        return True
+
+    words = _find_words(lowered.rpartition(".")[2])
+    return not words.isdisjoint(_LOGGED)
 
 
 def in_configuration(name: str) -> bool:
@@ -158,19 +177,17 @@ def in_configuration(name: str) -> bool:
 
 def is_lbfgs_state(name: str) -> bool:
     """Whether a value or tensor is a state of LBFGS, or an entry of its lists: `optimizer.0.ro.2`."""
-    parts = name.lower().split(".")
-    if parts[0] != "optimizer" or "param_groups" in parts or len(parts) < 3:
+    lowered = name.lower()
+    if "param_groups" in lowered.split("."):
         return False
 
-    if parts[-1].isdecimal() and len(parts) > 3:
-        parts.pop()
-
-    return parts[-1] in _LBFGS
+    return _LBFGS.fullmatch(lowered) is not None
 
 
 def is_seed(name: str) -> bool:
     """Whether a value is the seed of a random generator."""
-    return bool(_find_words(name.lower().rpartition(".")[2]) & {"seed", "seeds"})
+    last = name.lower().rpartition(".")[2]
+    return not _find_words(last).isdisjoint(_SEEDS)
 
 
 def _find_words(text: str) -> set[str]:
@@ -203,14 +220,24 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
         lowered = name.lower()
         containers = _list_containers(name)
         for rule in _RULES:
-            if rule.pattern.search(lowered) or containers & getattr(recognized, rule.containers):
+            if rule.pattern.search(lowered):
+                return rule.kind
+
+            recognized_containers = getattr(recognized, rule.containers)
+            if not containers.isdisjoint(recognized_containers):
                 return rule.kind
 
         if not _is_count(lowered.split(".")):
             return "other"
 
-        is_in_average = _IN_AVERAGE.search(lowered) or name.rpartition(".")[0] in recognized.averages
-        return "average" if is_in_average else "progress"
+        container = name.rpartition(".")[0]
+        if container in recognized.averages:
+            return "average"
+
+        if _IN_AVERAGE.search(lowered):
+            return "average"
+
+        return "progress"
 
     return kind_of
 
@@ -222,12 +249,21 @@ def _recognize_containers(names: Iterable[str]) -> _Containers:
         container, _, key = name.rpartition(".")
         keys_of[container].add(key)
 
-    averages = {container for container, keys in keys_of.items() if "decay" in keys and keys & _AVERAGE_COUNTS}
+    averages = _find_containers(keys_of, {"decay"}, _AVERAGE_COUNTS)
     # The values at the top of a checkpoint belong to several objects.
     keys_of.pop("", None)
     schedulers = {container for container, keys in keys_of.items() if len(keys & _SCHEDULER_KEYS) > 1}
-    scalers = {container for container, keys in keys_of.items() if keys & _SCALER_KEYS and keys & SCALES}
+    scalers = _find_containers(keys_of, _SCALER_KEYS, SCALES)
     return _Containers(scalers, schedulers, averages)
+
+
+def _find_containers(keys_of: Mapping[str, set[str]], *required: Collection[str]) -> set[str]:
+    """Return the containers with at least one of the keys of each set. keys_of: by container."""
+    containers = set(keys_of)
+    for keys in required:
+        containers -= {container for container in containers if keys_of[container].isdisjoint(keys)}
+
+    return containers
 
 
 def _list_containers(name: str) -> set[str]:
@@ -240,19 +276,21 @@ def _is_count(parts: list[str]) -> bool:
     if _PROGRESS.fullmatch(parts[-1]):
         return True
 
-    in_loop = any(part.endswith("progress") for part in parts[:-2])
-    return in_loop and parts[-1] in _LOOP_COUNTS
+    if parts[-1] not in _LOOP_COUNTS:
+        return False
+
+    return any(part.endswith("progress") for part in parts[:-2])
 
 
 def is_membership(name: str) -> bool:
     """Whether a value lists the parameters of an optimizer's parameter group."""
-    parts = name.split(".")
-    return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
+    return _MEMBERSHIP.fullmatch(name) is not None
 
 
 def has_counted_values(snapshot: Snapshot) -> bool:
     """Whether a checkpoint has Python values whose differences count as out of sync."""
-    return any(value is not None for value in select_counted_values(snapshot).values())
+    values = select_counted_values(snapshot).values()
+    return any(value is not None for value in values)
 
 
 def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
@@ -263,9 +301,14 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     for name, value in values.items():
         membership = snapshot.model_values.get(name)
         if membership is not None:
-            if not is_of_rank(name, value, certain=membership is Membership.MODEL):
+            is_certain = membership is Membership.MODEL
+            if not is_of_rank(name, value, certain=is_certain):
                 selected[name] = to_comparable(value)
-        elif kind_of(name) != "other" and not differs_by_design(name):
+
+            continue
+
+        # Values of an unknown meaning are only listed.
+        if kind_of(name) != "other" and not differs_by_design(name):
             selected[name] = value
 
     return selected
@@ -283,7 +326,8 @@ def counts_updates(snapshot: Snapshot) -> bool:
 
 def _has_kind(kind: ValueKind, values: Mapping[str, Any]) -> bool:
     kind_of = make_value_classifier(values)
-    return any(value is not None and kind_of(name) == kind for name, value in values.items())
+    present = [name for name, value in values.items() if value is not None]
+    return any(kind_of(name) == kind for name in present)
 
 
 def values_of(snapshot: Snapshot) -> dict[str, Any]:
@@ -302,5 +346,6 @@ def to_comparable(value: Any) -> Any:
     """Return a value as fingerprints store it: the length and the digest of bytes."""
     if not isinstance(value, (bytes, bytearray)):
         return value
+
     digest = blake2b(value, digest_size=_DIGEST).hexdigest()
     return f"{len(value)} bytes, blake2b-128 {digest}"

@@ -280,6 +280,19 @@ class TestExchanged:
         assert not any(self.hold(tmp_path, {"a": long, "b": long + 1}, {"a": long + 2, "b": changed}).values())
 
 
+@pytest.mark.parametrize(("damaged", "resembling"), [("", {"a", "b"}), ("a", set()), ("b", set())])
+def test_only_finite_tensors_resemble_each_other(tmp_path: Path, damaged: str, resembling: set[str]) -> None:
+    """Two matrices with each other's directions are exchanged; with a NaN in one of them, it has no direction."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, noise = (torch.randn(8, 16, generator=generator) for _ in range(3))
+    exchanged = {"a": b + noise / 10, "b": a + noise / 10}
+    if damaged:
+        exchanged[damaged][0, 0] = NAN
+    save(tmp_path, {"a": a, "b": b}, exchanged, {"a": a, "b": b})
+    diffs = compare_folder(tmp_path)
+    assert {name for name, diff in diffs.items() if diff.evidence.resembles} == resembling
+
+
 def test_digests_have_no_evidence(tmp_path: Path) -> None:
     """Tensors compared by digest have no evidence, because their bytes are unavailable."""
     for rank, path in enumerate(save(tmp_path, {"w": weights()}, {"w": weights() + 1})):

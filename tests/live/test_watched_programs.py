@@ -54,7 +54,7 @@ def train(rank, world, fault, store):
                 continue
         optimizer.step()
     digest = hash(tuple(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()))
-    print(f"rank {rank} ends with {digest}", flush=True)
+    os.write(1, f"rank {rank} ends with {digest}\\n".encode())  # in one piece, so that no other rank writes between
     dist.destroy_process_group()
 
 
