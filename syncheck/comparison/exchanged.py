@@ -83,7 +83,7 @@ def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
         if diff.reason is not None:
             continue
 
-        # Tensors of one element, or with one different element, may be equal to others by chance.
+        # Tensors of one element, or with one different element, may be equal to other tensors by chance.
         if diff.numel > 1 and diff.extent != "one":
             by_shape[diff.dtype, diff.shape].append(diff)
 

@@ -85,7 +85,7 @@ class _Pair:
 
 
 class _UnusableStep(Exception):
-    """The statistics of a step cannot be compared with those of other steps."""
+    """The statistics of a step cannot be compared with the statistics of other steps."""
 
 
 def add_free_running(
@@ -295,7 +295,7 @@ def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64]:
 
 
 def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
-    """Return the differences between later ranks and the first one, by rank and name."""
+    """Return the differences between later ranks and the first rank, by rank and name."""
     (_, base), *later_ranks = moment.values.items()
     differences: dict[tuple[int, str], NDArray[np.float64]] = {}
     for rank, vectors in later_ranks:
@@ -306,7 +306,7 @@ def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64
 
 
 def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
-    """Return the differences at two moments; None if none of them can be compared."""
+    """Return the differences at two moments; None if nothing can be compared."""
     import numpy as np
 
     differences_before = _subtract_rank0(a)

@@ -17,7 +17,7 @@ _SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
 
 
 def get_metadata(snapshot: Snapshot) -> Metadata:
-    """Return the metadata of a checkpoint; without metadata, those of a model without a description."""
+    """Return the metadata of a checkpoint; without metadata, the metadata of a model without a description."""
     return snapshot.metadata or Metadata()
 
 

@@ -27,7 +27,7 @@ _OF_RANK = frozenset(
     "shard shards worker workers offset index id local".split()
 )
 _WORD = re.compile(r"[a-z]+")
-# In paths, also those of Windows.
+# In paths, also on Windows.
 _SEPARATORS = frozenset("/\\")
 # Differences between the seeds of neighbouring ranks.
 _TYPICAL_SLOPES = (1, 10, 100, 1000, 10_000)

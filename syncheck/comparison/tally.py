@@ -125,7 +125,7 @@ class Tally:
         return NotFinite(tuple(self.not_finite), len(self.not_finite))
 
     def find_uncompared(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks without a compared tensor; empty if no rank has one."""
+        """Return the ranks without a compared tensor; empty if every rank has a tensor."""
         if not self.compared:
             return ()
 

@@ -42,7 +42,7 @@ class _Module(NamedTuple):
 
     name: str
     is_linear: bool
-    """Whether the factors are those of a linear layer."""
+    """Whether the factors belong to a linear layer."""
 
     @property
     def last_segment(self) -> str:

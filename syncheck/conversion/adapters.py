@@ -230,14 +230,14 @@ class Adapter:
         """
         module = change.group.module
         factor = self._factors.get(module)
-        # The factors of a convolution have more dimensions, and those of an embedding have another name.
+        # The factors of a convolution have more dimensions, and the factors of an embedding have another name.
         is_linear = factor is not None and len(factor.shape) == 2
         settings = change.settings
         problem = settings.find_problem() or first_obstacle
         return problem or settings.find_obstacle(module, linear=is_linear)
 
     def _find_problem_of_factors(self, change: _Change) -> Message | None:
-        """Return the reason why two factors are not merged, None if there is none."""
+        """Return the reason why two factors are not merged, or None."""
         problem = self._find_problem(change)
         if problem is None and change.parts.keys() != _FACTOR_ROLES:
             return AdapterProblem.INCOMPLETE()
@@ -409,7 +409,7 @@ def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[Adapte
     return finished
 
 
-# How the parts of each kind change a tensor, without those that replace it.
+# How the parts of each kind change a tensor, without parts that replace it.
 _MERGES: dict[str, Callable[[Adapter, _Change], Tensor | Message]] = {
     "linear": Adapter.merge_linear,
     "embedding": Adapter.merge_embedding,

@@ -233,7 +233,7 @@ def _check_placeholders(rule: Rule, label: str) -> None:
     for part in rule.parts:
         further_placeholders = set(_read_placeholders(part, f"{label}: parts")) - placeholders
         index_placeholders.add(frozenset(further_placeholders))
-    # All parts have the same one, or none.
+    # Either all parts have the same size, or no part has a size.
     most_of_part = max(map(len, index_placeholders), default=0)
     is_valid = max(len(index_placeholders), most_of_part) <= 1
     _require(is_valid, f"{label}: parts: all must have the placeholders of the name, and at most one more")

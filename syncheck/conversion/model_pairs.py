@@ -104,7 +104,7 @@ class Models:
         transposed: whether to look for matrices with exchanged dimensions.
         """
         b = self.b[name]
-        # Few elements and constants are equal to those of other tensors by chance.
+        # Few elements and constants are equal to constants of other tensors by chance.
         if b.numel < FEW or self.is_constant(b):
             return None
         # The probes of A are read once for all tensors of one dtype and shape.

@@ -150,7 +150,7 @@ def _list_head_sizes(shape: Sequence[int], models: Models) -> list[int]:
 
 
 def _exchange_rows(tensor: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Return the view with the rows of each head as the columns of a matrix of these sizes, one after another."""
+    """Return the view with the rows of each head as the columns of a matrix of the given sizes."""
     heads = tensor.shape[0] // math.prod(sizes)
     divided = views.unflatten(tensor, 0, (heads, *sizes))
     further_dims = range(3, len(divided.shape))

@@ -135,7 +135,7 @@ def _find_wrong_shards(
     zeros = (0,) * len(least)
     wrong_shards = []
     for named, expected in zip(shards, digests, strict=True):
-        # The shards of the other parts are compared with those of their own tensor.
+        # The shards of the other parts are compared with the shards of their own tensor.
         if named.name != name:
             continue
         digest = _digest_box(named.shard.tensor, zeros, least, files)

@@ -153,7 +153,7 @@ class _Source(NamedTuple):
     shape: Tensor | None
     """The shape of a weight of packed numbers; None for other weights, and if the file lacks it."""
     stored_names: set[str]
-    """The names of these tensors in the file."""
+    """The names of the tensors in the file."""
     is_packed: bool
     """Whether each stored number has several numbers of the weight."""
 
@@ -264,7 +264,7 @@ def _read_shape(shape: Tensor | None, files: Files) -> tuple[int, int] | None:
 
 
 def _is_matrix(tensor: Tensor, dtypes: Collection[str]) -> bool:
-    """Whether a tensor is a matrix of one of these dtypes."""
+    """Whether a tensor is a matrix of a given dtype."""
     if tensor.dtype not in dtypes or not has_elements(tensor):
         return False
     # A matrix without rows has no values that a scale could fit.

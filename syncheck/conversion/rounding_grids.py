@@ -69,7 +69,7 @@ def _list_lengths(tensor: Tensor) -> list[tuple[int, str]]:
     lengths = []
     if _LEAST <= tensor.numel <= _MOST:
         lengths.append((tensor.numel, "tensor"))
-    # A vector has no rows: each of its elements would be one.
+    # A vector has no rows: each of its elements would be a row.
     columns = math.prod(tensor.shape[1:])
     if _LEAST <= columns <= _SAMPLE:
         lengths.append((columns, "row"))

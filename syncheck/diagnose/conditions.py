@@ -31,7 +31,7 @@ def requires(*conditions: Callable[[Case], object]) -> Callable[[Apply], Apply]:
 
 
 def state_if(condition: object, *facts: Message) -> tuple[Message, ...]:
-    """Return the facts if the condition holds, for the list of facts of a match; else no fact."""
+    """Return the facts for the list of a match if the condition holds, else no fact."""
     if condition:
         return facts
     return ()

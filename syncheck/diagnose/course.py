@@ -142,7 +142,7 @@ def _observe(position: int, group: Group, finding: Finding) -> _Sighting | None:
         step=group.step,
         finding=finding,
         names=frozenset(list_names(parameters)),
-        # Of several sets, those of most parameters.
+        # Of several sets, the set of most parameters.
         ranks=mode(sets_of_ranks),
     )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Counters show when the ranks began to differ, but not how much the model differs.
 _COUNTERS = ("bn_count", "optimizer_step")
-# Which tensors of a finding show its history: the first of these that it has. Other kinds come second.
+# Which tensors of a finding show its history: the first kind that it has. Other kinds come second.
 _OTHER_KINDS = 1
 _FOLLOWED = {
     **dict.fromkeys(("parameter", *OPTIMIZER), 0),
@@ -93,7 +93,7 @@ def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History 
 
 
 def _select_followed(names: Collection[str], groups: Sequence[Comparison]) -> Collection[str]:
-    """Return the names whose differences are followed: those of the first kinds in the order of `_FOLLOWED`."""
+    """Return the names whose differences are followed: all names of the first kinds in the order of `_FOLLOWED`."""
     kinds: dict[str, str] = {}
     for group in groups:
         kinds.update((diff.name, diff.kind) for diff in group.tensors)

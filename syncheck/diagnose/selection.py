@@ -73,7 +73,7 @@ def problems_of(diff: TensorDiff) -> tuple[TensorDiff, ...]:
 
 
 def select_names(diffs: Iterable[Diff], names: Collection[str]) -> list[Diff]:
-    """Return the tensors or Python values with these names."""
+    """Return the tensors or Python values with the given names."""
     return [diff for diff in diffs if diff.name in names]
 
 
@@ -111,7 +111,7 @@ def with_step(groups: Iterable[_Group]) -> list[_Group]:
 
 
 def find_largest(diffs: Iterable[TensorDiff]) -> TensorDiff | None:
-    """Return the tensor with the largest difference, the first of equal ones; None if no difference has a number."""
+    """Return the tensor with the largest difference, the first of equal tensors; None if no difference has a number."""
     measured = [diff for diff in diffs if diff.max_abs is not None]
     return max(measured, key=size_of, default=None)
 

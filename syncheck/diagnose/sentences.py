@@ -70,14 +70,14 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
 
 def _name_fix(rule: Rule, case: Case) -> str:
     """Return the name of the fix for the wrapper, the sharding and the files of the ranks."""
-    conditions = {
-        "FIX_NO_SYNC": bool(case.group.evidence.metadata.no_sync),
-        "FIX_SHARDED": is_sharded(case.group),
-        "IN_A_JOB": case.in_memory,
-        # Every rule has this one.
-        "FIX": True,
-    }
-    applicable = [name for name, does_apply in conditions.items() if does_apply]
+    conditions = (
+        ("FIX_NO_SYNC", bool(case.group.evidence.metadata.no_sync)),
+        ("FIX_SHARDED", is_sharded(case.group)),
+        ("IN_A_JOB", case.in_memory),
+        # Every rule has this fix.
+        ("FIX", True),
+    )
+    applicable = [name for name, does_apply in conditions if does_apply]
     return next(name for name in applicable if name in rule.sentences.__members__)
 
 

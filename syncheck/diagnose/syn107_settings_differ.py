@@ -182,7 +182,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _split_by_effect(settings: Sequence[ValueDiff]) -> _Settings:
-    """Return the orders, the settings with an effect on the next step, and those with a later effect."""
+    """Return the orders, the settings with an effect on the next step, and the settings with a later effect."""
     split = _Settings([], [], [])
     for setting in settings:
         if setting.name in ORDERS:

@@ -81,7 +81,7 @@ def _have_differences(case: Case) -> bool:
 
 
 def _differ_at_large(case: Case) -> bool:
-    """Whether more than one element or rounding differs. Two runs that should be equal may still differ in these."""
+    """Whether more than one element or rounding differs. Two runs that should be equal may still differ in rounding."""
     return not localized_damage(case) and syn240_rounding_only.apply(case) is None
 
 

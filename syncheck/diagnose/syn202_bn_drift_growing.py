@@ -86,7 +86,7 @@ SEEN_GROWTH, SEEN_COSINE, AS_WELL = 1.25, 0.45, 0.75
 
 
 def _has_no_stale_rank(case: Case) -> bool:
-    """Whether no rank holds values of an earlier step, whose statistics do not show how those of all ranks develop."""
+    """Whether no rank holds values of an earlier step, whose statistics do not follow the course of all ranks."""
     return not case.group.evidence.stale
 
 

@@ -46,7 +46,7 @@ def limit_certainty(code: str, match: Match, case: Case) -> tuple[Certainty, tup
     if is_certain and _is_likely(code, case):
         return "likely", match.alternatives
     usual_alternatives = _ALTERNATIVES[code]
-    # Each code once, those of the rule first.
+    # Each code once, the codes of the rule first.
     alternatives = dict.fromkeys((*usual_alternatives, *match.alternatives))
     first_alternatives = tuple(alternatives)[:_MOST_ALTERNATIVES]
     return "consistent", first_alternatives

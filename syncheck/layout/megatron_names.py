@@ -18,7 +18,7 @@ _COPIED = re.compile(r"(?:.*\.)?(?:position_embeddings\.weight|(?:q|k)_layernorm
 _PLACEMENTS = ((_COLUMN, "S(0)"), (_ROW, "S(1)"), (_COPIED, "R"))
 _CHUNK = re.compile(r"model(\d+)\.(.+)")
 LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
-# The names of experts that are modules of their own, and of those in one grouped layer.
+# The names of experts that are modules of their own, and of experts in one grouped layer.
 _EXPERTS = (
     re.compile(r"(?P<start>.*\.mlp\.experts\.)local_experts\.(?P<number>\d+)\.(?P<end>.*)"),
     re.compile(r"(?P<start>.*\.mlp\.experts\.)(?P<end>linear_fc[12]\.\w+?)(?P<number>\d+)"),

@@ -191,7 +191,7 @@ class _NumberedOptimizer:
     count: int
     """The number of parameters."""
     shapes: Mapping[int, _Shape]
-    """The shape of the state of each parameter that has one."""
+    """The shape of the state of each parameter with a state."""
 
     @property
     def has_named_state(self) -> bool:

@@ -156,7 +156,7 @@ class PathNumbers:
         return self.without(*self.list_positions("replica"))
 
     def list_positions(self, *uses: Use) -> list[int]:
-        """Return the positions of the numbers with these uses."""
+        """Return the positions of the numbers with the given uses."""
         return [position for position, role in enumerate(self.roles) if USES[role] in uses]
 
     def with_role(self, role: Role, positions: Iterable[int]) -> PathNumbers:

@@ -214,7 +214,7 @@ def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
 
 
 def _find_stage(names: frozenset[str], numbers: Mapping[frozenset[str], int]) -> int:
-    """Return the number of the stage with most of these names, or else the next number.
+    """Return the number of the stage with most of the names, or else the next number.
 
     numbers: of the known stages, by their names.
     """

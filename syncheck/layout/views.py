@@ -221,7 +221,7 @@ def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tup
 
 
 def _replace_dims(values: Sequence[int], dim: int, count: int, new_values: Sequence[int]) -> tuple[int, ...]:
-    """Return the values of all dimensions, with new values in place of those of `count` dimensions from `dim` on."""
+    """Return the values of all dimensions, with new values for `count` dimensions from `dim` on."""
     return (*values[:dim], *new_values, *values[dim + count :])
 
 

@@ -136,7 +136,7 @@ def _shorten_names(records: Iterable[Named]) -> list[Named]:
 
 
 def _cut_findings(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the first findings, those that fail before others, with a first tensor of bounded length."""
+    """Yield the first findings, failing findings before all else, with a first tensor of bounded length."""
     failing_first = sorted(findings, key=attrgetter("fails"), reverse=True)
     for finding in failing_first[:MOST_FINDINGS]:
         history = finding.history

@@ -152,7 +152,7 @@ def _add_trend(fact: Message, history: History) -> Message:
 def _since(history: History) -> Message:
     if history.agreed is None:
         return When.SINCE_FIRST_STEP(since=history.since)
-    # Other tensors may have differed when these agreed.
+    # Other tensors may have differed when the first tensors agreed.
     steps_with_others = {point.step for point in history.points if point.others_differ}
     if history.agreed in steps_with_others:
         return When.DIFFERENT_SINCE(agreed=history.agreed, since=history.since)

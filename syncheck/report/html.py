@@ -289,7 +289,7 @@ def _linked(text: str) -> str:
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
-    """Return the counts of each step; of too many steps, only those with news."""
+    """Return the counts of each step; of too many steps, only steps with news."""
     groups = join_runs(runs)
     if len(groups) < 2 or report.command != "compare":
         return []

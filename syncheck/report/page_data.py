@@ -291,7 +291,7 @@ def _project(sizes: Sequence[int], dimensions: Sequence[int]) -> list[int]:
 
 
 def _choose_dimensions(starts: Sequence[Sequence[int]], dimension_count: int) -> list[int]:
-    """Return the dimensions to draw: at most two, those that divide the tensor first.
+    """Return the dimensions to draw: at most two, first the dimensions that divide the tensor.
 
     starts: the positions of the tensor's boxes.
     """

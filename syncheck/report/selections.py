@@ -32,7 +32,7 @@ def find_out_of_sync(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
 
 
 def select_tensors(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[TensorDiff]:
-    """Return the tensors with these names."""
+    """Return the tensors with the given names."""
     return [diff for diff in diffs if diff.name in names]
 
 

@@ -123,7 +123,7 @@ def _choose_layout(console: Console, grid: Grid) -> _Layout:
 
 
 def _without_first_columns(grid: Grid, count: int) -> Grid:
-    """Return a table with a placeholder for its first columns. count: number of these columns."""
+    """Return a table with a placeholder for its first columns. count: number of first columns."""
     # As wide as the placeholder.
     columns = (" ", *grid.columns[count:])
     rows = [(Span(_PLACEHOLDER), *row[count:]) for row in grid.rows]

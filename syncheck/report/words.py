@@ -185,7 +185,7 @@ def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = 
 
 
 def _add_ignored_findings(line: Message, report: Report) -> Message:
-    """Add the codes that the user allows, and those of the baseline."""
+    """Add the codes of the options and of the baseline."""
     allowed = {finding.code for finding in report.findings if finding.allowed}
     accepted = {finding.code for finding in report.findings if finding.accepted}
     sentence = _IGNORED_FINDINGS.get((bool(allowed), bool(accepted)))

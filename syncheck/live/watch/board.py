@@ -1,4 +1,4 @@
-"""The board: ranks post small records in the process group's store, and no rank ever waits for another one.
+"""The board: ranks post small records in the process group's store, and no rank ever waits for another rank.
 
 A record is appended to one key for each tick of a replica group's clock, and torch's store joins the records of all
 ranks in one value. Posting takes a few microseconds and returns at once. Reading happens in threads of their own, with

@@ -45,6 +45,11 @@ class Judgement(NamedTuple):
     ranks: tuple[int, ...]
     disagreement: Disagreement | None
 
+    @property
+    def reduction(self) -> int:
+        """The number of the reduction that ranks stepped differently after."""
+        return self.since if self.disagreement is None and self.code == "SYN214" else self.step.number
+
 
 class Judge(threading.Thread):
     """Judges the steps of one rank's replica groups.
@@ -63,7 +68,7 @@ class Judge(threading.Thread):
         self._lags: dict[str, dict[int, int]] = {}
 
     def finish(self, seconds: float) -> None:
-        """Judge the steps that are posted, for a limited time, and end."""
+        """Judge the posted steps within a limited time, and end."""
         self._deadline = time.monotonic() + seconds
         self._finishing.set()
         self.join(seconds + _ANSWER_SECONDS)

@@ -90,7 +90,7 @@ class Session:
             names = [judgement.step.names[index] for index in judgement.disagreement.tensors]
         self._reporter.write_event(
             "witness",
-            step=judgement.step.number,
+            step=judgement.reduction,
             code=judgement.code,
             ranks=list(judgement.ranks),
             tensors=len(names),
@@ -121,9 +121,9 @@ def describe_judgement(judgement: Judgement) -> str:
     """Return one line: what differs, on which ranks and since which reduction."""
     who = ranks_text(judgement.ranks)
     if judgement.code == "SYN214":
-        return f"reduction {judgement.since}: SYN214 step-skipped on {who}: no optimizer step followed it"
+        return f"reduction {judgement.reduction}: SYN214 step-skipped on {who}: no optimizer step followed it"
     disagreement = judgement.disagreement
-    text = f"reduction {judgement.step.number}: SYN410 gradients-differ on {who}, after the reduction"
+    text = f"reduction {judgement.reduction}: SYN410 gradients-differ on {who}, after the reduction"
     if disagreement is None:
         return text
     names = [judgement.step.names[index] for index in disagreement.tensors[:3]]

@@ -48,7 +48,7 @@ class Watcher:
         self.is_on = True
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
-        """The steps of this rank that are posted, for the judge; it removes them from the start."""
+        """The posted steps of this rank. The judge removes them from the start."""
         self.spent = 0.0
         """Seconds of processor time in hooks."""
         self.posted_bytes = 0

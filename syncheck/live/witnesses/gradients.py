@@ -63,7 +63,7 @@ class GradientWitness:
         return hash_digests([*hashed, (repr(indices), b"")]).hex()
 
     def tell(self, key: str) -> Details | None:
-        """Return the details of a step, or None if they are no longer kept."""
+        """Return the details of a step, or None for an old step."""
         return self._kept.get(key)
 
 
@@ -84,7 +84,7 @@ class Disagreement(NamedTuple):
     missing: tuple[int, ...]
     """Those of them that have no gradient on some ranks only."""
     ratio: float | None
-    """The gradients of `ranks` are those of the majority times this factor, in all sampled elements."""
+    """The gradients of `ranks` are the gradients of the majority times this factor, in all sampled elements."""
 
 
 def compare_details(details: Mapping[int, Details]) -> Disagreement:

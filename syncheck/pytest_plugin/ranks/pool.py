@@ -254,7 +254,7 @@ def _has_grace_passed(results: Sequence[Result], now: float) -> bool:
 
 
 def _collect_stacks(running: Sequence[RankProcess], results: Sequence[Result]) -> None:
-    """Ask the ranks that are not done for their stacks, and wait until these are written."""
+    """Ask the ranks that are not done for their stacks, and wait until the stacks are written."""
     stack_files = []
     # After an error while the ranks were started, there are fewer processes than results.
     for process, result in zip(running, results, strict=False):
