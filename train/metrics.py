@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.methods.single import Method
 
 
-SUMS = 4  # of a MetricSums
+SUMS = 4  # in MetricSums.totals
 
 
 def replace_nonfinite(record: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class MetricSums:
         self.add_sums(torch.stack([loss.double(), first, predictions, second]))
 
     def add_sums(self, sums: Tensor) -> None:
-        """Add the sums of another metric_sums, [4]."""
+        """Add the totals of other sums, [4]."""
         self.both += sums[:, None]
 
     def take(self) -> Tensor:
@@ -134,7 +134,7 @@ class MetricSums:
 
 
 def score_of(sums: Sequence[float], task: Task = CLASSIFICATION) -> Score:
-    """Compute a score from the sums of a metric_sums."""
+    """Compute a score from totals."""
     loss, first, predictions, second = sums
     if predictions == 0:
         return Score(float("nan"), float("nan"), 0, task=task)

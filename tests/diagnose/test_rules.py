@@ -24,7 +24,7 @@ from syncheck.records import Group, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
 HOME = Path(rules.__file__).parent
-# The order of precedence in DESIGN, without the rules that cover no difference.
+# The order of precedence, without the rules that cover no difference.
 PRECEDENCE = """108 206 225 101 102 223 222 220 221 217 106 215 214 216 107 224 226 231 230 240 205 203 204 202 201 219
 218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 399""".split()
 PRECEDENCE_FOR_MODELS = """223 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 101 102 220 106
@@ -51,7 +51,7 @@ def test_every_rule_is_complete(rule: Any) -> None:
 
 
 def test_rules_are_listed_in_the_order_of_precedence() -> None:
-    """RULES contains every module of the folder and every relation of two models once, in the order of DESIGN."""
+    """RULES contains every module of the folder and every relation of two models once, in the order of precedence."""
     modules = [f"{rule.code.lower()}_{rule.slug.replace('-', '_')}" for rule in REPLICA_RULES]
     assert sorted(modules) == sorted(path.stem for path in HOME.glob("syn*.py"))
     codes = [rule.code[3:] for rule in RULES]

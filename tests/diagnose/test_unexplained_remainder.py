@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import diff
+from support.cases import diff
 
 from syncheck.diagnose.remainder import find_unexplained_tensors
 

@@ -173,7 +173,7 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
 def test_chunks_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], spans: Any) -> None:
     """The metadata of a folder lists chunks that do not form the tensor: one line."""
     torch = pytest.importorskip("torch")
-    from readers.dcp_folders import assemble
+    from support.dcp_folders import assemble
 
     complete = (torch.from_numpy(W), [((0, 0), (8, 3))])
     assemble(tmp_path / "folder", {"w": complete}, listed={"w": spans})

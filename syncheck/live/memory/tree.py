@@ -7,6 +7,7 @@ because `state_dict()` lacks non-persistent buffers and communicates for sharded
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -109,7 +110,9 @@ def _has_equal_groups(state_dict: Any, optimizer: Any) -> bool:
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT_OR_NONE = (*_EXACT, NoneType)
-_CODE_AND_FUNCTIONS = (*CODE, FunctionType, MethodType, BuiltinFunctionType)
+# Objects that belong to the program rather than to a model. A logger or handler refers to all loggers, and to what they
+# have logged.
+_OF_THE_PROGRAM = (*CODE, FunctionType, MethodType, BuiltinFunctionType, logging.Filterer)
 # The keys of an optimizer's state dict.
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
@@ -326,7 +329,7 @@ class Tree:
                 self.averaged.append(name)
             return self._convert(node.state_dict(), name, depth + 1)
 
-        if isinstance(node, _CODE_AND_FUNCTIONS):
+        if isinstance(node, _OF_THE_PROGRAM):
             return None
 
         return self._convert_items(self._list_fields(node).items(), name, depth)

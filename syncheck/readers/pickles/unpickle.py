@@ -3,7 +3,7 @@
 A pickle contains the names of callables that rebuild its objects. They are looked up in three tables and never
 imported:
 
-- `TABLE`, from `rebuild`, `numpy_stand_ins` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
+- `TABLE`, from `rebuild` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
   arrays and plain containers.
 - `refusals`: names whose only use is to execute code. The whole file is refused.
 - All other names become inert classes that keep their arguments, so that tensors among them are found. An attribute of
