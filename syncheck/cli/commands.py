@@ -111,12 +111,20 @@ def _read_options(
     paths = arguments.paths or values.get("checkpoints") or ["ckpts"]
     options = config.merge_options(values, kind, typed)
     run = config.merge_options(values, RunOptions, typed | {"checkpoints": list(paths)})
-    formats.check_extensions(run.output)
-    if output.is_first_process():
-        inputs: list[str] = _list_inputs(paths, options)
-        if project is not None:
-            inputs.append(project)
-        _check_outputs(options, run, inputs)
+    try:
+        formats.check_extensions(run.output)
+        if output.is_first_process():
+            inputs: list[str] = _list_inputs(paths, options)
+            if project is not None:
+                inputs.append(project)
+            _check_outputs(options, run, inputs)
+    except UsageError as error:
+        # Errors about files name no option; these files are the outputs.
+        names = getattr(error, "values", None) or ["output"]
+        is_typed = any(typed.get(name) for name in names)
+        if project is None or is_typed or not values.keys() >= set(names):
+            raise
+        raise UsageError(f"{project}: {error}") from None
     # Options that accept differences are shown, because the user may have forgotten the file.
     applied = config.list_applied(values, kind, typed)
     if "checkpoints" in values and not arguments.paths:

@@ -309,11 +309,23 @@ def _read_list(values: Iterable[Any], read: Callable[[Any], Item]) -> tuple[Item
     return tuple(read(value) for value in values)
 
 
-def _read_integers(value: Any) -> Any:
-    """Return lists of integers as tuples; None stays."""
-    if isinstance(value, list):
-        return _read_list(value, _read_integers)
-    return None if value is None else _read_natural(value)
+def _read_naturals(value: Any) -> tuple[int, ...]:
+    """Return a list of ranks or sizes. Raises ValueError unless it is one."""
+    if not isinstance(value, list):
+        raise ValueError(f"{brief(value)} is not a list of numbers")
+    return _read_list(value, _read_natural)
+
+
+def _read_index(value: Any) -> tuple[int, ...] | None:
+    """Return the index of an element; None for a tensor without a measured difference."""
+    return None if value is None else _read_naturals(value)
+
+
+def _read_sets(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return sets of ranks. Raises ValueError unless the value is a list of lists."""
+    if not isinstance(value, list):
+        raise ValueError(f"{brief(value)} is not a list of sets of ranks")
+    return _read_list(value, _read_naturals)
 
 
 def _read_natural(value: Any) -> int:
@@ -451,9 +463,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "max_abs": _read_size,
     "max_rel": _read_size,
     "max_ulp": _read_size,
-    "shape": _read_integers,
-    "index": _read_integers,
-    "minority": _read_integers,
-    "clusters": _read_integers,
-    "replica_groups": _read_integers,
+    "shape": _read_naturals,
+    "index": _read_index,
+    "minority": _read_naturals,
+    "clusters": _read_sets,
+    "replica_groups": _read_sets,
 }

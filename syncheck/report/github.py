@@ -150,11 +150,12 @@ class _Occurrence:
 
     @property
     def path(self) -> str:
-        """The file of a suspect, or of the first replica."""
+        """The file of a suspect, or of the first replica; empty for events without ranks."""
+        paths = [replica.path for replica in self.group.replicas]
         for replica in self.group.replicas:
             if replica.rank in self.finding.ranks:
                 return replica.path
-        return self.group.replicas[0].path
+        return paths[0] if paths else ""
 
 
 def _findings(report: Report) -> list[Annotation]:

@@ -253,7 +253,7 @@ def test_output(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "c.json").exists()
     done = run("run_*.pth", table="output = ['a.pdf']")
     assert (done.code, done.out) == (2, "")
-    assert "error: output a.pdf: unknown file extension" in done.err
+    assert "pyproject.toml: output a.pdf: unknown file extension" in done.err
     done = run("run_*.pth", table="output = ['no/folder/a.json']")
     assert done.code == 2
     assert "output no/folder/a.json: cannot be written: the folder" in done.err
@@ -290,3 +290,12 @@ def test_options_that_affect_the_result_are_listed(run: Run, tmp_path: Path) -> 
     done = run("run_*.pth", table=table)
     assert (done.code, done.err) == (0, f"syncheck: options from {path}: reference, jobs, exit_zero\n")
     assert run("run_*.pth", "--no-exit-zero", table=table).err == f"syncheck: options from {path}: reference, jobs\n"
+
+
+@pytest.mark.parametrize("path", ["x.zzz", "missing/x.json"])
+def test_a_wrong_output_names_its_source(run: Run, path: str) -> None:
+    """An output with an unknown extension or folder names pyproject.toml, unless it was typed."""
+    table = f"output = [{path!r}]"
+    from_file, typed = run(table=table), run("run_*.pth", "-o", path, table=table)
+    assert from_file.code == typed.code == 2
+    assert ("pyproject.toml" in from_file.err, "pyproject.toml" in typed.err) == (True, False)

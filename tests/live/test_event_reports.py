@@ -9,6 +9,7 @@ import pytest
 from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
+from syncheck.options import FORMATS
 from syncheck.report import finding_text, html, plain, text
 from syncheck.report.events import read_events
 
@@ -98,6 +99,10 @@ WORST = {
         check(1, FINDING | {"ranks": ["x"]}),
         check(1, FINDING, worst=[WORST | {"max_abs": "big"}]),
         check(1, FINDING, worst=[WORST | {"clusters": [["x"]]}]),
+        check(1, FINDING, worst=[WORST | {"clusters": None}]),
+        check(1, FINDING, worst=[WORST | {"clusters": [1, 2]}]),
+        check(1, FINDING, worst=[WORST | {"replica_groups": [1]}]),
+        check(1, FINDING, worst=[WORST | {"minority": None}]),
         check(1, FINDING, worst=[WORST | {"status": "identical"}]),
         check(1, FINDING, worst=[{}]),
         check(1, FINDING, kinds={"parameter": 3}),
@@ -119,6 +124,13 @@ def test_wrong_events_are_one_line(tmp_path: Path, cli: Run, event: dict[str, An
     done = cli("report", str(path))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "line 2" in done.err
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_checks_without_ranks_have_a_verdict(tmp_path: Path, cli: Run, name: str) -> None:
+    """A check without a start before it has the exit code of its verdict in every format."""
+    path = write(tmp_path / "run.jsonl", check(1, FINDING | {"ranks": []}))
+    assert cli("report", str(path), "--format", name).code == 1
 
 
 COUNTS = {"tensors": 10, "identical": 9, "equal": 0, "close": 0, "different": 0, "not_compared": 1}
