@@ -37,11 +37,6 @@ def index_by_name(diffs: Iterable[Diff]) -> dict[str, Diff]:
     return {diff.name: diff for diff in diffs}
 
 
-def list_value_names(values: Iterable[ValueDiff]) -> tuple[str, ...]:
-    """Return the names of Python values, in their order."""
-    return list_names(values)
-
-
 def select_counting(values: Iterable[ValueDiff]) -> list[ValueDiff]:
     """Return the Python values that make a group out of sync."""
     return [value for value in values if value.counts]

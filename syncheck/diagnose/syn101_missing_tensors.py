@@ -33,7 +33,6 @@ from syncheck.diagnose.selection import (
     holders_of,
     join_ranks,
     list_names,
-    list_value_names,
 )
 from syncheck.diagnose.stored_forms import list_parts
 from syncheck.messages import Message, Sentence
@@ -103,7 +102,7 @@ def apply(case: Case) -> Match | None:
     # tensor, no other rank has it, and this rank is the suspect.
     suspects = smaller_set(without, expected - without) or expected
 
-    value_names = list_value_names(values)
+    value_names = list_names(values)
     sentence = Text.PARTLY_MISSING if are_unequal(lacking) else Text.MISSING
     fact = sentence(
         ranks=tuple(sorted(without)),
@@ -143,7 +142,7 @@ def _find_members(case: Case, tensors: Sequence[TensorDiff]) -> list[str]:
     """Return the members of parameter groups, which differ if one of the missing tensors is a parameter."""
     if not has_kind(tensors, "parameter"):
         return []
-    names = list_value_names(case.of_values())
+    names = list_names(case.of_values())
     return [name for name in names if name.endswith((".params", ".(positions)"))]
 
 

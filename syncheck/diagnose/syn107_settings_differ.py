@@ -41,7 +41,6 @@ from syncheck.diagnose.selection import (
     has_kind,
     last_part,
     list_names,
-    list_value_names,
     select_kinds,
     select_names,
     union_of,
@@ -174,7 +173,7 @@ def apply(case: Case) -> Match | None:
         covered,
         _find_suspects(case, ordered_first),
         facts,
-        list_value_names(ordered_first),
+        list_names(ordered_first),
         cause,
         fix,
     )
@@ -254,7 +253,7 @@ def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match | None:
         (),
         _find_suspects(case, modes),
         _mode_facts(modes),
-        list_value_names(modes),
+        list_names(modes),
         only_warns=True,
     )
     return match.with_cause(Text.CAUSE_MODES, Text.FIX_MODES)

@@ -26,7 +26,7 @@ from syncheck.diagnose.counters import FEW, is_optimizer_behind
 from syncheck.diagnose.loss_scales import scales_of
 from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.rank_values import are_unequal
-from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_value_names, select_kinds
+from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_names, select_kinds
 from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
 from syncheck.diagnose.stale_ranks import only_skipped, ran_forward, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
@@ -164,7 +164,7 @@ def _match_stale(case: Case) -> Match | None:
         tensors=covered,
         ranks=stale,
         facts=facts,
-        values=list_value_names(values),
+        values=list_names(values),
     )
     return match if _is_certain(case.group, values) else match.as_consistent("SYN214")
 

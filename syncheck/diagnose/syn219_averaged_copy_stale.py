@@ -37,7 +37,6 @@ from syncheck.diagnose.selection import (
     ends_with_number,
     last_part,
     list_names,
-    list_value_names,
     out_of_sync,
     select_names,
 )
@@ -153,7 +152,7 @@ def apply(case: Case) -> Match | None:
     ]
     return replace(
         case.make_match(weights, facts, copies),
-        values=list_value_names(case.of_values("average")),
+        values=list_names(case.of_values("average")),
         cause=origin.cause,
         fix=origin.fix,
         certainty=origin.certainty,

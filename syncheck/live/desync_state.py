@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.report.selections import find_failing
+
 if TYPE_CHECKING:
     from syncheck.records import Finding, Group, Report
 
@@ -58,7 +60,7 @@ class DesyncState:
 
         new_findings = []
         # A finding is known by its code and ranks, because its tensors may grow in number.
-        for finding in list_failing(report):
+        for finding in find_failing(report.findings):
             key = finding.code, finding.ranks
             names = {*finding.tensors, *finding.values}
             reported_names = self._reported.get(key)
@@ -69,12 +71,3 @@ class DesyncState:
             self._reported.setdefault(key, set()).update(names)
 
         return tuple(new_findings)
-
-
-def list_failing(report: Report) -> list[Finding]:
-    """Return the findings that fail."""
-    failing: list[Finding] = []
-    for group in report.groups:
-        failing += [finding for finding in group.findings if finding.fails]
-
-    return failing

@@ -12,10 +12,11 @@ from syncheck.api import Options
 from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.live.channel import MAX_VALUES, Channel, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
-from syncheck.live.desync_state import DesyncState, list_failing
+from syncheck.live.desync_state import DesyncState
 from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import Note
 from syncheck.records import OutOfSync, Report
+from syncheck.report.selections import find_failing
 from syncheck.text import brief, group_ranks, ranks_text
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class SyncMonitor:
 
     def _stops(self, report: Report) -> bool:
         """Whether a failing finding is severe enough to stop the run. Equal on all ranks, like the report."""
-        severities = {finding.severity for finding in list_failing(report)}
+        severities = {finding.severity for finding in find_failing(report.findings)}
         return self._stop_at == "warning" or "error" in severities
 
     def _handle_desync(self, report: Report) -> None:

@@ -51,15 +51,6 @@ class CheckRecord:
     since: int | None
     new: tuple[Finding, ...]
 
-    @property
-    def findings(self) -> list[Finding]:
-        """The findings of the report."""
-        findings: list[Finding] = []
-        for group in self.report.groups:
-            findings += group.findings
-
-        return findings
-
 
 class Reporter:
     """Reports checks on one rank of a group, and ignores output errors.
@@ -121,7 +112,7 @@ class Reporter:
             compared=report.counts.compared,
             seconds=round(record.seconds, 6),
             overhead=round(record.overhead, 6),
-            findings=describe_findings(record.findings, report),
+            findings=describe_findings(report.findings, report),
             **describe_check(report),
         )
         # A desync that continues is written once, and each check has the verdict.
@@ -235,7 +226,7 @@ def _describe_verdict(record: CheckRecord) -> tuple[str, str]:
     verdict = words.VERDICTS[report.verdict]
     if report.verdict == "out_of_sync":
         codes = []
-        for finding in record.findings:
+        for finding in report.findings:
             if finding.fails:
                 codes.append(f"{finding.code} {finding.slug} on {ranks_as_ranges(finding.ranks)}")
         return verdict, f" ({_format_time(record)}): {'; '.join(codes)}"
@@ -258,7 +249,7 @@ def _format_time(record: CheckRecord) -> str:
         return f"still, {text}"
 
     # A new finding beside earlier findings did not begin with the first of them.
-    if len(record.new) < len(record.findings):
+    if len(record.new) < len(record.report.findings):
         text += f", new: {', '.join([finding.code for finding in record.new])}"
 
     return text

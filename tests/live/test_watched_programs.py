@@ -61,7 +61,7 @@ def train(rank, world, fault, store):
 if __name__ == "__main__":
     fault, method = sys.argv[1], sys.argv[2]
     if method == "torchrun":
-        train(0, 0, fault, "")
+        sys.exit(train(0, 0, fault, ""))
     else:
         address = f"tcp://127.0.0.1:{sys.argv[3]}"
         context = mp.get_context(method)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PREFIX = "syncheck-watch"
+# Seconds between two looks at the store.
+PAUSE = 0.02
 
 
 class Unusable(Exception):
@@ -52,11 +54,9 @@ class Board:
         distributed: Any = sys.modules["torch.distributed"]
         return Board(distributed.PrefixStore(_PREFIX, self._store.underlying_store.clone()), self._owner)
 
-    def post(self, key: str, record: Mapping[str, Any]) -> int:
-        """Append a record to a key; return its size in bytes. Never waits for another rank."""
-        row = json.dumps(record, separators=(",", ":")) + "\n"
-        self._store.append(key, row)
-        return len(row)
+    def post(self, key: str, record: Mapping[str, Any]) -> None:
+        """Append a record to a key. Never waits for another rank."""
+        self._store.append(key, json.dumps(record, separators=(",", ":")) + "\n")
 
     def read(self, key: str) -> list[dict[str, Any]]:
         """Return the records of a key so far. Takes two messages to the store and back, and never waits.

@@ -36,36 +36,39 @@ class Clock:
         """The wrapper, or None after its end."""
         return self._wrapper()
 
-    def start(self, handle_tick: Callable[[Clock], None]) -> None:
-        """Count from now on, and call the function after each reduction, within the backward pass."""
+    def start(self, guard: Callable[..., None]) -> None:
+        """Count from now on. guard: calls a function with arguments, and keeps its errors from the script."""
+
+        def watch_forward(wrapper: Any, _arguments: Any, output: Any) -> None:
+            guard(self._watch_output, wrapper, output)
+
+        self.wrapper.register_forward_hook(watch_forward)
+
+    def _watch_output(self, wrapper: Any, output: Any) -> None:
+        """Count the backward pass of an output, if it reduces gradients."""
         torch: Any = sys.modules["torch"]
+        # A compiled program contains no hook; then the clock stands still.
+        if torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled() or not wrapper.require_backward_grad_sync:
+            return
         # As DDP and FSDP do, which have no public name for it either.
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+        # Whether the callback of a running backward pass is queued; a script may call backward twice on one output.
+        queued: list[bool] = []
 
-        def count(pass_of_forward: list[bool]) -> None:
-            # A script may call backward twice on one output.
-            pass_of_forward.clear()
+        def count() -> None:
+            queued.clear()
             self.ticks += 1
-            handle_tick(self)
 
-        def watch_output(wrapper: Any, _arguments: Any, output: Any) -> None:
-            # A compiled program contains no hook; then the clock stands still, and optimizer steps take its place.
-            if torch.compiler.is_compiling():
-                return
-            if not torch.is_grad_enabled() or not wrapper.require_backward_grad_sync:
-                return
-            queued: list[bool] = []
+        def handle_gradient(_gradient: Any) -> None:
+            if not queued:
+                queued.append(True)
+                queue_callback(lambda: queue_callback(count))
 
-            def handle_gradient(_gradient: Any) -> None:
-                if not queued:
-                    queued.append(True)
-                    queue_callback(lambda: queue_callback(lambda: count(queued)))
-
-            for tensor in list_tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(handle_gradient)
-
-        self.wrapper.register_forward_hook(watch_output)
+        for tensor in list_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(handle_gradient)
 
 
 def list_tensors(output: Any) -> Iterator[Any]:
@@ -85,4 +88,4 @@ def list_tensors(output: Any) -> Iterator[Any]:
         elif isinstance(content, (list, tuple, set)):
             waiting += content
         elif hasattr(content, "__dataclass_fields__"):
-            waiting += vars(content).values()
+            waiting += [getattr(content, name) for name in content.__dataclass_fields__]

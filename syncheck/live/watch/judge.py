@@ -9,19 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.live.watch.board import PAUSE
 from syncheck.live.witnesses.gradients import Details, compare_details
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from syncheck.live.watch.board import Board
     from syncheck.live.watch.watcher import Step, Watcher
     from syncheck.live.witnesses.gradients import Disagreement
 
-# Seconds between two looks at the store.
-_PAUSE = 0.02
 # Seconds for the ranks to tell details; a rank that has ended never does.
 _ANSWER_SECONDS = 5.0
 # Seconds between two looks of a rank for questions.
@@ -35,7 +35,7 @@ class Judgement(NamedTuple):
     """What the judge found at one step.
 
     step: with the clock, its number and the names of the parameters.
-    since: the first step that was not judged before: ranks may have skipped it.
+    since: the first step that a rank skipped before this one; without any, this one.
     disagreement: of the gradients, None if a rank did not tell its details.
     """
 
@@ -48,7 +48,18 @@ class Judgement(NamedTuple):
     @property
     def reduction(self) -> int:
         """The number of the reduction that ranks stepped differently after."""
-        return self.since if self.disagreement is None and self.code == "SYN214" else self.step.number
+        return self.since if self.code == "SYN214" else self.step.number
+
+
+@contextmanager
+def _errors_end_watching(watcher: Watcher) -> Iterator[None]:
+    """End a thread at an error: the store has ended with the process that serves it, or syncheck has a fault."""
+    try:
+        yield
+    except RuntimeError:
+        return
+    except Exception as error:  # noqa: BLE001 - the script goes on as if it were not watched
+        watcher.stop(f"watching ends: {type(error).__name__}: {error}")
 
 
 class Judge(threading.Thread):
@@ -60,12 +71,15 @@ class Judge(threading.Thread):
     def __init__(self, watcher: Watcher, board: Board, report: Callable[[Judgement], None]) -> None:
         super().__init__(name="syncheck-judge", daemon=True)
         self._watcher, self._board, self._report = watcher, board, report
-        self._questions = 0
+        # Of each clock, as the responders count them.
+        self._questions: Counter[str] = Counter()
         self._deadline = 0.0
         self._finishing = threading.Event()
         self.judged: Counter[str] = Counter()
         """The number of judged steps by outcome: in sync, or out of sync."""
+        # How many steps each rank is behind, and the first step that a rank skipped since then, by layout.
         self._lags: dict[str, dict[int, int]] = {}
+        self._skipped: dict[str, int] = {}
 
     def finish(self, seconds: float) -> None:
         """Judge the posted steps within a limited time, and end."""
@@ -75,13 +89,10 @@ class Judge(threading.Thread):
 
     def run(self) -> None:
         """Judge step by step, in the order of this rank."""
-        try:
+        with _errors_end_watching(self._watcher):
             while not self._is_over():
                 if not self._judge_next():
-                    time.sleep(_PAUSE)
-        except RuntimeError:
-            # The store has ended with the process that serves it.
-            return
+                    time.sleep(PAUSE)
 
     def _is_over(self) -> bool:
         if not self._finishing.is_set():
@@ -89,27 +100,41 @@ class Judge(threading.Thread):
         return not self._watcher.steps or time.monotonic() > self._deadline
 
     def _judge_next(self) -> bool:
-        """Judge the first step whose records are complete; return whether there is more to do at once."""
+        """Judge the steps up to the first complete one; return whether there was any."""
         steps = self._watcher.steps
-        for position, step in enumerate(steps[:_LOOK_AHEAD]):
-            records = {record["r"]: record for record in self._board.read(step.key)}
-            if len(records) == len(step.clock.ranks):
-                # A rank skipped the steps before, since it posted a later one.
-                for incomplete in steps[:position]:
-                    self._board.delete(incomplete.key)
-                self._judge(step, steps[0].number, records)
-                self._board.delete(step.key)
-                del steps[: position + 1]
-                return True
-        return False
+        count = self._count_posted()
+        if not count:
+            return False
+        for step in steps[:count]:
+            records = self._read_complete(step)
+            if records:
+                self._judge(step, records)
+            else:
+                self._skipped.setdefault(step.layout.key, step.number)
+            self._board.delete(step.key)
+        del steps[:count]
+        return True
 
-    def _judge(self, step: Step, since: int, records: dict[int, dict[str, Any]]) -> None:
-        """Judge a complete step. since: the first step that is not judged yet."""
+    def _count_posted(self) -> int:
+        """Return the number of steps that all ranks have posted or skipped: up to the first complete one."""
+        for position, step in enumerate(self._watcher.steps[:_LOOK_AHEAD]):
+            if self._read_complete(step):
+                return position + 1
+        return 0
+
+    def _read_complete(self, step: Step) -> dict[int, dict[str, Any]]:
+        """Return the records of a step by rank, empty if a rank has not posted it."""
+        records = {record["r"]: record for record in self._board.read(step.key)}
+        return records if len(records) == len(step.layout.clock.ranks) else {}
+
+    def _judge(self, step: Step, records: dict[int, dict[str, Any]]) -> None:
+        """Judge a complete step."""
+        since = self._skipped.pop(step.layout.key, step.number)
         counts = {rank: record["s"] for rank, record in records.items()}
         lags = {rank: max(counts.values()) - count for rank, count in counts.items()}
-        lags_before = self._lags.get(step.clock.name, dict.fromkeys(lags, 0))
-        self._lags[step.clock.name] = lags
-        skipping = tuple(rank for rank in step.clock.ranks if lags[rank] > lags_before[rank])
+        lags_before = self._lags.get(step.layout.key, dict.fromkeys(lags, 0))
+        self._lags[step.layout.key] = lags
+        skipping = tuple(rank for rank in step.layout.clock.ranks if lags[rank] > lags_before[rank])
         outcome = "in sync"
         if skipping:
             outcome = "out of sync"
@@ -124,13 +149,14 @@ class Judge(threading.Thread):
 
     def _ask(self, step: Step) -> dict[int, Details]:
         """Return the details of a step from all ranks that answer in time."""
-        question = f"{_ASK}/{step.clock.name}/{self._questions}"
-        self._questions += 1
+        clock = step.layout.clock.name
+        question = f"{_ASK}/{clock}/{self._questions[clock]}"
+        self._questions[clock] += 1
         self._board.post(question, {"key": step.key})
         deadline = time.monotonic() + _ANSWER_SECONDS
         answers: dict[int, Details] = {}
-        while len(answers) < len(step.clock.ranks) and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+        while len(answers) < len(step.layout.clock.ranks) and time.monotonic() < deadline:
+            time.sleep(PAUSE)
             for row in self._board.read(f"{question}/answers"):
                 elements = {int(index): values for index, values in row["e"].items()}
                 answers[row["r"]] = Details(row["d"], elements)
@@ -153,12 +179,10 @@ class Responder(threading.Thread):
 
     def run(self) -> None:
         """Look for questions until `stop`, or until the store ends."""
-        try:
+        with _errors_end_watching(self._watcher):
             while not self._ended.wait(_LOOK_SECONDS):
                 for clock in self._watcher.clocks:
                     self._answer(clock.name)
-        except RuntimeError:
-            return
 
     def _answer(self, clock: str) -> None:
         question = f"{_ASK}/{clock}/{self._answered[clock]}"

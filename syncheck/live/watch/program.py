@@ -43,8 +43,9 @@ def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except SystemExit:
-        session.finish(normally=False)
+    except SystemExit as end:
+        # Many scripts end with sys.exit(main()).
+        session.finish(normally=not end.code)
         raise
     except KeyboardInterrupt as error:
         session.finish(normally=False)

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.reporter import Reporter
+from syncheck.live.watch.board import PAUSE
 from syncheck.live.watch.judge import Judge, Judgement, Responder
 from syncheck.live.watch.watcher import Watcher
 from syncheck.text import ranks_text
@@ -87,7 +88,7 @@ class Session:
         self._reporter.print_text(text, "bold red")
         names: list[str] = []
         if judgement.disagreement is not None:
-            names = [judgement.step.names[index] for index in judgement.disagreement.tensors]
+            names = [judgement.step.layout.names[index] for index in judgement.disagreement.tensors]
         self._reporter.write_event(
             "witness",
             step=judgement.reduction,
@@ -114,7 +115,7 @@ def _wait_for_keys(board: Board, keys: list[str], deadline: float) -> None:
     missing = list(keys)
     while missing and time.monotonic() < deadline:
         missing = [key for key in missing if not board.read(key)]
-        time.sleep(0.02)
+        time.sleep(PAUSE)
 
 
 def describe_judgement(judgement: Judgement) -> str:
@@ -126,8 +127,8 @@ def describe_judgement(judgement: Judgement) -> str:
     text = f"reduction {judgement.reduction}: SYN410 gradients-differ on {who}, after the reduction"
     if disagreement is None:
         return text
-    names = [judgement.step.names[index] for index in disagreement.tensors[:3]]
-    text += f": {len(disagreement.tensors)} of {len(judgement.step.names)} tensors ({', '.join(names)})"
+    names = [judgement.step.layout.names[index] for index in disagreement.tensors[:3]]
+    text += f": {len(disagreement.tensors)} of {len(judgement.step.layout.names)} tensors ({', '.join(names)})"
     if disagreement.ratio is not None:
         text += f"; scaled by {disagreement.ratio:.4g}"
     return text

@@ -1,4 +1,4 @@
-"""The watcher of one rank: it sees wrappers, optimizer steps and scalers of an unmodified script, and posts records.
+"""The watcher of one rank: it sees wrappers and optimizer steps of an unmodified script, and posts records.
 
 It changes nothing: no random number is drawn, no gradient or tensor is written, and no call waits for another rank. An
 error in its own code ends watching with one line, and never reaches the script.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,15 @@ if TYPE_CHECKING:
 class Step:
     """An optimizer step that a clock has a tick for.
 
+    layout: what steps.
+    number: of the last reduction before the step.
     key: of its record on the board, equal on all ranks.
     """
 
-    def __init__(self, clock: Clock, number: int, optimizer: int, parameters: list[Any], names: list[str]) -> None:
-        self.clock, self.number = clock, number
-        self.key = f"{clock.name}/{optimizer}/{number}"
-        self.parameters = parameters
-        self.names = names
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.number = layout.clock.ticks
+        self.key = f"{layout.key}/{self.number}"
 
 
 class Watcher:
@@ -49,16 +49,12 @@ class Watcher:
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
         """The posted steps of this rank. The judge removes them from the start."""
-        self.spent = 0.0
-        """Seconds of processor time in hooks."""
-        self.posted_bytes = 0
-        self.last_tick = 0
-        self._layouts: weakref.WeakKeyDictionary[Any, list[_Layout]] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[Any, list[Layout]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._step_counts: dict[str, int] = {}
 
     def install(self) -> None:
-        """Watch all wrappers, optimizers and scalers that are created or used from now on."""
+        """Watch all wrappers and optimizers that are created from now on."""
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -80,14 +76,12 @@ class Watcher:
         """Run code of the watcher within the script."""
         if not self.is_on:
             return
-        began = time.thread_time()
         try:
             work(*arguments)
         except Unusable as reason:
             self.stop(f"this run is not watched: {reason}")
         except Exception as error:  # noqa: BLE001 - the script goes on as if it were not watched
             self.stop(f"watching ends: {type(error).__name__}: {error}")
-        self.spent += time.thread_time() - began
 
     def stop(self, reason: str) -> None:
         """Watch no longer, and say why."""
@@ -102,7 +96,7 @@ class Watcher:
         # All ranks create their wrappers in the same order, so the number of a wrapper is the same on all of them.
         name = f"{self._count_wrappers(ranks)}/{'-'.join(map(str, ranks))}"
         clock = Clock(name, wrapper, ranks)
-        clock.start(self._see_tick)
+        clock.start(self._guard)
         self.clocks.append(clock)
 
     def _count_wrappers(self, ranks: tuple[int, ...]) -> int:
@@ -111,17 +105,13 @@ class Watcher:
             number += clock.ranks == ranks
         return number
 
-    def _see_tick(self, clock: Clock) -> None:
-        self.last_tick = clock.ticks
-
     def _see_step(self, optimizer: Any) -> None:
         for layout in self._find_layouts(optimizer):
             count = self._step_counts.get(layout.key, 0) + 1
             self._step_counts[layout.key] = count
-            if not layout.clock.ticks:
-                continue
-            step = Step(layout.clock, layout.clock.ticks, layout.number, layout.parameters, layout.names)
-            self._post(step, count)
+            # Before the first reduction, nothing is equal on all ranks.
+            if layout.clock.ticks:
+                self._post(Step(layout), count)
 
     def _post(self, step: Step, count: int) -> None:
         distributed: Any = sys.modules["torch.distributed"]
@@ -129,12 +119,12 @@ class Watcher:
         if self.board is None:
             self.board = Board.open()
             self._begin_judging(self, self.board)
-        record = {"r": rank, "s": count, "g": self.gradients.observe(step.key, step.parameters)}
-        self.posted_bytes += self.board.post(step.key, record)
-        if rank == step.clock.ranks[0]:
+        record = {"r": rank, "s": count, "g": self.gradients.observe(step.key, step.layout.parameters)}
+        self.board.post(step.key, record)
+        if rank == step.layout.clock.ranks[0]:
             self.steps.append(step)
 
-    def _find_layouts(self, optimizer: Any) -> list[_Layout]:
+    def _find_layouts(self, optimizer: Any) -> list[Layout]:
         """Return the parameters that an optimizer trains, by the wrapper that reduces them."""
         trained: set[int] = set()
         for group in optimizer.param_groups:
@@ -150,7 +140,7 @@ class Watcher:
             self._layouts[optimizer], self._trained[optimizer] = layouts, trained
         return layouts
 
-    def _make_layout(self, clock: Clock, trained: set[int]) -> _Layout | None:
+    def _make_layout(self, clock: Clock, trained: set[int]) -> Layout | None:
         wrapper = clock.wrapper
         # The script has deleted the model.
         if wrapper is None:
@@ -166,16 +156,17 @@ class Watcher:
         number = 0
         for key in self._step_counts:
             number += key.startswith(f"{clock.name}/")
-        return _Layout(clock, number, parameters, names)
+        return Layout(clock, number, parameters, names)
 
 
-class _Layout:
+class Layout:
     """The parameters of one wrapper that one optimizer trains.
 
-    number: of the optimizer among those that train parameters of the wrapper, in the order of their first steps.
+    number: of the optimizer among all that train parameters of the wrapper, in the order of their first steps.
+    key: equal on all ranks.
     """
 
     def __init__(self, clock: Clock, number: int, parameters: list[Any], names: list[str]) -> None:
-        self.clock, self.number = clock, number
+        self.clock = clock
         self.key = f"{clock.name}/{number}"
         self.parameters, self.names = parameters, names

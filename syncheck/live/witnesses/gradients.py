@@ -6,17 +6,18 @@ digests of its tensors and a few of their elements, which it keeps for the last 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
+from syncheck.records import largest_first, minority_of
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-T = TypeVar("T")
 # Steps whose details a rank keeps: the judge is at most a few steps behind.
-KEPT_STEPS = 16
+_KEPT_STEPS = 16
 # Elements to recognize a factor between ranks: of the first tensors, the first elements.
 _SAMPLED_TENSORS = 4
 _SAMPLED_ELEMENTS = 4
@@ -42,22 +43,24 @@ class GradientWitness:
 
         key: of the step. parameters: in an order that is equal on all ranks.
         """
-        gradients: list[Any] = []
+        tensors: list[Any] = []
         indices: list[int] = []
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                gradients.append(_get_values(parameter.grad))
-                indices.append(index)
+                parts = _list_tensors(parameter.grad)
+                tensors += parts
+                indices += [index] * len(parts)
         # One thread: the others belong to the training.
-        hashed = digest_all(gradients, threads=1)
+        hashed = digest_all(tensors, threads=1)
         digests = [""] * len(parameters)
         for index, (_, digest) in zip(indices, hashed, strict=True):
-            digests[index] = digest[:8].hex()
+            digests[index] += digest[:8].hex()
         elements: dict[int, list[float]] = {}
-        for index, gradient in zip(indices[:_SAMPLED_TENSORS], gradients, strict=False):
-            elements[index] = gradient.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()
+        for index, tensor in zip(indices[:_SAMPLED_TENSORS], tensors, strict=False):
+            if tensor.is_floating_point():
+                elements[index] = tensor.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()
         self._kept[key] = Details(digests, elements)
-        if len(self._kept) > KEPT_STEPS:
+        if len(self._kept) > _KEPT_STEPS:
             self._kept.popitem(last=False)
         # Another parameter without gradient is another set of gradients, whatever their bytes are.
         return hash_digests([*hashed, (repr(indices), b"")]).hex()
@@ -67,37 +70,31 @@ class GradientWitness:
         return self._kept.get(key)
 
 
-def _get_values(gradient: Any) -> Any:
-    """Return the tensor whose bytes count: the values of a sparse gradient, the shard of a DTensor."""
+def _list_tensors(gradient: Any) -> list[Any]:
+    """Return the tensors whose bytes count: of a sparse gradient, also the indices; of a DTensor, the shard."""
     if gradient.is_sparse:
-        return gradient.coalesce().values()
-    return getattr(gradient, "_local_tensor", gradient)
+        gradient = gradient.coalesce()
+        return [gradient.indices(), gradient.values()]
+    return [getattr(gradient, "_local_tensor", gradient)]
 
 
 class Disagreement(NamedTuple):
     """How the gradients of the ranks differ at one step."""
 
     ranks: tuple[int, ...]
-    """The ranks that differ from the majority; all ranks without a majority."""
+    """The ranks outside the largest set of equal ranks; all ranks if two sets are the largest."""
     tensors: tuple[int, ...]
     """The indices of the parameters whose gradients differ."""
     missing: tuple[int, ...]
-    """Those of them that have no gradient on some ranks only."""
+    """The indices of parameters without a gradient on some ranks only."""
     ratio: float | None
-    """The gradients of `ranks` are the gradients of the majority times this factor, in all sampled elements."""
+    """The factor of a single deviating rank, if it is the same in all sampled elements that differ; else None."""
 
 
 def compare_details(details: Mapping[int, Details]) -> Disagreement:
     """Compare the details of all ranks at one step."""
     columns = {rank: tuple(details[rank].digests) for rank in sorted(details)}
-    majority = find_majority(columns.values())
-    agreeing: list[int] = []
-    deviating: list[int] = []
-    for rank, column in columns.items():
-        if column == majority:
-            agreeing.append(rank)
-        else:
-            deviating.append(rank)
+    sets = largest_first(group_ranks(columns).values())
     tensors: list[int] = []
     missing: list[int] = []
     for index, digests in enumerate(zip(*columns.values(), strict=True)):
@@ -105,23 +102,24 @@ def compare_details(details: Mapping[int, Details]) -> Disagreement:
             tensors.append(index)
             if "" in digests:
                 missing.append(index)
+    minority = minority_of(sets)
     ratio = None
-    if agreeing and len(deviating) == 1:
-        ratio = _find_ratio(details[deviating[0]].elements, details[agreeing[0]].elements)
-    return Disagreement(tuple(deviating), tuple(tensors), tuple(missing), ratio)
+    if len(minority) == 1:
+        samples = [details[rank].elements for rank in (minority[0], sets[0][0])]
+        ratio = _find_ratio(tensors, *samples)
+    return Disagreement(minority or tuple(columns), tuple(tensors), tuple(missing), ratio)
 
 
-def find_majority(values: Collection[T]) -> T | None:
-    """Return the value of more than half of the ranks, or None. values: of all ranks."""
-    ((value, count),) = Counter(values).most_common(1)
-    return value if 2 * count > len(values) else None
+def _find_ratio(
+    tensors: Sequence[int], elements: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]]
+) -> float | None:
+    """Return the factor between two samples of gradients, or None if it is not constant or no sample differs.
 
-
-def _find_ratio(elements: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]]) -> float | None:
-    """Return the factor between two samples of gradients, or None if it is not constant."""
+    tensors: the indices of the tensors that differ.
+    """
     ratios: list[float] = []
-    for index, values in elements.items():
-        for value, expected in zip(values, reference.get(index, ()), strict=False):
+    for index in tensors:
+        for value, expected in zip(elements.get(index, ()), reference.get(index, ()), strict=False):
             if expected:
                 ratios.append(value / expected)
     # Each float32 gradient is rounded once by the factor.
