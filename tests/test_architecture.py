@@ -166,6 +166,7 @@ WRITERS = {
     "syncheck/cli/streams.py": "/dev/null in place of a closed stream",
     "syncheck/pytest_plugin/ranks/session.py": "streams and stacks of a rank, in a new folder of this pytest run",
     "syncheck/pytest_plugin/ranks/process.py": "streams of a rank, in a new folder of this pytest run",
+    "syncheck/live/watching/full_checks.py": "checkpoints of `--on-desync save`, in new files of a folder of its own",
     "syncheck/live/repair/state.py": "torch.save to a buffer in memory",
 }
 # Names of functions that create, write, move or remove a file. `open` counts if its mode is for writing.

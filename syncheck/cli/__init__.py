@@ -12,6 +12,12 @@ INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0 in sync, 1 out of sync, 2 could not tell, 3 crash, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["watch"]:
+        # Runs a script of the user in this process, which none of the following may change.
+        from syncheck.cli import watch
+
+        return watch.run(arguments[1:])
     # syncheck does not use numpy's matrix routines, and starting their threads takes a tenth of a short run.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Records of 200,000 tensors contain no reference cycles, and the default threshold of 700 objects would spend a
@@ -23,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
         streams.reopen_closed()
         try:
-            return _run(sys.argv[1:] if argv is None else argv)
+            return _run(arguments)
         finally:
             streams.flush_before_exit()
     except KeyboardInterrupt:

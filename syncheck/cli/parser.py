@@ -106,6 +106,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
         "report": _add_report,
         "show": _add_show,
         "fingerprint": _add_fingerprint,
+        "watch": _add_watch,
         "explain": _add_explain,
         "demo": _add_demo,
     }
@@ -185,6 +186,11 @@ def _add_fingerprint(subparsers: Any) -> None:
         help="the file to write; for several checkpoints a folder, which gets one file named after each checkpoint",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print only errors")
+
+
+def _add_watch(subparsers: Any) -> None:
+    # Only for the list of commands: `cli.watch` parses its arguments.
+    subparsers.add_parser("watch", help="run a training script, and check while it runs that all ranks are in sync")
 
 
 def _add_explain(subparsers: Any) -> None:

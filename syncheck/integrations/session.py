@@ -12,7 +12,8 @@ class MonitorSession:
     """A callback that creates a monitor at the start of each training run, and ends it with the run.
 
     every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`; invalid values raise UsageError here,
-    before the training. monitor: of the current or last run.
+    before the training. With witnesses=, wrappers that are created from now on are watched at every step. monitor: of
+    the current or last run.
     """
 
     def __init__(self, every: int, on_desync: Any, **monitor_options: Any) -> None:

@@ -20,9 +20,11 @@ from syncheck.report.selections import find_failing
 from syncheck.text import brief, group_ranks, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
+
+    from syncheck.live.watching.session import Session
 
     Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
 
@@ -102,6 +104,9 @@ class SyncMonitor:
     output), an object in the JSONL file `events`, and scalars to `writer`, an object with TensorBoard's
     `add_scalar(tag, value, step)`. If a report cannot be written, for example on a full disk, the training continues.
 
+    witnesses: what is observed at every step between the checks, as in `syncheck.live.watch`: gradients after the
+    reduction, batches, random numbers, settings. With on_desync="raise", a finding stops all ranks before the step.
+
     As a context manager it checks once more at the end, if steps followed the last check. After an exception it does
     not, because other ranks may have exited.
 
@@ -122,6 +127,7 @@ class SyncMonitor:
         events: Any = None,
         writer: Any = None,
         console: Any = None,
+        witnesses: Sequence[str] = (),
         **checking: Any,
     ) -> None:
         self._checking = checking
@@ -143,6 +149,7 @@ class SyncMonitor:
         self._check_seconds = 0.0  # seconds in checks since then
         self._state = DesyncState()
         self._reporter = Reporter(console, events, writer)
+        self._watching = _start_watching(model, witnesses, self._action, events, checking.get("allow") or ())
         self._is_leader: bool | None = None  # whether this rank reports; None before the first check
         self._warned: set[str] = set()  # warnings already printed
         self._end_written = False  # whether the end event was written
@@ -368,6 +375,8 @@ class SyncMonitor:
 
     def _end(self, exception: str | None) -> None:
         """Write the end event once. exception: the name of the class of an exception that ended the run."""
+        if self._watching is not None:
+            self._watching.stop(normally=exception is None)
         if not self._is_leader or self._end_written:
             return
 
@@ -381,6 +390,29 @@ class SyncMonitor:
             overhead=round(self.overhead, 6),
             exception=exception,
         )
+
+
+def _start_watching(
+    model: Any, witnesses: Sequence[str], on_desync: str, events: Any, allow: str | Sequence[str]
+) -> Session | None:
+    """Watch every step, if there are witnesses. model: may contain wrappers that exist already."""
+    if not witnesses:
+        return None
+    from syncheck.live.watching.session import start_session  # most monitors have no witnesses
+    from syncheck.live.watching.settings import WatchSettings, check_witnesses
+
+    settings = WatchSettings(
+        every=0,
+        witnesses=check_witnesses(witnesses),
+        on_desync="raise" if on_desync == "raise" else "warn",
+        allow=make_options(allow=allow).allow,
+        events=None if events is None else str(events),
+    )
+    session = start_session(settings)
+    for part in model if isinstance(model, tuple) else (model,):
+        if hasattr(part, "require_backward_grad_sync"):
+            session.add(part)
+    return session
 
 
 def _check_arguments(

@@ -70,6 +70,17 @@ class Reporter:
         details = [line(one_line(row.strip()), "", 2) for row in more]
         self._print([_make_line(Span(one_line(first), style)), *details])
 
+    def print_finding(self, finding: Finding, when: str) -> None:
+        """Print a finding with its evidence, cause and fix. when: the time, such as 'step 5'."""
+        title = finding_text.finding_title(finding)
+        style = "bold red" if finding.fails else "yellow"
+        rows = [
+            ("what", one_line(finding.evidence)[:_SENTENCE]),
+            ("why", one_line(str(finding.cause))),
+            ("fix", one_line(str(finding.fix))),
+        ]
+        self._print([_make_line(Span(f"{when}: "), Span(one_line(title), style)), Labels(tuple(rows), indent=4)])
+
     @contextmanager
     def hide_log_output(self) -> Iterator[None]:
         """Suppress log messages printed by this reporter too.

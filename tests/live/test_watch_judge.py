@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
-from syncheck.live.watch.judge import Judge
+import pytest
+
+from syncheck.live.watching.judge import Judge
 
 RANKS = (0, 1, 2)
 
@@ -29,46 +32,67 @@ class Store:
 
 def make_step(optimizer: int, number: int) -> Any:
     """Return a step of one of two optimizers of a wrapper."""
-    layout = SimpleNamespace(key=f"clock/{optimizer}", clock=SimpleNamespace(name="clock", ranks=RANKS))
+    clock = SimpleNamespace(name="clock", ranks=RANKS, reduces=True)
+    layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True)
     return SimpleNamespace(layout=layout, number=number, key=f"clock/{optimizer}/{number}")
 
 
-def post(*ranks: int, count: int = 1) -> list[dict[str, Any]]:
-    """Return the records of ranks with equal gradients. count: their optimizer steps."""
-    return [{"r": rank, "s": count, "g": "equal"} for rank in ranks]
+def post(*ranks: int, **fields: str) -> list[dict[str, Any]]:
+    """Return the records of ranks that hold the same parameters. fields: further fields."""
+    return [{"r": rank, "p": "parameters", **fields} for rank in ranks]
 
 
 def judge_all(steps: list[Any], store: Store) -> tuple[int, list[tuple[str, int, tuple[int, ...]]]]:
     """Judge while there is something to judge; return the number of judged steps, and code, reduction and ranks."""
     judgements: list[Any] = []
-    judge = Judge(SimpleNamespace(steps=steps), store, judgements.append)  # type: ignore[arg-type]
+    watcher = SimpleNamespace(steps=steps, witnesses={})
+    judge = Judge(watcher, store, judgements.append)  # type: ignore[arg-type]
     while judge._judge_next():
         pass
-    found = [(judgement.code, judgement.reduction, judgement.ranks) for judgement in judgements]
-    return judge.judged.total(), found
+    findings = []
+    for judgement in judgements:
+        findings.append((judgement.suspicion.code, judgement.number, judgement.suspicion.ranks))
+    return judge.judged["steps"], findings
 
 
 def test_a_record_that_comes_late_is_judged() -> None:
     """If a rank posts two steps between two looks, the first of them is judged too, and is no skipped step."""
     steps = [make_step(0, 1), make_step(0, 2)]
-    store = Store({"clock/0/1": post(0, 1), "clock/0/2": post(*RANKS, count=2)}, {"clock/0/1": post(2)})
+    store = Store({"clock/0/1": post(0, 1), "clock/0/2": post(*RANKS)}, {"clock/0/1": post(2)})
     assert judge_all(steps, store) == (2, [])
-    assert (steps, store.records) == ([], {})
+    assert steps == []
 
 
-def test_a_skipped_step_of_one_of_two_optimizers_is_named_once() -> None:
-    """Rank 2 skips one step of the first optimizer: SYN214 once, and nothing about the steps of the second one."""
+def test_records_of_old_steps_are_deleted() -> None:
+    """The board keeps the records of the last two steps only, which slow ranks may still read."""
+    steps = [make_step(0, number) for number in range(1, 6)]
+    store = Store({step.key: post(*RANKS) for step in steps}, {})
+    judge_all(steps, store)
+    assert list(store.records) == ["clock/0/4", "clock/0/5"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([*post(0, 1), *post(2, x="skipped")], [("SYN214", 2, (2,))]),
+        (post(0, 1), [("SYN214", 2, (2,))]),
+        ([*post(0, 1), *post(2, x="infinite")], [("SYN216", 2, (2,))]),
+        (post(*RANKS, x="skipped"), []),
+        (post(*RANKS, x="infinite"), []),
+    ],
+    ids=["told", "not told", "scaler", "accumulation", "scaler of all"],
+)
+def test_ranks_that_do_not_step_are_named_once(rows: list[dict[str, Any]], expected: list[Any]) -> None:
+    """One rank does not step with one of two optimizers, or no rank does: nothing is said of other steps."""
     steps, records = [], {}
-    for number in range(1, 5):
-        for optimizer in range(2):
-            steps.append(make_step(optimizer, number))
-            records[steps[-1].key] = post(*RANKS, count=number)
-    records["clock/0/2"] = post(0, 1, count=2)
-    for number in (3, 4):
-        records[f"clock/0/{number}"] = [*post(0, 1, count=number), *post(2, count=number - 1)]
+    for number, optimizer in itertools.product(range(1, 5), range(2)):
+        step = make_step(optimizer, number)
+        steps.append(step)
+        records[step.key] = post(*RANKS)
+    records["clock/0/2"] = rows
     judged, judgements = judge_all(steps, Store(records, {}))
-    assert judged == 7
-    assert judgements == [("SYN214", 2, (2,))]
+    assert judgements == expected
+    assert judged == (8 if expected else 7)
 
 
 def test_an_incomplete_last_step_waits() -> None:

@@ -1,4 +1,4 @@
-"""`live.watch`: programs that know nothing of it, with faults, on real ranks."""
+"""`live.watching`: programs that know nothing of it, with faults, on real ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 RUNNER = """
 import sys
-from syncheck.live.watch.program import Settings, run_program
+from syncheck.live.watching.program import run_program
+from syncheck.live.watching.settings import WatchSettings
 
 if __name__ == "__main__":
-    sys.exit(run_program(sys.argv[1], sys.argv[2:], Settings("events.jsonl"), is_module=False))
+    sys.exit(run_program(sys.argv[1], sys.argv[2:], WatchSettings(events="events.jsonl"), is_module=False))
 """
 
 TRAINING = """
@@ -103,7 +104,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         out, err = process.communicate(timeout=110)
         assert not alive(process)
         rows = events.read_text().splitlines() if events.exists() else []
-        judgements = [json.loads(row) for row in rows]
+        judgements = [event for event in map(json.loads, rows) if event["event"] == "witness"]
         return Run(process.returncode, sorted(out.splitlines()), err, judgements)
 
     yield run_training

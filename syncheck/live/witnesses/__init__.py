@@ -1,1 +1,1 @@
-"""Witnesses of a watched run: what ranks post at each step, and how the posts of all ranks are judged."""
+"""Witnesses of a watched run: each sees one kind of fault before it damages the model."""

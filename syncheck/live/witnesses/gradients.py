@@ -1,26 +1,30 @@
 """The witness of gradients: after the reduction, replicas step with equal gradients.
 
-A digest of all gradients of a step is posted with the step. If the digests of two ranks differ, each rank tells the
-digests of its tensors and a few of their elements, which it keeps for the last steps.
+A digest of the gradients of copies is posted with each step, and one of the gradients of shards. With a wrapper that
+reduces gradients, copies must agree at every step. Without one, nobody states which ranks reduce together, so ranks are
+held to what they showed: those with equal gradients at several steps belong together.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
-from syncheck.records import largest_first, minority_of
+from syncheck.live.witnesses.rules import Seen, UnequalGradients
+from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
+from syncheck.records import largest_first
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Steps whose details a rank keeps: the judge is at most a few steps behind.
-_KEPT_STEPS = 16
+    from syncheck.live.witnesses.witness import Ask
+
 # Elements to recognize a factor between ranks: of the first tensors, the first elements.
 _SAMPLED_TENSORS = 4
 _SAMPLED_ELEMENTS = 4
+# Steps with equal and changing gradients after which ranks without a wrapper are held to be copies.
+_LEARNED_STEPS = 3
 
 
 class Details(NamedTuple):
@@ -32,24 +36,33 @@ class Details(NamedTuple):
     """The first elements of the first tensors, by the index of the tensor."""
 
 
-class GradientWitness:
+class GradientWitness(Witness):
     """The gradients that this rank steps with."""
 
+    name: ClassVar[str] = "gradients"
+    key: ClassVar[str] = "g"
+
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Details] = OrderedDict()
+        super().__init__()
+        # What ranks without a wrapper have shown, by layout and by copies or shards.
+        self._learned: dict[str, _LearnedSets] = {}
 
-    def observe(self, key: str, parameters: Sequence[Any]) -> str:
-        """Return the digest of the gradients of a step, and keep its details.
+    def observe(self, key: str, layout: Any) -> list[str]:
+        """Return the digests of the gradients of copies and of shards, and keep the details.
 
-        key: of the step. parameters: in an order that is equal on all ranks.
+        The parameters of the layout are in an order that is equal on all ranks. Without gradients, the digest is empty.
         """
+        parameters = layout.parameters
         tensors: list[Any] = []
         indices: list[int] = []
+        sharded: set[int] = set()
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 parts = _list_tensors(parameter.grad)
                 tensors += parts
                 indices += [index] * len(parts)
+                if _is_sharded(parameter):
+                    sharded.add(index)
         # One thread: the others belong to the training.
         hashed = digest_all(tensors, threads=1)
         digests = [""] * len(parameters)
@@ -59,15 +72,78 @@ class GradientWitness:
         for index, tensor in zip(indices[:_SAMPLED_TENSORS], tensors, strict=False):
             if tensor.is_floating_point():
                 elements[index] = tensor.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()
-        self._kept[key] = Details(digests, elements)
-        if len(self._kept) > _KEPT_STEPS:
-            self._kept.popitem(last=False)
-        # Another parameter without gradient is another set of gradients, whatever their bytes are.
-        return hash_digests([*hashed, (repr(indices), b"")]).hex()
+        self._keep(key, Details(digests, elements))
+        copies = [index for index in range(len(parameters)) if index not in sharded]
+        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(sharded))]
 
-    def tell(self, key: str) -> Details | None:
+    def tell(self, key: str) -> list[Any] | None:
         """Return the details of a step, or None for an old step."""
-        return self._kept.get(key)
+        details = super().tell(key)
+        return None if details is None else list(details)
+
+    def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+        """Return SYN410 if ranks that hold copies have different gradients."""
+        differing: tuple[int, ...] = ()
+        for position, kind in enumerate(("copies", "shards")):
+            digests = {rank: observation[position] for rank, observation in observations.items()}
+            for ranks in self._list_sets(layout, kind, digests):
+                if len({digests[rank] for rank in ranks}) > 1:
+                    differing = differing or ranks
+        if not differing:
+            return []
+        details: dict[int, Details] = {}
+        for rank, (texts, elements) in ask().items():
+            if rank in differing:
+                # JSON has texts as keys.
+                details[rank] = Details(texts, {int(index): values for index, values in elements.items()})
+        if len(details) < len(differing):
+            return [Suspicion("SYN410", differing, (UnequalGradients.DIGESTS(),))]
+        disagreement = compare_details(details)
+        if not layout.is_reduced and layout.clock.reduces:
+            names = tuple(layout.names[index] for index in disagreement.tensors)
+            fact = Seen.OUTSIDE(count=len(layout.names), names=names)
+            return [Suspicion("SYN212", tuple(details), (fact,), names)]
+        return [describe_disagreement(layout, disagreement)]
+
+    def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
+        """Return the sets of ranks whose gradients must be equal."""
+        # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
+        if layout.clock.reduces:
+            return [tuple(digests)] if kind == "copies" else []
+        learned = self._learned.setdefault(f"{layout.key}/{kind}", _LearnedSets())
+        return learned.learn(digests)
+
+
+class _LearnedSets:
+    """The ranks that had equal gradients at several steps."""
+
+    def __init__(self) -> None:
+        self._sets: list[tuple[int, ...]] = []
+        self._steps = 0
+        self._last: Mapping[int, str] = {}
+
+    def learn(self, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that must agree now; empty while this is not known."""
+        if self._steps >= _LEARNED_STEPS:
+            return self._sets
+        sets = []
+        for digest, ranks in group_ranks(dict(sorted(digests.items()))).items():
+            # An empty digest is of no gradient; gradients that do not change are equal by chance, such as zeros.
+            if digest and len(ranks) > 1 and self._last.get(ranks[0]) != digest:
+                sets.append(tuple(ranks))
+        self._steps = self._steps + 1 if sets and sets == self._sets else 1 if sets else 0
+        self._sets, self._last = sets, digests
+        return []
+
+
+def _hash_texts(digests: Sequence[str], indices: Sequence[int]) -> str:
+    """Return the digest of some gradients; empty if none of the parameters has one."""
+    parts = []
+    for index in indices:
+        # Another parameter without gradient is another set of gradients, whatever their bytes are.
+        if digests[index]:
+            parts.append((f"{index}", bytes.fromhex(digests[index])))
+    return hash_digests(parts)[:12].hex() if parts else ""
 
 
 def _list_tensors(gradient: Any) -> list[Any]:
@@ -76,6 +152,11 @@ def _list_tensors(gradient: Any) -> list[Any]:
         gradient = gradient.coalesce()
         return [gradient.indices(), gradient.values()]
     return [getattr(gradient, "_local_tensor", gradient)]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether a parameter is a DTensor with a shard on each rank."""
+    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
 
 
 class Disagreement(NamedTuple):
@@ -89,6 +170,8 @@ class Disagreement(NamedTuple):
     """The indices of parameters without a gradient on some ranks only."""
     ratio: float | None
     """The factor of a single deviating rank, if it is the same in all sampled elements that differ; else None."""
+    is_local: bool
+    """Whether every rank has gradients of its own."""
 
 
 def compare_details(details: Mapping[int, Details]) -> Disagreement:
@@ -102,12 +185,36 @@ def compare_details(details: Mapping[int, Details]) -> Disagreement:
             tensors.append(index)
             if "" in digests:
                 missing.append(index)
-    minority = minority_of(sets)
+    ranks = find_minority(columns)
     ratio = None
-    if len(minority) == 1:
-        samples = [details[rank].elements for rank in (minority[0], sets[0][0])]
+    if len(ranks) == 1:
+        samples = [details[rank].elements for rank in (ranks[0], sets[0][0])]
         ratio = _find_ratio(tensors, *samples)
-    return Disagreement(minority or tuple(columns), tuple(tensors), tuple(missing), ratio)
+    return Disagreement(
+        ranks,
+        tuple(tensors),
+        tuple(missing),
+        ratio,
+        is_local=len(sets) == len(columns) and len(tensors) == len(next(iter(columns.values()))),
+    )
+
+
+def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
+    """Return the finding of a disagreement."""
+    names = tuple(layout.names[index] for index in disagreement.tensors)
+    facts = [UnequalGradients.FACT(count=len(names), total=len(layout.names), names=names)]
+    variant = ""
+    if disagreement.missing:
+        variant = "_MISSING"
+        facts.append(UnequalGradients.MISSING(names=tuple(layout.names[index] for index in disagreement.missing)))
+    elif disagreement.ratio is not None:
+        # A factor of zero, and one of some tensors only, is no clip.
+        if disagreement.ratio and len(names) == len(layout.names):
+            variant = "_SCALED"
+        facts.append(UnequalGradients.FACTOR(ranks=disagreement.ranks, factor=disagreement.ratio))
+    elif disagreement.is_local:
+        variant = "_LOCAL"
+    return Suspicion("SYN410", disagreement.ranks, tuple(facts), names, variant)
 
 
 def _find_ratio(

@@ -1,7 +1,8 @@
-"""The clock of a replica group: the completed backward passes that reduced the gradients of its wrapper.
+"""The clocks of a watched run: they number steps so that a step has the same number on all ranks.
 
-Ranks that train one model take part in the same reductions, so a tick has the same number on all of them, whatever a
-script does between two reductions. Optimizer steps have no such number: a rank may skip one.
+Ranks that train one model take part in the same reductions, so the number of completed backward passes that reduced the
+gradients of a wrapper is the same on all of them, whatever a script does between two reductions. Optimizer steps have
+no such number, because a rank may skip one; without a wrapper they are all there is.
 
 DDP reduces gradients in callbacks at the end of the backward pass. A callback that is queued while an output of the
 wrapper gets its gradient would still run before them; queued again from within that callback, it runs after them.
@@ -18,39 +19,30 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Counts the reductions of one wrapper.
+    """Numbers the steps of one model.
 
-    name: equal on all ranks: wrappers are created in the same order.
-    wrapper: a DistributedDataParallel module.
-    ranks: that reduce together, as ranks of the whole world.
+    name: equal on all ranks: wrappers and optimizers are created in the same order.
+    ranks: that are compared, as ranks of the whole world.
+    wrapper: a DistributedDataParallel module, whose reductions are counted; None to count optimizer steps.
     """
 
-    def __init__(self, name: str, wrapper: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], wrapper: Any = None) -> None:
         self.name = name
         self.ranks = ranks
         self.ticks = 0
-        self._wrapper = weakref.ref(wrapper)
+        self.reduces = wrapper is not None
+        """Whether it counts reductions, so that ranks must step with equal gradients."""
+        self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
 
     @property
     def wrapper(self) -> Any:
-        """The wrapper, or None after its end."""
-        return self._wrapper()
+        """The wrapper; None after its end, or without one."""
+        return None if self._wrapper is None else self._wrapper()
 
-    def start(self, guard: Callable[..., None]) -> None:
-        """Count from now on. guard: calls a function with arguments, and keeps its errors from the script."""
-
-        def watch_forward(wrapper: Any, _arguments: Any, output: Any) -> None:
-            guard(self._watch_output, wrapper, output)
-
-        self.wrapper.register_forward_hook(watch_forward)
-
-    def _watch_output(self, wrapper: Any, output: Any) -> None:
-        """Count the backward pass of an output, if it reduces gradients."""
+    def watch_output(self, output: Any, tick: Callable[[Clock], None]) -> None:
+        """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
         torch: Any = sys.modules["torch"]
-        # A compiled program contains no hook; then the clock stands still.
-        if torch.compiler.is_compiling():
-            return
-        if not torch.is_grad_enabled() or not wrapper.require_backward_grad_sync:
+        if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync:
             return
         # As DDP and FSDP do, which have no public name for it either.
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
@@ -60,6 +52,7 @@ class Clock:
         def count() -> None:
             queued.clear()
             self.ticks += 1
+            tick(self)
 
         def handle_gradient(_gradient: Any) -> None:
             if not queued:
@@ -72,7 +65,7 @@ class Clock:
 
 
 def list_tensors(output: Any) -> Iterator[Any]:
-    """Iterate over the tensors of what a module returned: nested containers, and the fields of dataclasses."""
+    """Iterate over the tensors of what a module takes or returns: nested containers, and the fields of dataclasses."""
     torch: Any = sys.modules["torch"]
     waiting = [output]
     visited: set[int] = set()

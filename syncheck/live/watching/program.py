@@ -7,29 +7,44 @@ are those of `python SCRIPT`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import runpy
 import signal
 import sys
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from syncheck.live.watch.session import Session
+from syncheck.errors import UsageError
+from syncheck.live.watching.full_checks import FullChecks
+from syncheck.live.watching.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from syncheck.live.watching.settings import WatchSettings
 
 # Workers that load data have no model.
 _UNWATCHED = ("torch.utils.data",)
 
 
-class Settings(NamedTuple):
-    """The options of watching, which started processes get too."""
+def check_target(target: str, *, is_module: bool) -> None:
+    """Raise UsageError if there is no such script or module."""
+    if not is_module:
+        if not os.path.exists(target):
+            raise UsageError(f"watch: {target}: no such script; pass the path of a Python file")
+        return
+    # As `python -m` finds modules.
+    sys.path[0] = os.getcwd()
+    try:
+        module = importlib.util.find_spec(target)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"watch: -m {target}: {error}") from None
+    if module is None:
+        raise UsageError(f"watch: -m {target}: no such module; run it from the folder that holds it")
 
-    events: str | None = None
 
-
-def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is_module: bool) -> int:
+def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, *, is_module: bool) -> int:
     """Run a program to its end, and return its exit code.
 
     target: path of a script, or with `is_module` the name of a module.
@@ -45,7 +60,9 @@ def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is
             runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         # Many scripts end with sys.exit(main()).
-        session.finish(normally=not end.code)
+        was_out_of_sync = session.finish(normally=not end.code)
+        if not end.code and settings.strict and was_out_of_sync:
+            return 1
         raise
     except KeyboardInterrupt as error:
         session.finish(normally=False)
@@ -57,8 +74,8 @@ def run_program(target: str, arguments: Sequence[str], settings: Settings, *, is
         session.finish(normally=False)
         _print_error(error)
         return 1
-    session.finish(normally=True)
-    return 0
+    was_out_of_sync = session.finish(normally=True)
+    return int(settings.strict and was_out_of_sync)
 
 
 def _print_error(error: BaseException) -> None:
@@ -78,9 +95,9 @@ def _is_of_launch(path: str) -> bool:
 _sessions: list[Session] = []
 
 
-def _start_session(settings: Settings) -> Session:
+def _start_session(settings: WatchSettings) -> Session:
     if not _sessions:
-        _sessions.append(Session(settings.events))
+        _sessions.append(Session(settings, FullChecks))
         _sessions[0].start()
         _watch_processes(settings)
     return _sessions[0]
@@ -92,7 +109,7 @@ class WatchedTarget:
     target: the function.
     """
 
-    def __init__(self, target: Callable[..., Any], settings: Settings) -> None:
+    def __init__(self, target: Callable[..., Any], settings: WatchSettings) -> None:
         self.target, self.settings = target, settings
         # Names for logs and errors.
         if hasattr(target, "__name__"):
@@ -116,7 +133,7 @@ class WatchedTarget:
             session.finish(normally=ended)
 
 
-def _watch_processes(settings: Settings) -> None:
+def _watch_processes(settings: WatchSettings) -> None:
     """Watch every process that multiprocessing starts from now on, by any start method."""
     create = BaseProcess.__init__
 
@@ -127,6 +144,8 @@ def _watch_processes(settings: Settings) -> None:
         module = getattr(target, "__module__", None) or ""
         if target is not None and not module.startswith(_UNWATCHED) and not isinstance(target, WatchedTarget):
             target = WatchedTarget(target, settings)
+            for session in _sessions:
+                session.has_children = True
         create(process, group, target, *arguments, **named)
 
     BaseProcess.__init__ = create_watched  # type: ignore[assignment, method-assign]

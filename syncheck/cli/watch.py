@@ -1,0 +1,149 @@
+"""`syncheck watch`: run a script with its ranks watched.
+
+Unlike the other commands it runs code of the user in this process, so nothing of the process is changed for speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, NoReturn
+
+from syncheck.cli import output
+from syncheck.errors import UsageError
+from syncheck.live.watching.settings import ACTIONS, WITNESSES, WatchSettings, check_witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_USAGE = "syncheck watch [OPTIONS] SCRIPT [ARGUMENTS]\n       syncheck watch [OPTIONS] -m MODULE [ARGUMENTS]"
+_DESCRIPTION = (
+    "Run a training script, unmodified, and check while it runs that all ranks hold the same model. Put it between the "
+    "launcher and the script: torchrun --nproc-per-node 8 -m syncheck watch train.py. The exit code is the script's."
+)
+_MODULE = "-m"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command. argv: the arguments after `watch`. Returns the exit code of the script, or 2 for an error."""
+    try:
+        options, program, arguments = _split(argv)
+        settings, is_module = _read_settings(options), _MODULE in options
+        if not program:
+            raise UsageError("watch: no script; pass one, as in `syncheck watch train.py`")
+        from syncheck.live.watching import program as programs
+
+        programs.check_target(program, is_module=is_module)
+    except UsageError as error:
+        output.print_message(f"error: {error}")
+        return UsageError.exit_code
+    return programs.run_program(program, arguments, settings, is_module=is_module)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options before the script."""
+    parser = _Parser(prog="syncheck watch", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    defaults = WatchSettings()
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=defaults.every,
+        metavar="N",
+        help="reductions between two comparisons of all replicas; 0 for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--witnesses",
+        default=",".join(WITNESSES),
+        metavar="LIST",
+        help="what is observed at each step, separated by commas, or none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--on-desync",
+        choices=ACTIONS,
+        default=defaults.on_desync,
+        help="warn: print the finding. raise: end all ranks before the step. resync: repair at the next comparison. "
+        "save: write one checkpoint per rank, once (default: %(default)s)",
+    )
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that does not count")
+    parser.add_argument("--only", action="append", default=[], metavar="KIND", help="compare tensors of a kind only")
+    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="compare these tensors only")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="do not compare these tensors")
+    parser.add_argument("--events", metavar="FILE", help="append events to a JSONL file, one object per line")
+    parser.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write a report at the end: .html, .json, .md, .xml",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 if the script exits with 0 and ranks were out of sync"
+    )
+    parser.add_argument(_MODULE, action="store_true", help="the script is the name of a module, as in python -m")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors have one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"watch: {message}; `syncheck watch --help` lists the options before the script")
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Split the arguments into options of syncheck, the script, and its arguments."""
+    with_value: set[str] = set()
+    for action in build_parser()._actions:  # noqa: SLF001 - argparse has no public list
+        if action.nargs is None:
+            with_value.update(action.option_strings)
+    position = 0
+    while position < len(argv) and argv[position].startswith("-"):
+        if argv[position] == "--":
+            return list(argv[:position]), *_take_program(argv[position + 1 :])
+        position += 2 if argv[position] in with_value else 1
+        # Options after the name of the module are its own.
+        if argv[position - 1] == _MODULE:
+            break
+    return list(argv[:position]), *_take_program(argv[position:])
+
+
+def _take_program(argv: Sequence[str]) -> tuple[str, list[str]]:
+    return (argv[0] if argv else "", list(argv[1:]))
+
+
+def _read_settings(options: Sequence[str]) -> WatchSettings:
+    """Return the settings of a command line. Raises UsageError."""
+    values = build_parser().parse_args(options)
+    if values.every < 0:
+        raise UsageError(f"--every {values.every}: must be at least 0")
+    witnesses = () if values.witnesses == "none" else check_witnesses(values.witnesses.split(","))
+    settings = WatchSettings(
+        every=values.every,
+        witnesses=witnesses,
+        on_desync=values.on_desync,
+        allow=tuple(values.allow),
+        only=tuple(values.only),
+        include=tuple(values.include),
+        exclude=tuple(values.exclude),
+        events=values.events,
+        outputs=tuple(values.output),
+        strict=values.strict,
+    )
+    _check_selection(settings)
+    return settings
+
+
+def _check_selection(settings: WatchSettings) -> None:
+    """Raise UsageError for an unknown code, kind or format now, and not in the middle of a run."""
+    from syncheck.live.checks import make_options
+    from syncheck.live.witnesses.rules import WITNESS_RULES
+    from syncheck.report.formats import check_extensions
+
+    known = {rule.code for rule in WITNESS_RULES}
+    make_options(
+        only=settings.only,
+        include=settings.include,
+        exclude=settings.exclude,
+        allow=tuple(code for code in settings.allow if code not in known),
+    )
+    check_extensions(settings.outputs)

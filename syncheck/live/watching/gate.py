@@ -1,0 +1,100 @@
+"""The gate of `--on-desync raise`: no rank takes a step before all ranks have told of it.
+
+Each rank reads the records of all ranks and compares them itself, so that all ranks raise together or none does. A rank
+that does not come within a limited time lets the others go on; the judge then compares later.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncheck.live.watching.watcher import INFINITE, NO_STEP, RANK, SIGNATURE, SKIPPED
+from syncheck.live.witnesses.gradients import GradientWitness
+from syncheck.live.witnesses.rules import Seen, make_finding
+from syncheck.live.witnesses.settings import SettingsWitness
+from syncheck.live.witnesses.witness import Suspicion
+from syncheck.records import OutOfSync, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncheck.live.watching.layouts import Step
+    from syncheck.live.watching.watcher import Watcher
+    from syncheck.live.witnesses.witness import Witness
+
+# Seconds between two looks at the board.
+_LOOK_SECONDS = 0.0005
+
+
+class Gate:
+    """Compares the records of all ranks before a step.
+
+    watcher: with the witnesses of this rank.
+    seconds: to wait for other ranks.
+    allow: codes that do not stop the run.
+    """
+
+    def __init__(self, watcher: Watcher, seconds: float, allow: frozenset[str]) -> None:
+        self._watcher, self._seconds, self._allow = watcher, seconds, allow
+        # The judge compares with witnesses of its own, which remember what they have seen.
+        self._witnesses: list[Witness] = []
+        for witness_class in (GradientWitness, SettingsWitness):
+            if witness_class.name in watcher.witnesses:
+                self._witnesses.append(witness_class())
+
+    def pass_step(self, step: Step, record: Mapping[str, Any]) -> None:
+        """Wait for the records of a step, and compare them. Raises OutOfSync on all ranks of the clock."""
+        records = self._collect(step.key, len(step.layout.clock.ranks))
+        if not records:
+            return
+        for suspicion in self._compare(step, records, record[RANK]):
+            if suspicion.code not in self._allow:
+                finding = make_finding(
+                    suspicion.code, suspicion.ranks, suspicion.facts, names=suspicion.names, variant=suspicion.variant
+                )
+                text = f"step {step.number}: {finding.code} {finding.slug}: {finding.evidence}. {finding.fix}"
+                raise OutOfSync(text, Report("out_of_sync", ()))
+
+    def _collect(self, key: str, count: int) -> dict[int, dict[str, Any]]:
+        """Return the records of all ranks; empty if they do not come in time."""
+        board: Any = self._watcher.board
+        deadline = time.monotonic() + self._seconds
+        while True:
+            records = {row[RANK]: row for row in board.read(key)}
+            if len(records) == count:
+                return records
+            if time.monotonic() > deadline:
+                return {}
+            time.sleep(_LOOK_SECONDS)
+
+    def _compare(self, step: Step, records: Mapping[int, Mapping[str, Any]], rank: int) -> list[Suspicion]:
+        reasons = {number: record.get(NO_STEP) for number, record in sorted(records.items())}
+        if set(reasons.values()) != {None}:
+            return _compare_reasons(step, reasons)
+
+        signatures = {record[SIGNATURE] for record in records.values()}
+        if len(signatures) > 1:
+            return []
+        suspicions: list[Suspicion] = []
+        for witness in self._witnesses:
+
+            def exchange_details(witness: Witness = witness) -> dict[int, Any]:
+                key = f"{step.key}/{witness.key}"
+                details = self._watcher.witnesses[witness.name].tell(step.key)
+                board: Any = self._watcher.board
+                board.post(key, {RANK: rank, "details": details})
+                return {number: row["details"] for number, row in self._collect(key, len(records)).items()}
+
+            observations = {number: record[witness.key] for number, record in sorted(records.items())}
+            suspicions += witness.judge(step.layout, observations, exchange_details)
+        return suspicions
+
+
+def _compare_reasons(step: Step, reasons: Mapping[int, str | None]) -> list[Suspicion]:
+    """Return why some ranks step and others do not; empty if all do the same."""
+    for reason, code, sentence in ((INFINITE, "SYN216", Seen.INFINITE), (SKIPPED, "SYN214", Seen.SKIPPED)):
+        ranks = tuple(rank for rank, told in reasons.items() if told == reason)
+        if ranks and len(ranks) < len(reasons):
+            return [Suspicion(code, ranks, (sentence(ranks=ranks, reduction=step.number),))]
+    return []

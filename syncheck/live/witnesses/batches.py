@@ -1,0 +1,278 @@
+"""The witness of batches: data-parallel ranks train on different samples, in a new order in each epoch.
+
+Two things are observed: a digest of the tensors that enter a wrapper in training mode, and the indices that data
+loaders draw. Indices count only if the datasets of the ranks are equal: a rank that holds its own part of the data
+draws the same indices as its peers. Samples are chosen by a hash, so that all ranks watch the same ones, and memory is
+bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import weakref
+from base64 import b64encode
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from syncheck.live.digest import digest_all, hash_digests
+from syncheck.live.watching.clock import list_tensors
+from syncheck.live.witnesses.identity import identify_dataset
+from syncheck.live.witnesses.rules import OverlappingBatches, RepeatedOrder, SameBatch
+from syncheck.live.witnesses.witness import Suspicion, Witness
+from syncheck.text import group_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncheck.live.witnesses.witness import Ask
+
+# Watched samples of one batch, about, and of one rank in one epoch.
+_SAMPLES_PER_BATCH = 6
+_SAMPLES_PER_EPOCH = 4096
+# Inputs of fewer elements are equal by chance.
+_LEAST_ELEMENTS = 8
+# Indices of an epoch that are compared with those of the epoch before.
+_ORDER = 512
+# Forward passes whose inputs are told with one step.
+_MOST_PASSES = 4
+_HASH_BYTES = 6
+_HASHES = 1 << (8 * _HASH_BYTES)
+
+
+class _Loader:
+    """What is known of one data loader of this rank.
+
+    identity: of its dataset, equal for equal datasets.
+    epoch: the number of its iterators so far.
+    """
+
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+        self.epoch = 0
+        self.trains = False
+        # Hashes of watched samples that were drawn and not yet told.
+        self.samples: list[str] = []
+        self.order: list[int] = []
+        self.order_before: list[int] = []
+        self._watched = 0
+
+    def begin_epoch(self) -> None:
+        """Begin to draw in a new order."""
+        self.epoch += 1
+        self.order_before, self.order = self.order, []
+        self._watched = 0
+        self.samples = []
+
+    def draw(self, indices: Sequence[int]) -> None:
+        """Note the indices of a batch."""
+        self.order += indices[: _ORDER - len(self.order)]
+        # Nested: a smaller share of the hashes is a part of a larger one, so ranks may differ in the size of batches.
+        share = min(1.0, _SAMPLES_PER_BATCH / len(indices))
+        for index in indices:
+            digest = hashlib.blake2b(self.identity + repr(index).encode(), digest_size=_HASH_BYTES).digest()
+            if int.from_bytes(digest) < share * _HASHES and self._watched < _SAMPLES_PER_EPOCH:
+                self._watched += 1
+                self.samples.append(b64encode(digest).decode())
+
+    def repeats_order(self) -> bool:
+        """Whether this epoch draws in the random order of the epoch before."""
+        count = min(len(self.order), len(self.order_before))
+        if count < _LEAST_ELEMENTS or self.order[:count] != self.order_before[:count]:
+            return False
+        return self.order[:count] != sorted(self.order[:count])
+
+
+class _Passed(NamedTuple):
+    """The inputs of a forward pass. digest: of all tensors. elements: their number."""
+
+    digest: str
+    elements: int
+
+
+class BatchWitness(Witness):
+    """The samples that this rank trains on."""
+
+    name: ClassVar[str] = "batches"
+    key: ClassVar[str] = "b"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        # The loader that returned the last batch.
+        self._current: _Loader | None = None
+        self._passed: list[_Passed] = []
+        # Of the judge, by layout.
+        self._epochs: dict[str, _Epochs] = defaultdict(_Epochs)
+
+    def install(self, guard: Callable[..., None]) -> None:
+        """Watch what data loaders draw."""
+        loading: Any = sys.modules["torch.utils.data.dataloader"]
+        iterate = loading.DataLoader.__iter__
+        draw = loading._BaseDataLoaderIter._next_index  # noqa: SLF001 - there is no public place
+        fetch = loading._BaseDataLoaderIter.__next__  # noqa: SLF001
+
+        @functools.wraps(iterate)
+        def iterate_watched(loader: Any) -> Any:
+            guard(self._begin_epoch, loader)
+            return iterate(loader)
+
+        @functools.wraps(draw)
+        def draw_watched(iterator: Any) -> Any:
+            indices = draw(iterator)
+            guard(self._draw, iterator, indices)
+            return indices
+
+        @functools.wraps(fetch)
+        def fetch_watched(iterator: Any) -> Any:
+            # After its last batch, the loader is not the one that a later forward pass trains with.
+            guard(self._forget_loader)
+            batch = fetch(iterator)
+            guard(self._fetch, iterator)
+            return batch
+
+        loading.DataLoader.__iter__ = iterate_watched
+        loading._BaseDataLoaderIter._next_index = draw_watched  # noqa: SLF001
+        loading._BaseDataLoaderIter.__next__ = fetch_watched  # noqa: SLF001
+
+    def _begin_epoch(self, loader: Any) -> None:
+        # The sampler identifies a loader: iterators know it, also while they are created.
+        sampler = loader._index_sampler  # noqa: SLF001
+        known = self._loaders.get(sampler)
+        if known is None:
+            known = self._loaders[sampler] = _Loader(identify_dataset(loader.dataset))
+        known.begin_epoch()
+
+    def _forget_loader(self) -> None:
+        self._current = None
+
+    def _draw(self, iterator: Any, indices: Any) -> None:
+        known = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
+        if known is not None and isinstance(indices, (list, tuple)) and indices:
+            known.draw(list(indices))
+
+    def _fetch(self, iterator: Any) -> None:
+        self._current = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
+
+    def see_forward(self, _module: Any, inputs: Sequence[Any]) -> None:
+        """Note the digest of the inputs of a forward pass; the loader that returned them trains."""
+        if self._current is not None:
+            self._current.trains = True
+        if len(self._passed) == _MOST_PASSES:
+            return
+        tensors = [tensor for tensor in list_tensors(inputs) if not tensor.is_sparse]
+        elements = sum(tensor.numel() for tensor in tensors)
+        if elements < _LEAST_ELEMENTS or not any(map(_varies, tensors)):
+            return
+        digests = digest_all([tensor.detach() for tensor in tensors], threads=1)
+        self._passed.append(_Passed(b64encode(hash_digests(digests)[:_HASH_BYTES]).decode(), elements))
+
+    def observe(self, _key: str, _layout: Any) -> dict[str, Any] | None:
+        """Return what was observed since the last step."""
+        passed, self._passed = self._passed, []
+        observation: dict[str, Any] = {}
+        if passed:
+            observation["d"] = [inputs.digest for inputs in passed]
+            observation["n"] = passed[0].elements
+        loader = self._current
+        if loader is not None and loader.trains:
+            samples, loader.samples = loader.samples, []
+            observation |= {"e": loader.epoch, "s": "".join(samples)}
+            if loader.repeats_order():
+                observation["o"] = min(len(loader.order), len(loader.order_before))
+        return observation or None
+
+    def judge(self, layout: Any, observations: Mapping[int, Any], _ask: Ask) -> list[Suspicion]:
+        """Return SYN401 to SYN403. Only data-parallel ranks, which a wrapper states, must see different samples."""
+        if not layout.clock.reduces:
+            return []
+        told = {rank: observation for rank, observation in sorted(observations.items()) if observation}
+        suspicions = _compare_inputs(told)
+        # Equal batches are common samples too.
+        if not suspicions:
+            suspicions = self._epochs[layout.key].compare(told, len(observations))
+        return [*suspicions, *_compare_orders(told)]
+
+
+def _varies(tensor: Any) -> bool:
+    """Whether a tensor has unequal elements. A GPU would have to be waited for, so its tensors are taken to vary."""
+    if tensor.is_cuda or not tensor.numel():
+        return bool(tensor.numel())
+    flat = tensor.detach().flatten()
+    return bool((flat != flat[0]).any())
+
+
+def _compare_inputs(told: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+    """Return SYN401 if ranks trained on equal inputs in this step."""
+    suspicions = []
+    digests = {rank: tuple(observation["d"]) for rank, observation in told.items() if "d" in observation}
+    for ranks in group_ranks(digests).values():
+        if len(ranks) > 1:
+            fact = SameBatch.FACT(ranks=tuple(ranks), elements=told[ranks[0]]["n"])
+            suspicions.append(Suspicion("SYN401", tuple(ranks), (fact,)))
+    return suspicions
+
+
+def _compare_orders(told: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+    """Return SYN403 if ranks draw in the order of the epoch before."""
+    ranks = tuple(rank for rank, observation in told.items() if "o" in observation)
+    if not ranks:
+        return []
+    first = told[ranks[0]]
+    fact = RepeatedOrder.FACT(epoch=first["e"], before=first["e"] - 1, count=first["o"])
+    return [Suspicion("SYN403", ranks, (fact,))]
+
+
+class _Epochs:
+    """The watched samples of all ranks in the last epochs, on the rank that judges."""
+
+    def __init__(self) -> None:
+        # The ranks that drew a sample, by epoch and hash.
+        self._drawn: dict[int, dict[str, set[int]]] = {}
+        # The ranks that drew a sample twice, and so draw with replacement.
+        self._replacing: set[int] = set()
+
+    def compare(self, told: Mapping[int, Mapping[str, Any]], ranks: int) -> list[Suspicion]:
+        """Return SYN402 if ranks drew more common samples than the padding of a sampler explains.
+
+        ranks: the number of data-parallel ranks. A DistributedSampler repeats fewer samples than that.
+        """
+        epochs: set[int] = set()
+        for rank, observation in told.items():
+            epoch = observation.get("e", 0)
+            if epoch:
+                epochs.add(epoch)
+                self._add(rank, epoch, observation["s"])
+        suspicions = []
+        for epoch in sorted(epochs):
+            counts = self._count_common(self._drawn[epoch])
+            most = max(counts.values(), default=0)
+            if most > max(ranks, 2):
+                common = tuple(sorted(counts))
+                fact = OverlappingBatches.FACT(ranks=common, count=most, epoch=epoch)
+                suspicions.append(Suspicion("SYN402", common, (fact,)))
+        # Ranks are at most one epoch apart.
+        for epoch in sorted(self._drawn)[:-2]:
+            del self._drawn[epoch]
+        return suspicions
+
+    def _add(self, rank: int, epoch: int, samples: str) -> None:
+        drawn = self._drawn.setdefault(epoch, {})
+        width = len(b64encode(bytes(_HASH_BYTES)))
+        for position in range(0, len(samples), width):
+            sample = samples[position : position + width]
+            ranks = drawn.setdefault(sample, set())
+            if rank in ranks:
+                self._replacing.add(rank)
+            ranks.add(rank)
+
+    def _count_common(self, drawn: Mapping[str, set[int]]) -> dict[int, int]:
+        """Return how many watched samples each rank shares with another rank."""
+        counts: dict[int, int] = defaultdict(int)
+        for ranks in drawn.values():
+            sharing = ranks - self._replacing
+            if len(sharing) > 1:
+                for rank in sharing:
+                    counts[rank] += 1
+        return dict(counts)

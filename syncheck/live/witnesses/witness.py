@@ -1,0 +1,94 @@
+"""What a witness is: it observes the steps of one rank, and compares the observations of all ranks.
+
+An observation is a small JSON value, which is posted with each step. The judge asks all ranks for their details only if
+the observations disagree; each rank keeps those of its last steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from syncheck.records import largest_first, minority_of
+from syncheck.text import group_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from syncheck.sentences import Message
+
+    Ask = Callable[[], Mapping[int, Any]]
+
+# Steps whose details a rank keeps: the judge is at most a few steps behind.
+_KEPT_STEPS = 16
+
+
+class Suspicion(NamedTuple):
+    """A finding before it gets the texts of its rule.
+
+    code: of the finding.
+    ranks: the suspects; all ranks without a majority.
+    facts: the evidence.
+    names: of the tensors.
+    variant: the suffix of other sentences for cause and fix.
+    """
+
+    code: str
+    ranks: tuple[int, ...]
+    facts: tuple[Message, ...]
+    names: tuple[str, ...] = ()
+    variant: str = ""
+
+
+class Witness:
+    """Observes one kind of thing that must agree between ranks.
+
+    name: of the option `--witnesses`.
+    key: of its observations in a record.
+    """
+
+    name: ClassVar[str]
+    key: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def install(self, _guard: Callable[..., None]) -> None:
+        """Install hooks of its own. _guard: calls a function with arguments, and keeps its errors from the script."""
+
+    def see_forward(self, module: Any, inputs: Sequence[Any]) -> None:
+        """See the inputs of a forward pass in training mode, before it."""
+
+    def see_output(self, module: Any) -> None:
+        """See the end of a forward pass in training mode."""
+
+    def observe(self, key: str, layout: Any) -> Any:
+        """Return the observation of a step, a JSON value; None for nothing. Called before the optimizer's step.
+
+        key: of the step.
+        layout: the parameters and modules that step.
+        """
+        raise NotImplementedError
+
+    def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+        """Compare the observations of all ranks of a step, on the rank that judges.
+
+        ask: returns the details of the ranks that answer.
+        """
+        raise NotImplementedError
+
+    def tell(self, key: str) -> Any:
+        """Return the details of a step as a JSON value, or None for an old step."""
+        return self._kept.get(key)
+
+    def _keep(self, key: str, details: Any) -> None:
+        self._kept[key] = details
+        if len(self._kept) > _KEPT_STEPS:
+            self._kept.popitem(last=False)
+
+
+def find_minority(values: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return the ranks outside the largest set of ranks with equal values; all ranks if two sets are the largest."""
+    ordered = dict(sorted(values.items()))
+    sets = largest_first(group_ranks(ordered).values())
+    return minority_of(sets) or tuple(ordered)

@@ -1,0 +1,265 @@
+"""The witnesses of batches, random numbers and settings: what they see, and what they take for no fault."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, TensorDataset
+
+from syncheck.live.witnesses.batches import BatchWitness
+from syncheck.live.witnesses.identity import identify_dataset
+from syncheck.live.witnesses.rng import RngWitness
+from syncheck.live.witnesses.settings import SettingsWitness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LAYOUT: Any = SimpleNamespace(key="clock/0", clock=SimpleNamespace(reduces=True))
+RANKS = (0, 1)
+SAMPLES = 96
+DATA = TensorDataset(torch.arange(SAMPLES * 4.0).reshape(SAMPLES, 4))
+
+
+@pytest.fixture
+def witnesses(monkeypatch: pytest.MonkeyPatch) -> list[BatchWitness]:
+    """Return a witness for each rank; the loader of a rank is watched by its own one."""
+    import torch.utils.data.dataloader as loading
+
+    for owner, name in (
+        (loading.DataLoader, "__iter__"),
+        (loading._BaseDataLoaderIter, "_next_index"),
+        (loading._BaseDataLoaderIter, "__next__"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    return [BatchWitness() for _ in RANKS]
+
+
+def watch_training(
+    witnesses: list[BatchWitness],
+    make_sampler: Callable[[int], Any],
+    *,
+    epochs: int = 2,
+    dataset: Callable[[int], Any] = lambda _rank: DATA,
+    change: Callable[[torch.Tensor, int], torch.Tensor] = lambda batch, _rank: batch,
+    begin_epoch: Callable[[Any, int], None] = lambda _sampler, _epoch: None,
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return code and ranks of the first finding of each kind in a training with a loader on each rank.
+
+    change: of a batch, before it enters the model.
+    """
+    judging = BatchWitness()
+    model = torch.nn.Linear(4, 1)
+    # One process plays all ranks, so each batch goes to the witness of its rank.
+    current = [0]
+    witnesses[0].install(lambda work, *arguments: getattr(witnesses[current[0]], work.__name__)(*arguments))
+    samplers = [make_sampler(rank) for rank in RANKS]
+    loaders = [DataLoader(dataset(rank), 8, sampler=samplers[rank]) for rank in RANKS]
+    findings: dict[str, tuple[int, ...]] = {}
+    for epoch in range(epochs):
+        iterators = []
+        for rank in RANKS:
+            current[0] = rank
+            begin_epoch(samplers[rank], epoch)
+            iterators.append(iter(loaders[rank]))
+        for step in itertools.count():
+            observations: dict[int, Any] = {}
+            for rank in RANKS:
+                current[0] = rank
+                batch = next(iterators[rank], None)
+                if batch is not None:
+                    witnesses[rank].see_forward(model, (change(batch[0], rank),))
+                    observations[rank] = witnesses[rank].observe(f"{epoch}/{step}", LAYOUT)
+            if len(observations) < len(RANKS):
+                break
+            for suspicion in judging.judge(LAYOUT, observations, dict):
+                findings.setdefault(suspicion.code, suspicion.ranks)
+    return sorted(findings.items())
+
+
+def make_distributed(rank: int) -> Any:
+    """Return the sampler of a correct script."""
+    return DistributedSampler(DATA, num_replicas=len(RANKS), rank=rank)
+
+
+def make_shuffling(rank: int, *, replacement: bool = False) -> Any:
+    """Return a sampler that shuffles the whole dataset, with the seed of the rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return RandomSampler(DATA, replacement=replacement, generator=generator)
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Begin an epoch as a correct script does."""
+    sampler.set_epoch(epoch)
+
+
+def add_noise(batch: torch.Tensor, rank: int) -> torch.Tensor:
+    """Augment a batch, on each rank in another way."""
+    return batch + torch.randn(batch.shape, generator=torch.Generator().manual_seed(rank))
+
+
+def test_correct_training_has_no_finding(witnesses: list[BatchWitness]) -> None:
+    """DistributedSampler with set_epoch."""
+    assert watch_training(witnesses, make_distributed, begin_epoch=set_epoch) == []
+
+
+def test_padding_is_no_duplicate(witnesses: list[BatchWitness]) -> None:
+    """A sampler repeats the first samples if the ranks do not divide their number."""
+    odd = TensorDataset(torch.arange(4.0 * 33).reshape(33, 4))
+    findings = watch_training(
+        witnesses,
+        lambda rank: DistributedSampler(odd, num_replicas=2, rank=rank),
+        dataset=lambda _rank: odd,
+        begin_epoch=set_epoch,
+    )
+    assert findings == []
+
+
+def test_equal_batches_are_named(witnesses: list[BatchWitness]) -> None:
+    """All ranks shuffle with one seed."""
+    findings = watch_training(witnesses, lambda _rank: make_shuffling(0))
+    assert dict(findings)["SYN401"] == RANKS
+
+
+def test_common_samples_are_named(witnesses: list[BatchWitness]) -> None:
+    """Each rank shuffles the whole dataset with its own seed; augmentation does not hide it."""
+    assert watch_training(witnesses, make_shuffling, change=add_noise) == [("SYN402", RANKS)]
+
+
+def test_draws_with_replacement_are_no_fault(witnesses: list[BatchWitness]) -> None:
+    """A rank that draws samples twice has no epochs in which each sample comes once."""
+    assert watch_training(witnesses, lambda rank: make_shuffling(rank, replacement=True), epochs=3) == []
+
+
+def test_a_repeated_order_is_named(witnesses: list[BatchWitness]) -> None:
+    """`set_epoch` is not called; an order of ascending indices is no random one."""
+    assert watch_training(witnesses, make_distributed) == [("SYN403", RANKS)]
+
+
+def test_an_ascending_order_may_repeat(witnesses: list[BatchWitness]) -> None:
+    """Without shuffling, every epoch has one order."""
+    findings = watch_training(
+        witnesses, lambda rank: DistributedSampler(DATA, num_replicas=2, rank=rank, shuffle=False)
+    )
+    assert findings == []
+
+
+def test_parts_of_a_dataset_have_their_own_indices(witnesses: list[BatchWitness]) -> None:
+    """Each rank holds a part of the data and draws indices from 0 on, as its peers do."""
+    half = SAMPLES // 2
+    parts = [Subset(DATA, range(rank * half, (rank + 1) * half)) for rank in RANKS]
+    findings = watch_training(
+        witnesses,
+        lambda rank: RandomSampler(parts[rank], generator=torch.Generator().manual_seed(rank)),
+        dataset=lambda rank: parts[rank],
+    )
+    assert findings == []
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(8, 4), torch.arange(4.0)], ids=["constant", "small"])
+def test_inputs_that_are_equal_by_chance_are_no_fault(witnesses: list[BatchWitness], batch: torch.Tensor) -> None:
+    """Constant and tiny inputs are equal on all ranks of many programs."""
+    assert watch_training(witnesses, make_distributed, change=lambda *_: batch, begin_epoch=set_epoch) == []
+
+
+class Files(Dataset[int]):
+    """A dataset of files, as many are written."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def test_datasets_are_known_by_their_content() -> None:
+    """Equal content is one dataset in two objects; another path, part, tensor or class is another one."""
+    assert identify_dataset(Files(["a", "b"])) == identify_dataset(Files(["a", "b"]))
+    different = [Files(["a", "b"]), Files(["a", "c"]), Subset(DATA, [0, 1]), Subset(DATA, [0, 2]), DATA]
+    different.append(TensorDataset(DATA.tensors[0] + 1))
+    assert len({identify_dataset(dataset) for dataset in different}) == len(different)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "dropout", "expected"),
+    [((0, 0), 0.5, [("SYN404", RANKS)]), ((0, 1), 0.5, []), ((0, 0), 0.0, [])],
+    ids=["equal", "different", "nothing drawn"],
+)
+def test_equal_random_numbers_are_named(seeds: tuple[int, int], dropout: float, expected: list[Any]) -> None:
+    """Ranks that draw equal masks; equal seeds of which nothing is drawn are no finding. Nothing is drawn by us."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(dropout))
+    observations = {}
+    for rank in RANKS:
+        witness = RngWitness()
+        torch.manual_seed(seeds[rank])
+        witness.see_forward(model, ())
+        model(torch.ones(2, 4))
+        state = torch.get_rng_state()
+        witness.see_output(model)
+        assert torch.equal(state, torch.get_rng_state())
+        observation = witness.observe("step", LAYOUT)
+        if observation is not None:
+            observations[rank] = observation
+    findings = [(suspicion.code, suspicion.ranks) for suspicion in RngWitness().judge(LAYOUT, observations, dict)]
+    assert findings == expected
+
+
+def change_rate(optimizer: Any, _model: Any) -> None:
+    """Another learning rate."""
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def change_mode(_optimizer: Any, model: Any) -> None:
+    """A module in evaluation mode."""
+    model[1].eval()
+
+
+def change_momentum(_optimizer: Any, model: Any) -> None:
+    """Another momentum of BatchNorm."""
+    model[1].momentum = 0.5
+
+
+def freeze(_optimizer: Any, model: Any) -> None:
+    """A frozen parameter."""
+    model[0].weight.requires_grad_(False)
+
+
+def keep(_optimizer: Any, _model: Any) -> None:
+    """No change."""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (change_rate, "param_groups.0.lr"),
+        (change_mode, "modules in evaluation mode"),
+        (change_momentum, "momentum of BatchNorm"),
+        (freeze, "frozen parameters"),
+        (keep, None),
+    ],
+)
+def test_settings_that_differ_are_named(change: Callable[[Any, Any], None], expected: str | None) -> None:
+    """One of three ranks has another setting."""
+    observations = {}
+    details: dict[int, Mapping[str, str]] = {}
+    layout: Any = None
+    for rank in range(3):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if rank == 1:
+            change(optimizer, model)
+        layout = SimpleNamespace(
+            optimizer=optimizer,
+            parameters=list(model.parameters()),
+            names=[name for name, _ in model.named_parameters()],
+            list_modules=lambda model=model: list(model.named_modules()),
+        )
+        witness = SettingsWitness()
+        observations[rank] = witness.observe("step", layout)
+        details[rank] = witness.tell("step")
+    suspicions = SettingsWitness().judge(layout, observations, lambda: details)
+    named = [(suspicion.code, suspicion.ranks, suspicion.facts[0].parameters["name"]) for suspicion in suspicions]
+    assert named == ([] if expected is None else [("SYN107", (1,), expected)])
