@@ -15,7 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 class Clock:
@@ -32,6 +32,8 @@ class Clock:
         self.ticks = 0
         self.reduces = wrapper is not None
         """Whether it counts reductions, so that ranks must step with equal gradients."""
+        self.is_first = False
+        """Whether the wrapper is the first one of these ranks."""
         self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
 
     @property
@@ -39,7 +41,7 @@ class Clock:
         """The wrapper; None after its end, or without one."""
         return None if self._wrapper is None else self._wrapper()
 
-    def watch_output(self, output: Any, tick: Callable[[Clock], None]) -> None:
+    def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
         torch: Any = sys.modules["torch"]
         if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync:
@@ -52,7 +54,7 @@ class Clock:
         def count() -> None:
             queued.clear()
             self.ticks += 1
-            tick(self)
+            tick()
 
         def handle_gradient(_gradient: Any) -> None:
             if not queued:
@@ -64,21 +66,7 @@ class Clock:
                 tensor.register_hook(handle_gradient)
 
 
-def list_tensors(output: Any) -> Iterator[Any]:
-    """Iterate over the tensors of what a module takes or returns: nested containers, and the fields of dataclasses."""
-    torch: Any = sys.modules["torch"]
-    waiting = [output]
-    visited: set[int] = set()
-    while waiting:
-        content = waiting.pop()
-        if id(content) in visited:
-            continue
-        visited.add(id(content))
-        if isinstance(content, torch.Tensor):
-            yield content
-        elif isinstance(content, dict):
-            waiting += content.values()
-        elif isinstance(content, (list, tuple, set)):
-            waiting += content
-        elif hasattr(content, "__dataclass_fields__"):
-            waiting += [getattr(content, name) for name in content.__dataclass_fields__]
+def list_tensors(content: Any) -> list[Any]:
+    """Return the tensors in what a module takes or returns, where DDP looks for them too: in nested containers."""
+    distributed: Any = sys.modules["torch.nn.parallel.distributed"]
+    return list(distributed._find_tensors(content))  # noqa: SLF001 - there is no public function for it

@@ -59,8 +59,7 @@ class FullChecks:
     def tick(self, clock: Clock) -> None:
         """Check after a reduction, if a check is due. Raises OutOfSync with `raise`."""
         # One clock of each set of ranks states when all of their wrappers are checked.
-        first = next(other for other in self._watcher.clocks if other.ranks == clock.ranks and other.reduces)
-        if clock is first and self._is_due(clock):
+        if clock.is_first and self._is_due(clock):
             self._number = clock.ticks
             report = self._get_monitor(clock).step(clock.ticks)
             if report is not None:
@@ -86,16 +85,13 @@ class FullChecks:
 
     def _get_monitor(self, clock: Clock) -> SyncMonitor:
         """Return the monitor of the wrappers and optimizers of some ranks, at the number of a reduction."""
-        wrappers = []
-        for other in self._watcher.clocks:
-            if other.reduces and other.ranks == clock.ranks and other.wrapper is not None:
-                wrappers.append(other.wrapper)
+        wrappers = self._watcher.list_wrappers(clock.ranks)
         optimizers = self._watcher.list_optimizers(clock.ranks)
         objects = (*wrappers, *optimizers)
         identities = tuple(map(id, objects))
-        known = self._monitors.get(clock.ranks)
-        # A GAN creates its wrappers one after the other; optimizers are known from their first step.
-        if known is None or known[0] != identities:
+        monitor_of_objects = self._monitors.get(clock.ranks)
+        # A GAN creates its wrappers one after the other; optimizers are monitor_of_objects from their first step.
+        if monitor_of_objects is None or monitor_of_objects[0] != identities:
             monitor = SyncMonitor(
                 wrappers[0] if len(wrappers) == 1 else tuple(wrappers),
                 _simplify(optimizers),
@@ -110,8 +106,8 @@ class FullChecks:
                 exclude=self._settings.exclude,
                 allow=self._settings.allow,
             )
-            known = self._monitors[clock.ranks] = (identities, monitor)
-        return known[1]
+            monitor_of_objects = self._monitors[clock.ranks] = (identities, monitor)
+        return monitor_of_objects[1]
 
     def _choose_action(self, wrappers: list[Any], optimizers: list[Any]) -> Any:
         if self._settings.on_desync != "save":

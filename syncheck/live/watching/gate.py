@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.watching.watcher import INFINITE, NO_STEP, RANK, SIGNATURE, SKIPPED
+from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, compare_steps
 from syncheck.live.witnesses.gradients import GradientWitness
-from syncheck.live.witnesses.rules import Seen, make_finding
+from syncheck.live.witnesses.rules import make_finding
 from syncheck.live.witnesses.settings import SettingsWitness
-from syncheck.live.witnesses.witness import Suspicion
 from syncheck.records import OutOfSync, Report
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncheck.live.watching.layouts import Step
     from syncheck.live.watching.watcher import Watcher
-    from syncheck.live.witnesses.witness import Witness
+    from syncheck.live.witnesses.witness import Suspicion, Witness
 
 # Seconds between two looks at the board.
 _LOOK_SECONDS = 0.0005
@@ -69,14 +68,14 @@ class Gate:
             time.sleep(_LOOK_SECONDS)
 
     def _compare(self, step: Step, records: Mapping[int, Mapping[str, Any]], rank: int) -> list[Suspicion]:
-        reasons = {number: record.get(NO_STEP) for number, record in sorted(records.items())}
-        if set(reasons.values()) != {None}:
-            return _compare_reasons(step, reasons)
+        suspicions = compare_steps(step.number, step.layout.clock.ranks, records)
+        # Without a step, there are no observations.
+        if any(NO_STEP in record for record in records.values()):
+            return suspicions
 
         signatures = {record[SIGNATURE] for record in records.values()}
         if len(signatures) > 1:
-            return []
-        suspicions: list[Suspicion] = []
+            return suspicions
         for witness in self._witnesses:
 
             def exchange_details(witness: Witness = witness) -> dict[int, Any]:
@@ -89,12 +88,3 @@ class Gate:
             observations = {number: record[witness.key] for number, record in sorted(records.items())}
             suspicions += witness.judge(step.layout, observations, exchange_details)
         return suspicions
-
-
-def _compare_reasons(step: Step, reasons: Mapping[int, str | None]) -> list[Suspicion]:
-    """Return why some ranks step and others do not; empty if all do the same."""
-    for reason, code, sentence in ((INFINITE, "SYN216", Seen.INFINITE), (SKIPPED, "SYN214", Seen.SKIPPED)):
-        ranks = tuple(rank for rank, told in reasons.items() if told == reason)
-        if ranks and len(ranks) < len(reasons):
-            return [Suspicion(code, ranks, (sentence(ranks=ranks, reduction=step.number),))]
-    return []

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.watching.board import PAUSE
-from syncheck.live.watching.watcher import INFINITE, NO_STEP, RANK, REPEATED, SIGNATURE
-from syncheck.live.witnesses.rules import Seen
-from syncheck.live.witnesses.witness import Suspicion, find_minority
+from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, compare_steps
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from syncheck.live.watching.board import Board
     from syncheck.live.watching.layouts import Step
     from syncheck.live.watching.watcher import Watcher
+    from syncheck.live.witnesses.witness import Suspicion
 
     Record = Mapping[str, Any]
 
@@ -132,7 +131,7 @@ class Judge(threading.Thread):
             return
         suspicions: list[Suspicion] = []
         if clock.reduces:
-            suspicions += self._find_skipping(step, records)
+            suspicions += compare_steps(step.number, clock.ranks, records)
         suspicions += self._ask_witnesses(step, stepping)
         for suspicion in suspicions:
             self._report(Judgement(step.number, clock.reduces, suspicion))
@@ -140,25 +139,6 @@ class Judge(threading.Thread):
         if step.layout.is_reduced or not clock.reduces:
             self.judged["steps"] += 1
         self.judged["out of sync"] += bool(suspicions)
-
-    def _find_skipping(self, step: Step, records: Mapping[int, Record]) -> list[Suspicion]:
-        """Return SYN214, SYN216 or SYN410 if ranks did not step as others did."""
-        reasons = {rank: records.get(rank, {NO_STEP: ""}).get(NO_STEP) for rank in step.layout.clock.ranks}
-        infinite = tuple(rank for rank, reason in reasons.items() if reason == INFINITE)
-        skipping = tuple(rank for rank, reason in reasons.items() if reason not in (None, INFINITE))
-        suspicions = []
-        repeated = {rank: record.get(REPEATED, 0) for rank, record in sorted(records.items())}
-        # A rank that goes around the wrapper steps once more than the others between two reductions.
-        if len(set(repeated.values())) > 1:
-            fact = Seen.REPEATED(steps=repeated, reduction=step.number)
-            suspicions.append(Suspicion("SYN410", find_minority(repeated), (fact,), variant="_LOCAL"))
-        if infinite:
-            fact = Seen.INFINITE(ranks=infinite, reduction=step.number)
-            suspicions.append(Suspicion("SYN216", infinite, (fact,)))
-        if skipping:
-            fact = Seen.SKIPPED(ranks=skipping, reduction=step.number)
-            suspicions.append(Suspicion("SYN214", skipping, (fact,)))
-        return suspicions
 
     def _ask_witnesses(self, step: Step, records: Mapping[int, Record]) -> list[Suspicion]:
         """Return what the witnesses find among the ranks that hold the same parameters."""
@@ -191,11 +171,14 @@ class Judge(threading.Thread):
 
 
 class Responder(threading.Thread):
-    """Answers the questions of the judges with what this rank has kept."""
+    """Answers the questions of the judges with what this rank has kept.
+
+    board: of this thread; after `stop`, of the thread that called it.
+    """
 
     def __init__(self, watcher: Watcher, board: Board, rank: int) -> None:
         super().__init__(name="syncheck-responder", daemon=True)
-        self._watcher, self._board, self.rank = watcher, board, rank
+        self._watcher, self.board, self.rank = watcher, board, rank
         self._answered: Counter[str] = Counter()
         self._ended = threading.Event()
 
@@ -213,7 +196,7 @@ class Responder(threading.Thread):
 
     def _answer(self, clock: str) -> None:
         question = f"{_ASK}/{clock}/{self._answered[clock]}"
-        for row in self._board.read(question):
+        for row in self.board.read(question):
             details = self._watcher.witnesses[row["witness"]].tell(row["key"])
-            self._board.post(f"{question}/answers", {RANK: self.rank, "details": details})
+            self.board.post(f"{question}/answers", {RANK: self.rank, "details": details})
             self._answered[clock] += 1

@@ -21,7 +21,7 @@ class Layout:
     is_reduced: whether the wrapper of the clock reduces the gradients.
     key: equal on all ranks.
     signature: of the names and shapes: ranks with another one hold other parts of the model.
-    told: the number of the last step that this rank told the others about.
+    posted: the number of the last step that this rank told the others about.
     repeated: steps after that one without a reduction between them.
     """
 
@@ -40,7 +40,7 @@ class Layout:
         self.key = f"{clock.name}/{name}"
         self.parameters, self.names = parameters, names
         self.signature = _sign(parameters, names)
-        self.told = 0
+        self.posted = 0
         self.repeated = 0
         self._optimizer = weakref.ref(optimizer)
 
@@ -121,14 +121,14 @@ def find_names(parameters: Sequence[Any]) -> list[str]:
     torch: Any = sys.modules["torch"]
     parents: dict[int, tuple[Any, str]] = {}
     holders: dict[int, tuple[Any, str]] = {}
-    for thing in gc.get_objects():
+    for item in gc.get_objects():
         # isinstance() would ask the object for its class, which lazy objects answer by loading what they stand for.
-        if not issubclass(type(thing), torch.nn.Module):
+        if not issubclass(type(item), torch.nn.Module):
             continue
-        for name, child in thing.__dict__.get("_modules", {}).items():
-            parents.setdefault(id(child), (thing, name))
-        for name, parameter in thing.__dict__.get("_parameters", {}).items():
-            holders.setdefault(id(parameter), (thing, name))
+        for name, child in item.__dict__.get("_modules", {}).items():
+            parents.setdefault(id(child), (item, name))
+        for name, parameter in item.__dict__.get("_parameters", {}).items():
+            holders.setdefault(id(parameter), (item, name))
     names = []
     for number, parameter in enumerate(parameters):
         module, name = holders.get(id(parameter), (None, f"parameter {number}"))

@@ -6,23 +6,20 @@ import atexit
 import os
 import sys
 import time
-from dataclasses import replace
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncheck.errors import UsageError
 from syncheck.live.channel import world_size
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.board import PAUSE
 from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
+from syncheck.live.watching.summary import Summary
 from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.gradients import GradientWitness
 from syncheck.live.witnesses.rng import RngWitness
-from syncheck.live.witnesses.rules import DATA_CODES, Seen, make_finding
 from syncheck.live.witnesses.settings import SettingsWitness
-from syncheck.report.selections import find_failing
-from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +35,6 @@ _WITNESS_CLASSES = (GradientWitness, BatchWitness, RngWitness, SettingsWitness)
 _END_SECONDS = 2.0
 _DONE = "done"
 _LEFT = "left"
-_MOST_NAMES = 8
 
 
 class Checks(Protocol):
@@ -74,13 +70,10 @@ class Session:
         self._make_checks = make_checks
         self._has_ended = False
         self._reporter = Reporter(events=settings.events)
-        self._allow = frozenset(settings.allow)
-        self._board: Board | None = None
+        self._summary = Summary(self._reporter, settings)
         self._judge: Judge | None = None
         self._responder: Responder | None = None
         self._checks: Checks | None = None
-        # What this rank's judge found, by code and ranks.
-        self._findings: dict[tuple[str, tuple[int, ...]], Finding] = {}
         self.has_children = False
         """Whether the script has started processes, which are watched on their own."""
         self.watcher: Watcher
@@ -88,7 +81,7 @@ class Session:
     @property
     def findings(self) -> list[Finding]:
         """What the witnesses found so far, on the first rank of each wrapper; empty on the other ranks."""
-        return list(self._findings.values())
+        return list(self._summary.findings.values())
 
     def add(self, wrapper: Any) -> None:
         """Watch a DistributedDataParallel module that was created before."""
@@ -117,10 +110,11 @@ class Session:
         self.watcher.on_first_step = self._begin_judging
         if self.settings.every and self._make_checks is not None:
             self._checks = self._make_checks(self.watcher, self.settings)
+            self._summary.reports = self._checks.reports
             self.watcher.on_wrapper = self._checks.add
             self.watcher.on_tick = self._checks.tick
         if self.settings.on_desync == "raise":
-            self.watcher.on_step = Gate(self.watcher, self.settings.patience, self._allow).pass_step
+            self.watcher.on_step = Gate(self.watcher, self.settings.patience, frozenset(self.settings.allow)).pass_step
         self.watcher.install()
 
     def finish(self, *, normally: bool) -> bool:
@@ -131,48 +125,43 @@ class Session:
         self._has_ended = True
         if self in _running:
             _running.remove(self)
-        if normally and self.watcher.is_on:
+        if normally:
             self.watcher.tell_last_skipped()
         self.watcher.is_on = False
-        if self._board is not None and self._responder is not None:
-            if self._judge is not None:
-                # After an error, other ranks may have ended too.
-                self._judge.finish(_END_SECONDS if normally else 0.0)
-                self._print_summary(self._judge)
-            try:
-                self._leave(self._board, self._responder, wait=normally)
-            except RuntimeError:
-                # The process that served the store has ended.
-                self._responder.stop()
+        if self._responder is not None:
+            self._end_judging(normally=normally)
+            self._leave(self._responder, wait=normally)
         elif normally and not self.has_children:
-            self._print_on_first_rank(self._explain_nothing())
-        self._write_outputs()
-        return self._has_failed()
+            self._print_on_first_rank(_explain_nothing())
+        return self._summary.has_failed
 
-    def _has_failed(self) -> bool:
-        reports = self._checks.reports if self._checks is not None else []
-        has_failed = any(report.verdict == "out_of_sync" for report in reports)
-        return has_failed or any(finding.fails for finding in self._findings.values())
+    def _end_judging(self, *, normally: bool) -> None:
+        if self._judge is not None:
+            # After an error, other ranks may have ended too.
+            self._judge.finish(_END_SECONDS if normally else 0.0)
+            self._summary.print_end(self._judge.judged)
+            self._summary.write_outputs()
 
-    def _leave(self, board: Board, responder: Responder, *, wait: bool) -> None:
+    def _leave(self, responder: Responder, *, wait: bool) -> None:
         """End together with the other ranks, if they end in time: judges may ask, and rank 0 may serve the store."""
-        judges: set[int] = set()
+        judges = {clock.ranks[0] for clock in self.watcher.clocks}
         members: set[int] = set()
         for clock in self.watcher.clocks:
-            judges.add(clock.ranks[0])
             members.update(clock.ranks)
-        board.post(f"{_DONE}/{responder.rank}", {})
         deadline = time.monotonic() + (2 * _END_SECONDS if wait else 0.0)
-        _wait_for_keys(board, [f"{_DONE}/{rank}" for rank in judges], deadline)
+        # The process that serves the store may have ended.
+        with suppress(RuntimeError):
+            responder.board.post(f"{_DONE}/{responder.rank}", {})
+            _wait_for_keys(responder.board, [f"{_DONE}/{rank}" for rank in judges], deadline)
         responder.stop()
-        board.post(f"{_LEFT}/{responder.rank}", {})
-        if responder.rank in judges:
-            _wait_for_keys(board, [f"{_LEFT}/{rank}" for rank in members], deadline)
+        with suppress(RuntimeError):
+            responder.board.post(f"{_LEFT}/{responder.rank}", {})
+            if responder.rank in judges:
+                _wait_for_keys(responder.board, [f"{_LEFT}/{rank}" for rank in members], deadline)
 
     def _begin_answering(self, watcher: Watcher, board: Board) -> None:
         """Answer questions from the first record on, on every rank."""
         distributed: Any = sys.modules["torch.distributed"]
-        self._board = board.clone()
         self._responder = Responder(watcher, board.clone(), distributed.get_rank())
         self._responder.start()
 
@@ -181,88 +170,23 @@ class Session:
         self._judge.start()
 
     def _report(self, judgement: Judgement) -> None:
-        """Print a finding once for its ranks, and write it as an event each time."""
-        suspicion = judgement.suspicion
-        finding = make_finding(
-            suspicion.code,
-            suspicion.ranks,
-            suspicion.facts,
-            names=suspicion.names,
-            variant=suspicion.variant,
-            allow=self._allow,
-        )
-        key = (finding.code, finding.ranks)
-        if key not in self._findings:
-            self._findings[key] = finding
-            when = f"{'reduction' if judgement.reduces else 'step'} {judgement.number}"
-            self._reporter.print_finding(finding, when)
-            if self._checks is not None and finding.fails:
-                self._checks.wanted = True
-        self._reporter.write_event(
-            "witness",
-            step=judgement.number,
-            code=finding.code,
-            slug=finding.slug,
-            severity=finding.severity,
-            allowed=finding.allowed,
-            ranks=list(finding.ranks),
-            tensors=len(finding.tensors),
-            names=list(finding.tensors[:_MOST_NAMES]),
-            evidence=finding.evidence,
-            cause=str(finding.cause),
-            fix=str(finding.fix),
-        )
-
-    def _print_summary(self, judge: Judge) -> None:
-        steps = judge.judged["steps"]
-        failing = [finding for finding in self._findings.values() if finding.fails]
-        checks = len(self._checks.reports) if self._checks is not None else 0
-        watched = Seen.WATCHED(steps=steps, checks=checks)
-        if not self._has_failed():
-            self._reporter.print_text(f"in sync: {watched}", "green")
-            return
-        if self._checks is not None and self._checks.reports:
-            failing += find_failing(self._checks.reports[-1].findings)
-        texts = [f"{finding.code} {finding.slug} on {ranks_text(finding.ranks)}" for finding in failing]
-        verdict = "OUT OF SYNC"
-        # Replicas that train on equal data are still replicas.
-        if all(finding.code in DATA_CODES for finding in failing):
-            verdict = "in sync, with findings"
-        first = f"{verdict} at {judge.judged['out of sync']} of {watched}"
-        self._reporter.print_text(f"{first}: {'; '.join(dict.fromkeys(texts))}", "bold red")
-
-    def _explain_nothing(self) -> str:
-        """Return why nothing was watched."""
-        if world_size() < 2 and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            return "nothing to watch: one process trains alone; start several, for example with torchrun"
-        return (
-            "nothing was watched: no optimizer of torch stepped while a process group existed; processes that the "
-            "script starts with subprocess are not watched"
-        )
-
-    def _write_outputs(self) -> None:
-        """Write the reports of `-o` on the rank that judges: the checks, with the findings of the witnesses."""
-        reports = self._checks.reports if self._checks is not None else []
-        if not self.settings.outputs or self._judge is None or not reports:
-            return
-        from syncheck.report.formats import write_file
-
-        last = reports[-1]
-        (group,) = last.groups
-        seen = {(finding.code, finding.ranks) for finding in group.findings}
-        added = [finding for key, finding in self._findings.items() if key not in seen]
-        merged = replace(group, findings=(*group.findings, *added))
-        verdict = "out_of_sync" if self._has_failed() else last.verdict
-        for path in self.settings.outputs:
-            try:
-                write_file(path, replace(last, verdict=verdict, groups=(merged,)))
-            except UsageError as error:
-                # The exit code stays that of the script.
-                self._reporter.print_text(f"error: {error}", "bold red")
+        finding = self._summary.add(judgement)
+        if finding is not None and self._checks is not None:
+            self._checks.wanted |= finding.fails
 
     def _print_on_first_rank(self, text: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             self._reporter.print_text(text, "yellow")
+
+
+def _explain_nothing() -> str:
+    """Return why nothing was watched."""
+    if max(world_size(), int(os.environ.get("WORLD_SIZE", "1"))) < 2:
+        return "nothing to watch: one process trains alone; start several, for example with torchrun"
+    return (
+        "nothing was watched: no optimizer of torch stepped while a process group existed; processes that the script "
+        "starts with subprocess are not watched"
+    )
 
 
 # The session of this process that a script or a monitor has started.

@@ -16,6 +16,7 @@ from syncheck.live.channel import world_size
 from syncheck.live.watching.board import Board, Unusable
 from syncheck.live.watching.clock import Clock
 from syncheck.live.watching.layouts import Layout, Step, find_names, list_trained, make_layouts
+from syncheck.live.watching.records import INFINITE, NO_STEP, RANK, REPEATED, SIGNATURE, SKIPPED
 from syncheck.records import OutOfSync
 
 if TYPE_CHECKING:
@@ -23,14 +24,9 @@ if TYPE_CHECKING:
 
     from syncheck.live.witnesses.witness import Witness
 
-# The keys of a record beside those of the witnesses.
-RANK = "r"
-SIGNATURE = "p"
-NO_STEP = "x"
-REPEATED = "e"
-# Why a rank tells of a step that its optimizer did not take.
-SKIPPED = "skipped"
-INFINITE = "infinite"
+
+def ignore(*_: object) -> None:
+    """Do nothing."""
 
 
 class Watcher:
@@ -55,13 +51,13 @@ class Watcher:
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
         """The steps that this rank told about. The judge removes them from the start."""
-        self.on_first_step: Callable[[Board], None] | None = None
+        self.on_first_step: Callable[[Board], None] = ignore
         """Called with the board at the first step that this rank judges."""
-        self.on_wrapper: Callable[[Clock], None] | None = None
+        self.on_wrapper: Callable[[Clock], None] = ignore
         """Called with each new clock of a wrapper."""
-        self.on_tick: Callable[[Clock], None] | None = None
+        self.on_tick: Callable[[Clock], None] = ignore
         """Called after each reduction; it may raise OutOfSync."""
-        self.on_step: Callable[[Step, Mapping[str, Any]], None] | None = None
+        self.on_step: Callable[[Step, Mapping[str, Any]], None] = ignore
         """Called with each posted step and its record, before the optimizer's step; it may raise OutOfSync."""
         self._layouts: weakref.WeakKeyDictionary[Any, list[Layout]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -161,14 +157,12 @@ class Watcher:
         if len(ranks) < 2:
             return
         # All ranks create their wrappers in the same order, so the number of a wrapper is the same on all of them.
-        number = 0
-        for clock in self.clocks:
-            number += clock.reduces and clock.ranks == ranks
+        number = [clock.ranks for clock in self.clocks if clock.reduces].count(ranks)
         clock = Clock(f"{number}/{'-'.join(map(str, ranks))}", ranks, wrapper)
+        clock.is_first = number == 0
         self._watch_forward(wrapper, clock)
         self.clocks.append(clock)
-        if self.on_wrapper is not None:
-            self.on_wrapper(clock)
+        self.on_wrapper(clock)
 
     def _watch_forward(self, wrapper: Any, clock: Clock) -> None:
         compiler: Any = sys.modules["torch"].compiler
@@ -196,17 +190,13 @@ class Watcher:
         if module.training:
             for witness in self.witnesses.values():
                 witness.see_output(module)
-        clock.watch_output(output, lambda ticked: self._guard(self._see_tick, ticked))
-
-    def _see_tick(self, clock: Clock) -> None:
-        if self.on_tick is not None:
-            self.on_tick(clock)
+        clock.watch_output(output, lambda: self._guard(self.on_tick, clock))
 
     def tell_skipped(self, clock: Clock) -> None:
         """Tell the other ranks that no step followed the last reduction: a rank that skips one goes on to the next."""
         for layouts in list(self._layouts.values()):
             for layout in layouts:
-                if layout.clock is clock and layout.told < clock.ticks:
+                if layout.clock is clock and layout.posted < clock.ticks:
                     self._post(Step(layout), {NO_STEP: SKIPPED})
 
     def tell_last_skipped(self) -> None:
@@ -220,8 +210,8 @@ class Watcher:
             if not layout.clock.reduces:
                 layout.clock.ticks += 1
             # Before the first reduction, nothing is equal on all ranks.
-            if layout.clock.ticks == layout.told:
-                layout.repeated += layout.told > 0
+            if layout.clock.ticks == layout.posted:
+                layout.repeated += layout.posted > 0
             else:
                 step = Step(layout)
                 observations = {}
@@ -243,7 +233,7 @@ class Watcher:
             self.board = Board.open()
             self._begin_judging(self, self.board)
         layout = step.layout
-        layout.told = step.number
+        layout.posted = step.number
         record = {RANK: rank, SIGNATURE: layout.signature, **observations}
         if layout.repeated:
             record[REPEATED] = layout.repeated
@@ -251,11 +241,14 @@ class Watcher:
         self.board.post(step.key, record)
         if rank == layout.clock.ranks[0]:
             self.steps.append(step)
-            if self.on_first_step is not None:
-                self.on_first_step(self.board)
-                self.on_first_step = None
-        if self.on_step is not None:
-            self.on_step(step, record)
+            self.on_first_step(self.board)
+            self.on_first_step = ignore
+        self.on_step(step, record)
+
+    def list_wrappers(self, ranks: tuple[int, ...]) -> list[Any]:
+        """Return the wrappers of some ranks, in the order of their creation."""
+        wrappers = [clock.wrapper for clock in self.clocks if clock.ranks == ranks]
+        return [wrapper for wrapper in wrappers if wrapper is not None]
 
     def list_optimizers(self, ranks: tuple[int, ...]) -> list[Any]:
         """Return the optimizers of the wrappers of some ranks, in the order of their creation."""

@@ -42,7 +42,7 @@ _HASHES = 1 << (8 * _HASH_BYTES)
 
 
 class _Loader:
-    """What is known of one data loader of this rank.
+    """What is loader_state of one data loader of this rank.
 
     identity: of its dataset, equal for equal datasets.
     epoch: the number of its iterators so far.
@@ -76,12 +76,18 @@ class _Loader:
                 self._watched += 1
                 self.samples.append(b64encode(digest).decode())
 
-    def repeats_order(self) -> bool:
-        """Whether this epoch draws in the random order of the epoch before."""
+    def observe(self) -> dict[str, Any]:
+        """Return the watched samples since the last step, and how many came in the order of the epoch before."""
+        if not self.trains:
+            return {}
+        observation: dict[str, Any] = {"e": self.epoch, "s": "".join(self.samples)}
+        self.samples = []
         count = min(len(self.order), len(self.order_before))
-        if count < _LEAST_ELEMENTS or self.order[:count] != self.order_before[:count]:
-            return False
-        return self.order[:count] != sorted(self.order[:count])
+        order = self.order[:count]
+        is_random = order != sorted(order)
+        if count >= _LEAST_ELEMENTS and is_random and order == self.order_before[:count]:
+            observation["o"] = count
+        return observation
 
 
 class _Passed(NamedTuple):
@@ -139,18 +145,18 @@ class BatchWitness(Witness):
     def _begin_epoch(self, loader: Any) -> None:
         # The sampler identifies a loader: iterators know it, also while they are created.
         sampler = loader._index_sampler  # noqa: SLF001
-        known = self._loaders.get(sampler)
-        if known is None:
-            known = self._loaders[sampler] = _Loader(identify_dataset(loader.dataset))
-        known.begin_epoch()
+        loader_state = self._loaders.get(sampler)
+        if loader_state is None:
+            loader_state = self._loaders[sampler] = _Loader(identify_dataset(loader.dataset))
+        loader_state.begin_epoch()
 
     def _forget_loader(self) -> None:
         self._current = None
 
     def _draw(self, iterator: Any, indices: Any) -> None:
-        known = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
-        if known is not None and isinstance(indices, (list, tuple)) and indices:
-            known.draw(list(indices))
+        loader_state = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
+        if loader_state is not None and isinstance(indices, (list, tuple)) and indices:
+            loader_state.draw(list(indices))
 
     def _fetch(self, iterator: Any) -> None:
         self._current = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
@@ -159,14 +165,11 @@ class BatchWitness(Witness):
         """Note the digest of the inputs of a forward pass; the loader that returned them trains."""
         if self._current is not None:
             self._current.trains = True
-        if len(self._passed) == _MOST_PASSES:
-            return
-        tensors = [tensor for tensor in list_tensors(inputs) if not tensor.is_sparse]
-        elements = sum(tensor.numel() for tensor in tensors)
-        if elements < _LEAST_ELEMENTS or not any(map(_varies, tensors)):
-            return
-        digests = digest_all([tensor.detach() for tensor in tensors], threads=1)
-        self._passed.append(_Passed(b64encode(hash_digests(digests)[:_HASH_BYTES]).decode(), elements))
+        tensors = [tensor.detach() for tensor in list_tensors(inputs)]
+        if len(self._passed) < _MOST_PASSES and _are_distinctive(tensors):
+            digest = hash_digests(digest_all(tensors, threads=1))[:_HASH_BYTES]
+            elements = sum(tensor.numel() for tensor in tensors)
+            self._passed.append(_Passed(b64encode(digest).decode(), elements))
 
     def observe(self, _key: str, _layout: Any) -> dict[str, Any] | None:
         """Return what was observed since the last step."""
@@ -175,51 +178,57 @@ class BatchWitness(Witness):
         if passed:
             observation["d"] = [inputs.digest for inputs in passed]
             observation["n"] = passed[0].elements
-        loader = self._current
-        if loader is not None and loader.trains:
-            samples, loader.samples = loader.samples, []
-            observation |= {"e": loader.epoch, "s": "".join(samples)}
-            if loader.repeats_order():
-                observation["o"] = min(len(loader.order), len(loader.order_before))
+        if self._current is not None:
+            observation |= self._current.observe()
         return observation or None
 
     def judge(self, layout: Any, observations: Mapping[int, Any], _ask: Ask) -> list[Suspicion]:
         """Return SYN401 to SYN403. Only data-parallel ranks, which a wrapper states, must see different samples."""
         if not layout.clock.reduces:
             return []
-        told = {rank: observation for rank, observation in sorted(observations.items()) if observation}
-        suspicions = _compare_inputs(told)
+        observed = {rank: observation for rank, observation in sorted(observations.items()) if observation}
+        suspicions = _compare_inputs(observed)
         # Equal batches are common samples too.
         if not suspicions:
-            suspicions = self._epochs[layout.key].compare(told, len(observations))
-        return [*suspicions, *_compare_orders(told)]
+            suspicions = self._epochs[layout.key].compare(observed, len(observations))
+        return [*suspicions, *_compare_orders(observed)]
+
+
+def _are_distinctive(tensors: Sequence[Any]) -> bool:
+    """Whether inputs are equal on two ranks only if their samples are: no constants, and more than a few elements."""
+    # Sparse tensors have no digest.
+    if any(tensor.is_sparse for tensor in tensors):
+        return False
+    return any(map(_varies, tensors))
 
 
 def _varies(tensor: Any) -> bool:
     """Whether a tensor has unequal elements. A GPU would have to be waited for, so its tensors are taken to vary."""
-    if tensor.is_cuda or not tensor.numel():
-        return bool(tensor.numel())
-    flat = tensor.detach().flatten()
+    if tensor.numel() < _LEAST_ELEMENTS:
+        return False
+    if tensor.is_cuda:
+        return True
+    flat = tensor.flatten()
     return bool((flat != flat[0]).any())
 
 
-def _compare_inputs(told: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+def _compare_inputs(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
     """Return SYN401 if ranks trained on equal inputs in this step."""
     suspicions = []
-    digests = {rank: tuple(observation["d"]) for rank, observation in told.items() if "d" in observation}
+    digests = {rank: tuple(observation["d"]) for rank, observation in observed.items() if "d" in observation}
     for ranks in group_ranks(digests).values():
         if len(ranks) > 1:
-            fact = SameBatch.FACT(ranks=tuple(ranks), elements=told[ranks[0]]["n"])
+            fact = SameBatch.FACT(ranks=tuple(ranks), elements=observed[ranks[0]]["n"])
             suspicions.append(Suspicion("SYN401", tuple(ranks), (fact,)))
     return suspicions
 
 
-def _compare_orders(told: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+def _compare_orders(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
     """Return SYN403 if ranks draw in the order of the epoch before."""
-    ranks = tuple(rank for rank, observation in told.items() if "o" in observation)
+    ranks = tuple(rank for rank, observation in observed.items() if "o" in observation)
     if not ranks:
         return []
-    first = told[ranks[0]]
+    first = observed[ranks[0]]
     fact = RepeatedOrder.FACT(epoch=first["e"], before=first["e"] - 1, count=first["o"])
     return [Suspicion("SYN403", ranks, (fact,))]
 
@@ -233,13 +242,13 @@ class _Epochs:
         # The ranks that drew a sample twice, and so draw with replacement.
         self._replacing: set[int] = set()
 
-    def compare(self, told: Mapping[int, Mapping[str, Any]], ranks: int) -> list[Suspicion]:
+    def compare(self, observed: Mapping[int, Mapping[str, Any]], ranks: int) -> list[Suspicion]:
         """Return SYN402 if ranks drew more common samples than the padding of a sampler explains.
 
         ranks: the number of data-parallel ranks. A DistributedSampler repeats fewer samples than that.
         """
         epochs: set[int] = set()
-        for rank, observation in told.items():
+        for rank, observation in observed.items():
             epoch = observation.get("e", 0)
             if epoch:
                 epochs.add(epoch)

@@ -7,6 +7,7 @@ held to what they showed: those with equal gradients at several steps belong tog
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
@@ -46,6 +47,8 @@ class GradientWitness(Witness):
         super().__init__()
         # What ranks without a wrapper have shown, by layout and by copies or shards.
         self._learned: dict[str, _LearnedSets] = {}
+        # The findings so far, by layout and suspects.
+        self._explained: dict[tuple[str, tuple[int, ...]], Suspicion] = {}
 
     def observe(self, key: str, layout: Any) -> list[str]:
         """Return the digests of the gradients of copies and of shards, and keep the details.
@@ -83,27 +86,28 @@ class GradientWitness(Witness):
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN410 if ranks that hold copies have different gradients."""
-        differing: tuple[int, ...] = ()
+        differing = self._find_differing(layout, observations)
+        if not differing:
+            return []
+        key = (layout.key, find_minority({rank: tuple(observations[rank]) for rank in differing}))
+        # A fault that lasts is explained once, so that the judge keeps up with the run.
+        if key not in self._explained:
+            answers = ask()
+            details = {rank: _read_details(answers[rank]) for rank in differing if rank in answers}
+            if len(details) < len(differing):
+                return [Suspicion("SYN410", differing, (UnequalGradients.DIGESTS(),))]
+            self._explained[key] = describe_disagreement(layout, compare_details(details))
+        return [self._explained[key]]
+
+    def _find_differing(self, layout: Any, observations: Mapping[int, Any]) -> tuple[int, ...]:
+        """Return the first set of ranks whose gradients must be equal and are not; empty without any."""
+        differing: list[tuple[int, ...]] = []
         for position, kind in enumerate(("copies", "shards")):
             digests = {rank: observation[position] for rank, observation in observations.items()}
             for ranks in self._list_sets(layout, kind, digests):
                 if len({digests[rank] for rank in ranks}) > 1:
-                    differing = differing or ranks
-        if not differing:
-            return []
-        details: dict[int, Details] = {}
-        for rank, (texts, elements) in ask().items():
-            if rank in differing:
-                # JSON has texts as keys.
-                details[rank] = Details(texts, {int(index): values for index, values in elements.items()})
-        if len(details) < len(differing):
-            return [Suspicion("SYN410", differing, (UnequalGradients.DIGESTS(),))]
-        disagreement = compare_details(details)
-        if not layout.is_reduced and layout.clock.reduces:
-            names = tuple(layout.names[index] for index in disagreement.tensors)
-            fact = Seen.OUTSIDE(count=len(layout.names), names=names)
-            return [Suspicion("SYN212", tuple(details), (fact,), names)]
-        return [describe_disagreement(layout, disagreement)]
+                    differing.append(ranks)
+        return differing[0] if differing else ()
 
     def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
         """Return the sets of ranks whose gradients must be equal."""
@@ -112,6 +116,12 @@ class GradientWitness(Witness):
             return [tuple(digests)] if kind == "copies" else []
         learned = self._learned.setdefault(f"{layout.key}/{kind}", _LearnedSets())
         return learned.learn(digests)
+
+
+def _read_details(answer: Sequence[Any]) -> Details:
+    """Return details as a rank told them: JSON has texts as keys."""
+    digests, elements = answer
+    return Details(digests, {int(index): values for index, values in elements.items()})
 
 
 class _LearnedSets:
@@ -126,12 +136,13 @@ class _LearnedSets:
         """Return the sets of ranks that must agree now; empty while this is not known."""
         if self._steps >= _LEARNED_STEPS:
             return self._sets
-        sets = []
-        for digest, ranks in group_ranks(dict(sorted(digests.items()))).items():
-            # An empty digest is of no gradient; gradients that do not change are equal by chance, such as zeros.
-            if digest and len(ranks) > 1 and self._last.get(ranks[0]) != digest:
-                sets.append(tuple(ranks))
-        self._steps = self._steps + 1 if sets and sets == self._sets else 1 if sets else 0
+        # Gradients that do not change, such as zeros, are equal by chance; an empty digest is of no gradient.
+        changed = {rank: digest for rank, digest in sorted(digests.items()) if digest != self._last.get(rank, "")}
+        sets = [tuple(ranks) for ranks in group_ranks(changed).values() if len(ranks) > 1]
+        if sets != self._sets:
+            self._steps = 0
+        if sets:
+            self._steps += 1
         self._sets, self._last = sets, digests
         return []
 
@@ -202,6 +213,9 @@ def compare_details(details: Mapping[int, Details]) -> Disagreement:
 def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
     """Return the finding of a disagreement."""
     names = tuple(layout.names[index] for index in disagreement.tensors)
+    if layout.clock.reduces and not layout.is_reduced:
+        fact = Seen.OUTSIDE(count=len(layout.names), names=names)
+        return Suspicion("SYN212", layout.clock.ranks, (fact,), names)
     facts = [UnequalGradients.FACT(count=len(names), total=len(layout.names), names=names)]
     variant = ""
     if disagreement.missing:
@@ -226,10 +240,8 @@ def _find_ratio(
     """
     ratios: list[float] = []
     for index in tensors:
-        for value, expected in zip(elements.get(index, ()), reference.get(index, ()), strict=False):
-            if expected:
-                ratios.append(value / expected)
+        pairs = zip(elements.get(index, ()), reference.get(index, ()), strict=False)
+        ratios += [value / expected for value, expected in pairs if expected]
+    largest, least = max(ratios, default=math.inf), min(ratios, default=0.0)
     # Each float32 gradient is rounded once by the factor.
-    if ratios and max(ratios) - min(ratios) <= 1e-5 * abs(ratios[0]):
-        return ratios[0]
-    return None
+    return ratios[0] if largest - least <= 1e-5 * abs(least) else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from typing import Any
 
 # Bytes of each attribute, and attributes, that are read: enough to distinguish parts of one dataset.
 _MOST_BYTES = 1 << 16
 _MOST_ITEMS = 256
 _MOST_ATTRIBUTES = 32
+_PLAIN = (type(None), bool, int, float, str, bytes, range)
 # Datasets within datasets, such as Subset.
 _MOST_LEVELS = 3
 
@@ -39,19 +39,17 @@ def _add_object(digest: Any, owner: Any, levels: int) -> None:
 
 def _add_value(digest: Any, value: Any, levels: int) -> None:
     """Add a plain value, the first elements of a list, the first bytes of an array, or a dataset."""
-    torch: Any = sys.modules["torch"]
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    if isinstance(value, _PLAIN):
         digest.update(repr(value)[:_MOST_BYTES].encode())
-    elif isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
+    elif hasattr(value, "__array__"):
         _add_array(digest, value)
-    elif isinstance(value, range):
-        digest.update(repr(value).encode())
+    elif not levels:
+        return
     elif isinstance(value, (list, tuple)):
         digest.update(repr(len(value)).encode())
         for item in value[:_MOST_ITEMS]:
-            if levels:
-                _add_value(digest, item, levels - 1)
-    elif levels and hasattr(value, "__getitem__") and hasattr(value, "__dict__"):
+            _add_value(digest, item, levels - 1)
+    elif hasattr(value, "__getitem__"):
         _add_object(digest, value, levels - 1)
 
 

@@ -25,6 +25,7 @@ _ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_FLAGS",
 )  # fmt: skip
 _MOST_FACTS = 4
+_PLAIN = (type(None), bool, int, float, str)
 # Characters of a value in a record.
 _LENGTH = 80
 
@@ -61,11 +62,9 @@ class SettingsWitness(Witness):
 
 def _list_differing(settings: Mapping[int, Mapping[str, str]]) -> list[Message]:
     """Return one fact for each setting that differs between ranks."""
-    names: dict[str, None] = {}
-    for settings_of_rank in settings.values():
-        names.update(dict.fromkeys(settings_of_rank))
+    names = set().union(*settings.values())
     facts = []
-    for name in names:
+    for name in sorted(names):
         values = {rank: settings[rank].get(name, "absent") for rank in sorted(settings)}
         if len(set(values.values())) > 1:
             facts.append(Seen.SETTING(name=name, values=values))
@@ -84,29 +83,24 @@ def _read_groups(layout: Any) -> dict[str, str]:
 
 def _write_value(value: Any) -> str:
     """Return the text of a value that is equal on all ranks for equal values: no address, and no device."""
-    if hasattr(value, "item") and hasattr(value, "numel"):
-        # A learning rate may be a tensor; one on a GPU would have to wait for the GPU.
-        return repr(value.item()) if value.numel() == 1 and not value.is_cuda else "a tensor"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_write_value, value))})"
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _PLAIN):
         return repr(value)[:_LENGTH]
+    # A learning rate may be a tensor; one on a GPU would have to wait for the GPU.
+    device = getattr(value, "device", None)
+    if getattr(device, "type", "") == "cpu":
+        return repr(value.tolist())[:_LENGTH]
     return type(value).__name__
 
 
 def _read_model(layout: Any) -> dict[str, str]:
     """Return what counts of the modules: frozen parameters, modules in evaluation mode, momentum of BatchNorm."""
-    frozen = []
-    for name, parameter in zip(layout.names, layout.parameters, strict=True):
-        if not parameter.requires_grad:
-            frozen.append(name)
-    evaluating = []
-    momentum = []
-    for name, module in layout.list_modules():
-        if not module.training:
-            evaluating.append(name)
-        if hasattr(module, "running_mean"):
-            momentum.append(f"{getattr(module, 'momentum', None)}")
+    parameters = zip(layout.names, layout.parameters, strict=True)
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    modules = layout.list_modules()
+    evaluating = [name for name, module in modules if not module.training]
+    momentum = [str(getattr(module, "momentum", None)) for _, module in modules if hasattr(module, "running_mean")]
     return {
         "frozen parameters": _join(frozen),
         "modules in evaluation mode": _join(evaluating),
