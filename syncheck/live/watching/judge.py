@@ -7,6 +7,7 @@ has kept.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -72,7 +73,7 @@ class Judge(threading.Thread):
         self._watcher, self._board, self._report = watcher, board, report
         # Of each clock, as the responders count them.
         self._questions: Counter[str] = Counter()
-        self._deadline = 0.0
+        self._deadline = math.inf
         self._finishing = threading.Event()
         self.judged: Counter[str] = Counter()
         """The number of judged steps, and of those out of sync."""
@@ -83,7 +84,7 @@ class Judge(threading.Thread):
         """Judge the posted steps within a limited time, and end."""
         self._deadline = time.monotonic() + seconds
         self._finishing.set()
-        self.join(seconds + _ANSWER_SECONDS)
+        self.join(seconds + 1)
 
     def run(self) -> None:
         """Judge step by step, in the order of this rank."""
@@ -161,9 +162,9 @@ class Judge(threading.Thread):
         question = f"{_ASK}/{clock.name}/{self._questions[clock.name]}"
         self._questions[clock.name] += 1
         self._board.post(question, {"key": step.key, "witness": witness})
-        deadline = time.monotonic() + _ANSWER_SECONDS
         answers: dict[int, Any] = {}
-        while len(answers) < len(clock.ranks) and time.monotonic() < deadline:
+        begin = time.monotonic()
+        while len(answers) < len(clock.ranks) and time.monotonic() < min(begin + _ANSWER_SECONDS, self._deadline):
             time.sleep(PAUSE)
             for row in self._board.read(f"{question}/answers"):
                 answers[row[RANK]] = row["details"]

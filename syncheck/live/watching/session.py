@@ -15,6 +15,7 @@ from syncheck.live.watching.board import PAUSE
 from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
 from syncheck.live.watching.summary import Summary
+from syncheck.live.watching.termination import flush_before_termination
 from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.gradients import GradientWitness
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _WITNESS_CLASSES = (GradientWitness, BatchWitness, RngWitness, SettingsWitness)
 # Seconds at the end of the script for the judge to judge the last steps, and for the other ranks to answer it.
 _END_SECONDS = 2.0
+# Seconds to judge after SIGTERM: launchers wait for 10 or 30 seconds before SIGKILL.
+_FLUSH_SECONDS = 0.5
 _DONE = "done"
 _LEFT = "left"
 
@@ -116,6 +119,14 @@ class Session:
         if self.settings.on_desync == "raise":
             self.watcher.on_step = Gate(self.watcher, self.settings.patience, frozenset(self.settings.allow)).pass_step
         self.watcher.install()
+        flush_before_termination(self._flush)
+
+    def _flush(self) -> None:
+        """Judge the posted steps: the process is about to end by SIGTERM."""
+        if self._judge is not None and not self._has_ended:
+            self._judge.finish(_FLUSH_SECONDS)
+            self._summary.print_end(self._judge.judged)
+            self._summary.write_outputs()
 
     def finish(self, *, normally: bool) -> bool:
         """Judge the last steps, and end all threads; return whether this rank saw a finding that counts.
@@ -144,11 +155,15 @@ class Session:
 
     def _leave(self, responder: Responder, *, wait: bool) -> None:
         """End together with the other ranks, if they end in time: judges may ask, and rank 0 may serve the store."""
+        if not wait:
+            # After an error the store may be gone, and torch would print a warning for each message to it.
+            responder.stop()
+            return
         judges = {clock.ranks[0] for clock in self.watcher.clocks}
         members: set[int] = set()
         for clock in self.watcher.clocks:
             members.update(clock.ranks)
-        deadline = time.monotonic() + (2 * _END_SECONDS if wait else 0.0)
+        deadline = time.monotonic() + 2 * _END_SECONDS
         # The process that serves the store may have ended.
         with suppress(RuntimeError):
             responder.board.post(f"{_DONE}/{responder.rank}", {})
