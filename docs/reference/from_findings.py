@@ -17,11 +17,12 @@ from sources import ROOT
 
 from syncheck.cli import main
 from syncheck.diagnose.rules import RULES
+from syncheck.live.witnesses.rules import WITNESS_RULES
 
 EXAMPLE = "fixtures/desync/stale_rank"
 PEFT = "fixtures/conversions/peft/a"
 # Titles of paragraphs in the docstring of a rule.
-_HEAD = re.compile(r"^(Signature|Cause|Fix(?:, best first)?|Incidents): ")
+_HEAD = re.compile(r"^(Signature|Cause|Fix(?:, best first)?|If it is no problem|Incidents): ")
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)?#(\d+)")
 _CODE = re.compile(r"\bSYN\d{3}\b")
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{4,5})")
@@ -35,7 +36,7 @@ def example() -> str:
 def table_of_findings() -> str:
     """Return the table of all findings, by code."""
     rows = []
-    for rule in sorted(RULES, key=lambda rule: rule.code):
+    for rule in sorted((*RULES, *WITNESS_RULES), key=lambda rule: rule.code):
         summary = cell(rule.explanation.partition("\n")[0])
         rows.append((f"[{rule.code}](findings/{rule.code.lower()}.md)", rule.slug, rule.severity, summary))
     return table(("code", "finding", "severity", "meaning"), rows)
@@ -50,7 +51,7 @@ def pages() -> dict[str, str]:
     """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
     commands, pairs = _commands_by_code(), print_pairs()
     made = {}
-    for rule in RULES:
+    for rule in (*RULES, *WITNESS_RULES):
         first, *rest = rule.explanation.split("\n\n")
         parts = [f"# {rule.code} {rule.slug}", f"Severity: {rule.severity}. {escaped(first)}"]
         for text in rest:

@@ -1,78 +1,21 @@
-"""`live.watching`: programs that know nothing of it, with faults, on real ranks."""
+"""`syncheck watch`: a program that knows nothing of it, with faults, on real ranks."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+import support
 from support.started import ROOT, Processes, alive, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-RUNNER = """
-import sys
-from syncheck.live.watching.program import run_program
-from syncheck.live.watching.settings import WatchSettings
-
-if __name__ == "__main__":
-    sys.exit(run_program(sys.argv[1], sys.argv[2:], WatchSettings(events="events.jsonl"), is_module=False))
-"""
-
-TRAINING = """
-import os, sys, torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-
-def train(rank, world, fault, store):
-    if store:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    else:
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    torch.manual_seed(rank)
-    for step in range(1, 9):
-        optimizer.zero_grad()
-        model(torch.randn(4, 6)).square().mean().backward()
-        if step == 5 and rank == 1:
-            if fault == "clip":
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            if fault == "one tensor":
-                model.module[2].bias.grad[0] += 1
-            if fault == "error":
-                raise ValueError("an error of the script")
-            if fault == "exit":
-                sys.exit(7)
-            if fault == "skip":
-                continue
-        optimizer.step()
-    digest = hash(tuple(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()))
-    os.write(1, f"rank {rank} ends with {digest}\\n".encode())  # in one piece, so that no other rank writes between
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    fault, method = sys.argv[1], sys.argv[2]
-    if method == "torchrun":
-        sys.exit(train(0, 0, fault, ""))
-    else:
-        address = f"tcp://127.0.0.1:{sys.argv[3]}"
-        context = mp.get_context(method)
-        processes = [context.Process(target=train, args=(rank, 3, fault, address)) for rank in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        sys.exit(max(process.exitcode for process in processes))
-"""
+PROGRAM = Path(support.__file__).with_name("watched_training.py")
+RANKS = 3
 
 
 class Run(NamedTuple):
@@ -81,45 +24,38 @@ class Run(NamedTuple):
     code: int
     out: list[str]
     err: str
-    judgements: list[dict[str, Any]]
-    """What the judge wrote as events."""
+    folder: Path
+
+    def list_findings(self) -> list[tuple[str, int, list[int], list[str]]]:
+        """Return code, reduction, ranks and tensors of each finding of a witness, from the events."""
+        events = self.folder / "events.jsonl"
+        rows = events.read_text().splitlines() if events.exists() else []
+        findings = []
+        for event in map(json.loads, rows):
+            if event["event"] == "witness":
+                findings.append((event["code"], event["step"], event["ranks"], event["names"]))
+        return findings
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Run the training with a fault, watched or not."""
-    (tmp_path / "watched.py").write_text(RUNNER)
-    (tmp_path / "training.py").write_text(TRAINING)
+    """Run the training with a fault, with or without `syncheck watch` in front of it."""
     processes = Processes(tmp_path)
 
-    def run_training(fault: str, method: str, *, watched: bool = True) -> Run:
-        events = tmp_path / "events.jsonl"
-        events.unlink(missing_ok=True)
+    def run_training(fault: str, method: str = "fork", *options: str, watched: bool = True) -> Run:
+        (tmp_path / "events.jsonl").unlink(missing_ok=True)
         launcher = [sys.executable]
         if method == "torchrun":
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-        program = ["watched.py", "training.py"] if watched else ["training.py"]
-        command = [*launcher, *program, fault, method, str(free_port())]
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        watch = ["-m", "syncheck", "watch", "--events", "events.jsonl", *options] if watched else []
+        command = [*launcher, *watch, str(PROGRAM), fault, method, str(RANKS), str(free_port())]
         process = processes.start(*command, PYTHONPATH=str(ROOT))
         out, err = process.communicate(timeout=110)
         assert not alive(process)
-        rows = events.read_text().splitlines() if events.exists() else []
-        judgements = [event for event in map(json.loads, rows) if event["event"] == "witness"]
-        return Run(process.returncode, sorted(out.splitlines()), err, judgements)
+        return Run(process.returncode, sorted(out.splitlines()), err, tmp_path)
 
     yield run_training
     processes.kill()
-
-
-def list_findings(result: Run) -> list[tuple[str, int, list[int], list[str]]]:
-    """Return code, reduction, ranks and tensors of each judgement."""
-    findings = []
-    for row in result.judgements:
-        findings.append((row["code"], row["step"], row["ranks"], row["names"]))
-    return findings
-
-
-ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 @pytest.mark.slow
@@ -128,8 +64,22 @@ def test_a_run_in_sync_stays_the_same(run: Callable[..., Run], method: str) -> N
     """A watched run has the weights, output and exit code of the unwatched run, and no finding, for any launcher."""
     unwatched, watched = run("none", method, watched=False), run("none", method)
     assert watched.out == unwatched.out
-    assert (watched.code, unwatched.code, watched.judgements) == (0, 0, [])
-    assert "in sync: 8 steps watched" in watched.err
+    assert (watched.code, unwatched.code, watched.list_findings()) == (0, 0, [])
+    assert "in sync: 18 steps watched" in watched.err
+
+
+@pytest.mark.slow
+def test_accumulation_is_no_fault(run: Callable[..., Run]) -> None:
+    """Micro-batches within `no_sync` are no steps, and change no weights."""
+    unwatched, watched = run("accumulation", watched=False), run("accumulation")
+    assert watched.out == unwatched.out
+    assert (watched.code, watched.list_findings()) == (0, [])
+    assert "in sync: 9 steps watched" in watched.err
+
+
+ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
+HEAD = ["weight", "bias"]
+EVERY_RANK = list(range(RANKS))
 
 
 @pytest.mark.slow
@@ -138,27 +88,100 @@ def test_a_run_in_sync_stays_the_same(run: Callable[..., Run], method: str) -> N
     [
         ("clip", "torchrun", ("SYN410", 5, [1], ALL)),
         ("one tensor", "spawn", ("SYN410", 5, [1], ["2.bias"])),
+        ("manual", "fork", ("SYN410", 5, [1], ["2.bias"])),
         ("skip", "fork", ("SYN214", 5, [1], [])),
+        ("overflow", "fork", ("SYN216", 5, [1], [])),
+        ("lr", "fork", ("SYN107", 1, [1], [])),
+        ("head", "fork", ("SYN212", 1, EVERY_RANK, HEAD)),
+        ("same-batch", "fork", ("SYN401", 1, EVERY_RANK, [])),
+        ("overlap", "fork", ("SYN402", 3, EVERY_RANK, [])),
+        ("no-set-epoch", "fork", ("SYN403", 8, EVERY_RANK, [])),
+        ("rng", "fork", ("SYN404", 1, EVERY_RANK, [])),
     ],
 )
-def test_faults_of_one_rank_are_named(
+def test_faults_are_named_at_their_step(
     run: Callable[..., Run], fault: str, method: str, expected: tuple[str, int, list[int], list[str]]
 ) -> None:
-    """Clipping, another gradient of one tensor, and a skipped step are named on their rank and at their reduction."""
-    unwatched, watched = run(fault, method, watched=False), run(fault, method)
-    assert watched.out == unwatched.out
+    """Each fault is named on its ranks and at its reduction, before the parameters differ; the run goes on."""
+    watched = run(fault, method)
     assert watched.code == 0
-    first = list_findings(watched)[0]
-    assert first == expected
+    assert watched.list_findings()[0] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "code"), [("error", 1), ("exit", 7)])
+def test_watching_a_fault_changes_nothing(run: Callable[..., Run]) -> None:
+    """A run with a fault, which the judge looks into, has the weights of the unwatched run."""
+    assert run("clip").out == run("clip", watched=False).out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["clip", "skip", "lr"])
+def test_raise_ends_all_ranks_before_the_step(run: Callable[..., Run], fault: str) -> None:
+    """With `--on-desync raise`, every rank raises, and none ends its training."""
+    watched = run(fault, "fork", "--on-desync", "raise", "--every", "0")
+    assert watched.err.count("OutOfSync: step ") == RANKS
+    assert (watched.code, watched.out) == (1, [])
+
+
+@pytest.mark.slow
+def test_save_writes_one_checkpoint_per_rank(run: Callable[..., Run]) -> None:
+    """With `--on-desync save`, the comparison that follows a finding saves what it saw, once."""
+    from syncheck import compare
+
+    watched = run("clip", "fork", "--on-desync", "save")
+    folders = list((watched.folder / "syncheck-desync").iterdir())
+    assert len(folders) == 1
+    report = compare(str(folders[0] / "rank_*.pth"))
+    assert report.verdict == "out_of_sync"
+    assert report.groups[0].suspects == (1,)
+
+
+@pytest.mark.slow
+def test_strict_and_outputs(run: Callable[..., Run]) -> None:
+    """With `--strict`, a finding makes the exit code 1; the report has it beside the comparison."""
+    watched = run("clip", "torchrun", "--strict", "--output", "page.json")
+    assert watched.code == 1
+    document = json.loads((watched.folder / "page.json").read_text())
+    assert document["verdict"] == "out_of_sync"
+    assert "SYN410" in [finding["code"] for finding in document["groups"][0]["findings"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "code"), [("error", 1), ("exit", 7), ("kill", -9)])
 def test_the_end_of_the_script_is_its_own(run: Callable[..., Run], fault: str, code: int) -> None:
-    """An error and an exit code of one rank end the watched run as they end the unwatched run."""
+    """An error, an exit code and a signal of one rank end the watched run as they end the unwatched run."""
     unwatched, watched = run(fault, "torchrun", watched=False), run(fault, "torchrun")
     assert watched.code == unwatched.code == 1
     for result in (unwatched, watched):
         assert f"exitcode  : {code} " in result.err
     assert ("ValueError: an error of the script" in watched.err) is (fault == "error")
     assert "run_program" not in watched.err
+
+
+WITHIN = """
+import torch
+from syncheck.live import watch
+
+if __name__ == "__main__":
+    import sys
+    watching = watch(every=0)
+    sys.path.insert(0, sys.argv[1])
+    import watched_training as training
+    sys.argv[1:] = ["clip", "torchrun", "3", "0"]
+    training.main()
+    watching.stop()
+    print("found", [finding.code for finding in watching.findings])
+"""
+
+
+@pytest.mark.slow
+def test_one_line_in_the_script(run: Callable[..., Run], tmp_path: Path) -> None:
+    """`syncheck.live.watch()` in a script sees what the command sees."""
+    script = tmp_path / "within.py"
+    script.write_text(WITHIN)
+    processes = Processes(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    process = processes.start(*launcher, str(script), str(PROGRAM.parent), PYTHONPATH=str(ROOT))
+    out, err = process.communicate(timeout=110)
+    assert process.returncode == 0, err
+    assert sorted(line for line in out.splitlines() if "found" in line) == ["found ['SYN410']", "found []", "found []"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.judge import Judgement
 from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, compare_steps
 from syncheck.live.witnesses.gradients import GradientWitness
 from syncheck.live.witnesses.rules import make_finding
@@ -16,7 +17,7 @@ from syncheck.live.witnesses.settings import SettingsWitness
 from syncheck.records import OutOfSync, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from syncheck.live.watching.layouts import Step
     from syncheck.live.watching.watcher import Watcher
@@ -32,10 +33,17 @@ class Gate:
     watcher: with the witnesses of this rank.
     seconds: to wait for other ranks.
     allow: codes that do not stop the run.
+    report: called on the first rank with a finding before it stops the run.
     """
 
-    def __init__(self, watcher: Watcher, seconds: float, allow: frozenset[str]) -> None:
-        self._watcher, self._seconds, self._allow = watcher, seconds, allow
+    def __init__(
+        self,
+        watcher: Watcher,
+        seconds: float,
+        allow: frozenset[str],
+        report: Callable[[Judgement], None],
+    ) -> None:
+        self._watcher, self._seconds, self._allow, self._report = watcher, seconds, allow, report
         # The judge compares with witnesses of its own, which remember what they have seen.
         self._witnesses: list[Witness] = []
         for witness_class in (GradientWitness, SettingsWitness):
@@ -49,6 +57,9 @@ class Gate:
             return
         for suspicion in self._compare(step, records, record[RANK]):
             if suspicion.code not in self._allow:
+                clock = step.layout.clock
+                if record[RANK] == clock.ranks[0]:
+                    self._report(Judgement(step.number, clock.reduces, suspicion))
                 finding = make_finding(
                     suspicion.code, suspicion.ranks, suspicion.facts, names=suspicion.names, variant=suspicion.variant
                 )

@@ -117,7 +117,8 @@ class Session:
             self.watcher.on_wrapper = self._checks.add
             self.watcher.on_tick = self._checks.tick
         if self.settings.on_desync == "raise":
-            self.watcher.on_step = Gate(self.watcher, self.settings.patience, frozenset(self.settings.allow)).pass_step
+            allow = frozenset(self.settings.allow)
+            self.watcher.on_step = Gate(self.watcher, self.settings.patience, allow, self._report).pass_step
         self.watcher.install()
         flush_before_termination(self._flush)
 
@@ -190,7 +191,11 @@ class Session:
             self._checks.wanted |= finding.fails
 
     def _print_on_first_rank(self, text: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        distributed: Any = sys.modules["torch.distributed"]
+        rank = os.environ.get("RANK", "0")
+        if world_size():
+            rank = str(distributed.get_rank())
+        if rank == "0":
             self._reporter.print_text(text, "yellow")
 
 
