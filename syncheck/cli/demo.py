@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ RANKS = 2
 # Both runs have the same seed, so they start from the same weights and see the same batches.
 RUNS = {"ddp": (), "ddp-syncbn": ("--sync-bn",)}
 _STEPS_BETWEEN_SAVES = "100"
+_WATCHED_STEPS = "20"
 _EXIT_TIMEOUT = 45  # seconds; torchrun kills ranks 30 s after the first signal
 _MARK = ".syncheck-demo"
 
@@ -47,6 +49,7 @@ def run(color: str) -> int:
     page = FOLDER / "index.html"
     formats.write_file(str(page), overview)
     _check_report(compared)
+    _watch(script)
     _print(f"\nOpen {page} in a browser. The checkpoints are in {FOLDER}/ckpts/.")
     _print(f"Try next: syncheck explain SYN201, or: syncheck compare {FOLDER}/ckpts/ddp_rank*.pth --allow SYN201")
     return 0
@@ -86,9 +89,27 @@ def _create_folder() -> None:
 
 
 def _train(script: Path, options: tuple[str, ...]) -> None:
-    """Run the trainer under torchrun, with its output on the terminal."""
+    """Run the trainer, with its output on the terminal."""
     arguments = ["--save-per-rank", "--save-every", _STEPS_BETWEEN_SAVES, "--out", str(FOLDER / "ckpts"), *options]
-    command_text = shlex.join(["torchrun", "--nproc-per-node", str(RANKS), "train/run.py", *arguments])
+    _launch([], script, arguments)
+
+
+def _watch(script: Path) -> None:
+    """Run a training in which one rank clips its gradients alone, watched. Raises DemoFailed if it is not named."""
+    _print("\nTraining again, watched at every step; the last rank clips its gradients alone after half of the run")
+    events = FOLDER / "watch.jsonl"
+    events.unlink(missing_ok=True)
+    arguments = ["--fault", "clip-on-one-rank", "--max-steps", _WATCHED_STEPS, "--out", str(FOLDER / "watched")]
+    _launch(["-m", "syncheck", "watch", "--allow", "SYN201", "--events", str(events)], script, arguments)
+    rows = [json.loads(row) for row in events.read_text(encoding="utf-8").splitlines()]
+    codes = {row["code"] for row in rows if row["event"] == "witness"}
+    if "SYN410" not in codes:
+        raise DemoFailed(f"expected SYN410 while the training ran, found {', '.join(sorted(codes)) or 'no finding'}")
+
+
+def _launch(before: list[str], script: Path, arguments: list[str]) -> None:
+    """Run a script under torchrun. before: arguments of torchrun before the script."""
+    command_text = shlex.join(["torchrun", "--nproc-per-node", str(RANKS), *before, "train/run.py", *arguments])
     _print(f"$ {command_text}\n")
     # --standalone selects a free port. With one thread per process, two processes share two cores well.
     command = [
@@ -98,6 +119,7 @@ def _train(script: Path, options: tuple[str, ...]) -> None:
         "--standalone",
         "--nproc-per-node",
         str(RANKS),
+        *before,
         str(script),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

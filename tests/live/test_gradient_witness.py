@@ -26,7 +26,7 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
     """Return what steps. reduces: a wrapper reduces the gradients."""
     return SimpleNamespace(
         key="clock/0",
-        clock=SimpleNamespace(reduces=reduces),
+        clock=SimpleNamespace(reduces=reduces, keeps_gradients_local=bool),
         is_reduced=reduces,
         parameters=make_parameters(*gradients),
         names=[f"layer{number}" for number in range(len(gradients))],

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+# Of torch.distributed.algorithms.ddp_comm_hooks.
+_LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
+
+
 class Clock:
     """Numbers the steps of one model.
 
@@ -40,6 +44,16 @@ class Clock:
     def wrapper(self) -> Any:
         """The wrapper; None after its end, or without one."""
         return None if self._wrapper is None else self._wrapper()
+
+    def keeps_gradients_local(self) -> bool:
+        """Whether a communication hook leaves gradients of its own to each rank, so that the replicas differ by design.
+
+        Scripts register hooks after the wrapper is created; local SGD averages parameters instead.
+        """
+        for hook, _ in getattr(self.wrapper, "_comm_hooks", ()):
+            if getattr(hook, "__name__", "") in _LOCAL_HOOKS:
+                return True
+        return False
 
     def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""

@@ -59,7 +59,7 @@ class FullChecks:
     def tick(self, clock: Clock) -> None:
         """Check after a reduction, if a check is due. Raises OutOfSync with `raise`."""
         # One clock of each set of ranks states when all of their wrappers are checked.
-        if clock.is_first and self._is_due(clock):
+        if clock.is_first and self._is_due(clock) and not clock.keeps_gradients_local():
             self._number = clock.ticks
             report = self._get_monitor(clock).step(clock.ticks)
             if report is not None:

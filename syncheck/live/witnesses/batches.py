@@ -106,6 +106,9 @@ class BatchWitness(Witness):
     def __init__(self) -> None:
         super().__init__()
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        # The loader that creates an iterator now: with workers, the iterator draws before anybody has it.
+        self._beginning: _Loader | None = None
         # The loader that returned the last batch.
         self._current: _Loader | None = None
         self._passed: list[_Passed] = []
@@ -122,7 +125,9 @@ class BatchWitness(Witness):
         @functools.wraps(iterate)
         def iterate_watched(loader: Any) -> Any:
             guard(self._begin_epoch, loader)
-            return iterate(loader)
+            iterator = iterate(loader)
+            guard(self._bind, iterator)
+            return iterator
 
         @functools.wraps(draw)
         def draw_watched(iterator: Any) -> Any:
@@ -143,23 +148,27 @@ class BatchWitness(Witness):
         loading._BaseDataLoaderIter.__next__ = fetch_watched  # noqa: SLF001
 
     def _begin_epoch(self, loader: Any) -> None:
-        # The sampler identifies a loader: iterators know it, also while they are created.
-        sampler = loader._index_sampler  # noqa: SLF001
-        loader_state = self._loaders.get(sampler)
-        if loader_state is None:
-            loader_state = self._loaders[sampler] = _Loader(identify_dataset(loader.dataset))
-        loader_state.begin_epoch()
+        if loader not in self._loaders:
+            self._loaders[loader] = _Loader(identify_dataset(loader.dataset))
+        self._beginning = self._loaders[loader]
+        self._beginning.begin_epoch()
+
+    def _bind(self, iterator: Any) -> None:
+        if self._beginning is not None:
+            self._iterators[iterator] = self._beginning
+            self._beginning = None
 
     def _forget_loader(self) -> None:
         self._current = None
 
     def _draw(self, iterator: Any, indices: Any) -> None:
-        loader_state = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
-        if loader_state is not None and isinstance(indices, (list, tuple)) and indices:
-            loader_state.draw(list(indices))
+        loader = self._iterators.get(iterator, self._beginning)
+        # A sampler of a user may return anything; an iterable dataset has no indices.
+        if loader is not None and isinstance(indices, (list, tuple)) and indices:
+            loader.draw(list(indices))
 
     def _fetch(self, iterator: Any) -> None:
-        self._current = self._loaders.get(iterator._index_sampler)  # noqa: SLF001
+        self._current = self._iterators.get(iterator)
 
     def see_forward(self, _module: Any, inputs: Sequence[Any]) -> None:
         """Note the digest of the inputs of a forward pass; the loader that returned them trains."""

@@ -111,6 +111,8 @@ class GradientWitness(Witness):
 
     def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
         """Return the sets of ranks whose gradients must be equal."""
+        if layout.clock.keeps_gradients_local():
+            return []
         # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
         if layout.clock.reduces:
             return [tuple(digests)] if kind == "copies" else []
