@@ -13,7 +13,7 @@ import runpy
 import signal
 import sys
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.errors import UsageError
 from syncheck.live.watching.full_checks import FullChecks
@@ -100,7 +100,24 @@ def _start_session(settings: WatchSettings) -> Session:
         _sessions.append(Session(settings, FullChecks))
         _sessions[0].start()
         _watch_processes(settings)
+        _watch_exit(_sessions[0])
     return _sessions[0]
+
+
+def _watch_exit(session: Session) -> None:
+    """Finish a session before os._exit() too, with which many programs end after they have destroyed process groups."""
+    exit_now = os._exit
+    process = os.getpid()
+
+    @functools.wraps(exit_now)
+    def exit_watched(status: int) -> NoReturn:
+        # A forked process, which inherits this function, has no session of its own.
+        if os.getpid() == process:
+            has_failed = session.stop(normally=status == 0)
+            status = status or int(session.settings.strict and has_failed)
+        exit_now(status)
+
+    os._exit = exit_watched
 
 
 class WatchedTarget:

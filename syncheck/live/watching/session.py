@@ -90,10 +90,12 @@ class Session:
         """Watch a DistributedDataParallel module that was created before."""
         self.watcher.add_wrapper(wrapper)
 
-    def stop(self, *, normally: bool = True) -> None:
-        """Judge the last steps, print the summary, and watch no longer. normally: False after an error."""
-        if not self._has_ended:
-            self.finish(normally=normally)
+    def stop(self, *, normally: bool = True) -> bool:
+        """Judge the last steps, print the summary, and watch no longer; return whether a finding counts.
+
+        normally: False after an error. Does nothing the second time.
+        """
+        return self._summary.has_failed if self._has_ended else self.finish(normally=normally)
 
     def __enter__(self) -> Session:
         return self
