@@ -47,6 +47,7 @@ class Watcher:
         self._print_line = print_line
         self._begin_judging = begin_judging
         self.board: Board | None = None
+        self._rank = 0
         self.is_on = True
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
@@ -227,11 +228,13 @@ class Watcher:
                 self._post(Step(layout), {NO_STEP: INFINITE})
 
     def _post(self, step: Step, observations: Mapping[str, Any]) -> None:
-        distributed: Any = sys.modules["torch.distributed"]
-        rank = distributed.get_rank()
         if self.board is None:
+            distributed: Any = sys.modules["torch.distributed"]
+            # Kept, because the script may destroy the process group before the last record.
+            self._rank = distributed.get_rank()
             self.board = Board.open()
             self._begin_judging(self, self.board)
+        rank = self._rank
         layout = step.layout
         layout.posted = step.number
         record = {RANK: rank, SIGNATURE: layout.signature, **observations}
