@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.listings import list_fields
 
 from tools.density import LIMITS, Limit, find_exceeded, main, measure
 
@@ -44,14 +45,14 @@ def test_rates_are_within_the_limits(package: Path) -> None:
     """A package exceeds no limit; a failure lists the functions to open first."""
     density = measure(package)
     exceeded = {name: f"{density.rates[name]:.2f}" for name in find_exceeded(density.rates)}
-    densest = [function.place for function in density.functions[:20]]
+    densest = list_fields(density.functions[:20], "place")
     assert not exceeded, "\n".join([f"{package.name}: {exceeded}", *densest])
 
 
 def test_modules_outside_packages_are_within_the_limits() -> None:
     """The modules directly in syncheck/, measured together, exceed no limit."""
     density = measure(*sorted((ROOT / "syncheck").glob("*.py")))
-    densest = [function.place for function in density.functions[:20]]
+    densest = list_fields(density.functions[:20], "place")
     assert not find_exceeded(density.rates, LIMITS_OF_MODULES), "\n".join([str(density.rates), *densest])
 
 

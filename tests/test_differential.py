@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from support.exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
+from support.listings import index_by
 from support.strategies import (
     DTYPES,
     EXAMPLES,
@@ -175,7 +176,7 @@ def check(case: Case) -> None:
     report = compare_case(case, ranks)
     (group,) = report.groups
     assert not report.unreadable
-    diffs = {diff.name: diff for diff in group.tensors}
+    diffs = index_by(group.tensors, "name")
     out_of_sync = False
     for name, tensor in case.tensors.items():
         if not any(bits is not None for bits in tensor.bits):
@@ -194,7 +195,7 @@ def check(case: Case) -> None:
 def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: list[int]) -> None:
     """Assert that another order of the files changes only the numbers of the ranks."""
     (group,) = compare_case(case, order).groups
-    swapped = {diff.name: diff for diff in group.tensors}
+    swapped = index_by(group.tensors, "name")
     assert swapped.keys() == diffs.keys()
     for name, diff in diffs.items():
         second = swapped[name]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_texts, list_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_demo_shows_drift_and_remedy(tmp_path: Path, cli: Callable[..., Done]) -
     assert "echarts" in page  # there is something to draw
     page = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert EXTERNAL_RESOURCES.search(page) is None
-    assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
+    assert list_files(tmp_path) == ["syncheck-demo"]
 
 
 def find_session_commands(session: int) -> list[str]:
@@ -82,7 +83,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
             deadline = time.monotonic() + 60
             while "epoch  1/" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert any("train/run.py" in line for line in find_session_commands(process.pid))
+            assert find_texts(find_session_commands(process.pid), "train/run.py")
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(timeout=60) == 130
             assert find_session_commands(process.pid) == []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save_header, save_pth
+from support.listings import find_texts, list_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def test_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     paths = write_large_ranks(tmp_path, SIZE if number != signal.SIGPIPE else 1 << 20)
     with run_syncheck(tmp_path, "compare", *paths, python=("-X", "importtime")) as process:
         assert process.stderr is not None
-        assert any("syncheck.api" in line for line in process.stderr)
+        assert find_texts(process.stderr, "syncheck.api")
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert all(line.startswith("import time:") for line in err.splitlines())
@@ -167,7 +168,7 @@ def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
     with run_syncheck(tmp_path, "report", ".", "-o", "out.json") as process:
         process.communicate(timeout=30)
     assert process.returncode == 1
-    assert [group["name"] for group in json.loads(out.read_text())["groups"]] == ["run"]
+    assert list_names(json.loads(out.read_text())["groups"]) == ["run"]
 
 
 @pytest.mark.slow

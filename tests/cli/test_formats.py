@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, save, save_pth
+from support.listings import find_texts
 
 from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS
@@ -96,7 +97,7 @@ def test_help_and_errors_name_the_formats(cli: Run) -> None:
 def test_every_format_is_documented() -> None:
     """The section Formats of docs/options.md has a row for each value of --format and for each file extension."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
-    lines = [line for line in page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")]
+    lines = find_texts(page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines(), start="| ")
     cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
     assert {*FORMATS, *EXTENSIONS} - cells == set(), "have no row in the table of docs/options.md, Formats"
 
@@ -133,7 +134,7 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
         assert [case.attrib["name"] for case in root.iter("testcase")] == ["parameters"]
         assert "x]]></failure>" in str(root.findtext("testsuite/testcase/failure"))
     if name == "github":
-        (line,) = (line for line in done.out.splitlines() if line.startswith("::"))
+        (line,) = find_texts(done.out.splitlines(), start="::")
         assert line.startswith(r"::error file=a%2Cb%3A%3Ac%25\x1b[2J\n%3A%3Aerror%3A%3A_rank")
         assert line.count("::", 2, line.index(",title=")) == 0
 

@@ -20,6 +20,8 @@ from rich.cells import cell_len
 from support.browser import opened
 from support.checkpoints import Done, save_pth, save_safetensors
 from support.hostile_names import FILES, NAMES
+from support.listings import list_fields, list_names
+from support.states import omit
 
 from syncheck.options import EXTENSIONS
 from syncheck.report.words import SITE
@@ -71,10 +73,10 @@ def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
         with open(f"out{ending}", encoding="utf-8") as file:
             texts[ending] = file.read()
     (group,) = json.loads(texts[".json"])["groups"]
-    assert {diff["name"] for diff in group["tensors"]} == {f"{name}" for name in names}
-    assert [replica["path"] for replica in group["replicas"]] == list(paths)
+    assert set(list_names(group["tensors"])) == {f"{name}" for name in names}
+    assert list_fields(group["replicas"], "path") == list(paths)
     root = ET.fromstring(texts[".xml"])
-    assert {case.tag for case in root.iter()} <= {
+    assert set(list_fields(root.iter(), "tag")) <= {
         "testsuites", "testsuite", "properties", "property", "testcase", "failure", "system-out",
     }  # fmt: skip
     for ending in (".json", ".md", ".txt", ".xml"):
@@ -201,7 +203,7 @@ def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
     done = subprocess.run(
         ["script", "-qec", f"stty cols {columns}; {command}", "/dev/null"],
         cwd=tmp_path, capture_output=True, timeout=60,
-        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}, check=False,
+        env=omit(os.environ, "COLUMNS", "NO_COLOR") | {"TERM": "xterm"}, check=False,
     )  # fmt: skip
     text = COLOURS.sub("", done.stdout.decode()).replace("\r\n", "\n")
     assert done.returncode == 1

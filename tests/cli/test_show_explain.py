@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import network, save_pth, save_safetensors
+from support.listings import find_texts, index_by, list_codes, measure_width
 
 from syncheck.diagnose.rules import RULES
 from syncheck.readers import contents
@@ -28,7 +29,7 @@ def test_statistics_equal_numpy(cli: Run, tmp_path: Path) -> None:
     values[5], values[650_000] = np.nan, np.inf
     save_safetensors(tmp_path / "a.safetensors", {"w": values, "i": np.arange(5), "e": np.zeros((0, 2), np.float32)})
     done = cli("show", "a.safetensors", "--format", "json")
-    rows = {row["name"]: row for row in json.loads(done.out)["tensors"]}
+    rows = index_by(json.loads(done.out)["tensors"], "name")
     finite = values[np.isfinite(values)].astype(np.float64)
     assert rows["w"]["nonfinite"] == 2
     assert rows["w"]["bytes"] == values.nbytes
@@ -59,7 +60,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
     listing = contents.describe(str(path)) | {"path": "a.pth"}
     drawn = terminal.render(text.list_contents(listing), 80, color=False)
-    assert max(map(len, drawn.splitlines())) <= 80
+    assert measure_width(drawn.splitlines()) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
     assert ", all values finite\n" in drawn
     assert " nonfinite" not in drawn
@@ -68,7 +69,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     save_pth(tmp_path / "b.pth", model)
     outlier = cli("show", "b.pth")
     assert "finite\n" not in outlier.out.partition("\n")[0]
-    assert next(line for line in outlier.lines if line.startswith("fc.bias")).split()[-1] == "1"
+    assert find_texts(outlier.lines, start="fc.bias")[0].split()[-1] == "1"
 
 
 def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_explain_lists_all(cli: Run) -> None:
     """Without a code, `explain` lists every finding; an unknown code exits with 2 and one line."""
     done = cli("explain")
     assert done.code == 0
-    assert [line.split()[0] for line in done.lines[1:]] == sorted(rule.code for rule in RULES)
+    assert [line.split()[0] for line in done.lines[1:]] == sorted(list_codes(RULES))
     done = cli("explain", "SYN000")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "no such finding" in done.err

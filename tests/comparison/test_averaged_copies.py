@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_all, find_first, list_codes
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -131,7 +132,7 @@ def save(folder: Path, updates: dict[int, int], write: Callable[[Run, int], dict
 
 def only(report: Report) -> Finding:
     """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    (finding,) = find_all(report.findings, fails=True)
     return finding
 
 
@@ -187,7 +188,7 @@ def test_modules_with_names_of_averages_are_no_copies(tmp_path: Path) -> None:
         torch.save({"model": model.state_dict()}, tmp_path / f"rank{rank}.pt")
     report = compare(*sorted(tmp_path.glob("*.pt")), options=Options())
     assert report.verdict == "out_of_sync"
-    assert "SYN219" not in {finding.code for group in report.groups for finding in group.findings}
+    assert "SYN219" not in set(list_codes(report.findings))
     assert "ema" not in report.groups[0].kinds
 
 
@@ -225,10 +226,10 @@ def train(folder: Path, missed: dict[int, tuple[int, ...]], created: bool) -> Re
 def test_a_copy_created_before_the_broadcast_shrinks_by_the_decay(tmp_path: Path) -> None:
     """Equal updates multiply the difference by the decay, in all tensors: the copies were unequal from the start."""
     report = train(tmp_path, {}, created=True)
-    last = next(finding for finding in report.groups[-1].findings if finding.fails)
+    last = find_first(report.groups[-1].findings, fails=True)
     assert (last.code, last.certainty) == ("SYN219", "likely")
     assert last.cause.code is Text.CAUSE_START
-    (shrinks,) = [fact for fact in last.facts if fact.code is Text.SHRINKS]
+    (shrinks,) = find_all(last.facts, code=Text.SHRINKS)
     assert shrinks.parameters["decay"] == pytest.approx(DECAY, abs=0.002)
     assert shrinks.parameters["ratio"] == pytest.approx(DECAY**7, rel=0.01)
 
@@ -237,6 +238,6 @@ def test_a_copy_created_before_the_broadcast_shrinks_by_the_decay(tmp_path: Path
 def test_missed_updates_are_not_an_unequal_start(missed: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     """A copy that never, once or rarely misses an update has another cause than one that was unequal at the start."""
     report = train(tmp_path, missed, created=False)
-    last = next(finding for finding in report.groups[-1].findings if finding.fails)
+    last = find_first(report.groups[-1].findings, fails=True)
     assert last.code == "SYN219"
     assert last.cause.code is not Text.CAUSE_START

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_all, list_codes
+from support.states import add_prefix
 
 import syncheck
 from syncheck.conversion.numbering import find_numbering
@@ -102,7 +104,7 @@ def test_one_layer_with_another_rule(tmp_path: Path, damage: Damage, codes: set[
     first, second = paths[::-1] if turned else paths
     for accept in (False, True):
         report = syncheck.diff(first, second, options=DiffOptions(accept_inferred=accept))
-        found_codes = {finding.code for finding in report.groups[-1].findings}
+        found_codes = set(list_codes(report.groups[-1].findings))
         assert report.exit_code == 1
         assert found_codes & codes or turned, found_codes
         assert all(
@@ -117,7 +119,7 @@ def test_one_of_two_layers(tmp_path: Path, damage: Damage, codes: set[str]) -> N
     damage(b, 0)
     report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b))
     assert report.exit_code == 1
-    assert {finding.code for finding in report.groups[-1].findings} & (codes | {"SYN305", "SYN313"})
+    assert set(list_codes(report.groups[-1].findings)) & (codes | {"SYN305", "SYN313"})
 
 
 def test_all_layers_in_another_order(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_all_layers_in_another_order(tmp_path: Path) -> None:
             parts[2] = str(order[int(parts[2])])
             moved[".".join(parts)] = weight
     report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", moved))
-    assert {finding.code for finding in report.groups[-1].findings} >= {"SYN313"}
+    assert set(list_codes(report.groups[-1].findings)) >= {"SYN313"}
 
 
 @pytest.mark.parametrize("number", [lambda i: i + 1, lambda i: 2 * i, lambda i: 7 * i + 3])
@@ -145,7 +147,7 @@ def test_layers_with_other_numbers(tmp_path: Path, number: Callable[[int], int])
     c = llama.write(tmp_path / "c", {f"net.{number(i)}.w": weight for i, weight in enumerate(weights)})
     accept = DiffOptions(accept_inferred=True)
     assert [syncheck.diff(a, b).exit_code, syncheck.diff(a, b, options=accept).exit_code] == [2, 0]
-    assert {finding.code for finding in syncheck.diff(a, c, options=accept).groups[-1].findings} & {"SYN313", "SYN305"}
+    assert set(list_codes(syncheck.diff(a, c, options=accept).groups[-1].findings)) & {"SYN313", "SYN305"}
 
 
 def test_layers_of_two_kinds(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_transposed_and_fused(tmp_path: Path) -> None:
         assert (report.exit_code, report.counts.identical) == (0, len(b))
     b["layers.1.q.weight"], b["layers.1.k.weight"] = b["layers.1.k.weight"], b["layers.1.q.weight"]
     report = syncheck.diff(first_path, llama.write(tmp_path / "c", b))
-    assert {finding.code for finding in report.groups[-1].findings} <= {"SYN305", "SYN313"}
+    assert set(list_codes(report.groups[-1].findings)) <= {"SYN305", "SYN313"}
     assert report.exit_code == 1
 
 
@@ -278,12 +280,12 @@ def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
 def test_a_prefix_of_all_names(tmp_path: Path, prefix: str) -> None:
     """A second `model.` is no container, but another naming, and a note names the prefix, also with an accepted map."""
     model = llama.make_model()
-    second = {f"{prefix}{name}": weight for name, weight in model.items()}
+    second = add_prefix(model, prefix)
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", second)
     for pair, longer in (((a, b), "B"), ((b, a), "A")):
         for accept in (False, True):
             report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=accept))
-            (note,) = [note for note in report.groups[-1].notes if note.code is Note.PREFIX]
+            (note,) = find_all(report.groups[-1].notes, code=Note.PREFIX)
             assert report.exit_code == (0 if accept else 2)
             assert (note.parameters["longer"], note.parameters["prefix"]) == (longer, prefix)
 
@@ -296,7 +298,7 @@ def test_prefixes_that_differ(tmp_path: Path) -> None:
     b = llama.write(tmp_path / "b", dict(zip(["net.h.0.w", "net.h.1.w", "out.w"], weights, strict=True)))
     report = syncheck.diff(a, b)
     assert report.exit_code == 2
-    assert Note.PREFIX not in {note.code for note in report.groups[-1].notes}
+    assert Note.PREFIX not in set(list_codes(report.groups[-1].notes))
 
 
 @pytest.mark.parametrize(

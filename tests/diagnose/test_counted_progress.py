@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import diagnose_single
+from support.listings import index_by
 from support.progress_cases import batches, group, statistics, trained
 
 import syncheck
@@ -164,7 +165,7 @@ class Rank:
 
 def find(folder: Path) -> dict[str, Finding]:
     """Return the findings of the last step by code."""
-    return {finding.code: finding for finding in syncheck.compare(folder).groups[-1].findings}
+    return index_by(syncheck.compare(folder).groups[-1].findings, "code")
 
 
 @pytest.mark.parametrize("skips", [1, 4])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.cases import diagnose_case, diagnose_single
 from support.groups import facts_of
+from support.listings import find_texts
 from support.small_model import (
     ADAM,
     DECAY,
@@ -161,7 +162,7 @@ def layers(odd: list[str], names: list[str], with_state: list[str]) -> Group:
 def test_212_by_a_name_component() -> None:
     """Differing adapters with a common name component are SYN212; layers without a common component are not."""
     names = [f"layer{i}.attn.{name}.weight" for i in range(6) for name in ("base", "lora_A", "lora_B")]
-    lora = [name for name in names if "lora" in name]
+    lora = find_texts(names, "lora")
     assert diagnose_single(layers(lora, names, lora)).code == "SYN211"  # the whole of the trained parameters
     fitted = diagnose_single(layers(lora, names, names))
     assert fitted.code == "SYN212"

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from support.checkpoints import snapshot
+from support.listings import find_texts
 
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas
@@ -20,7 +21,7 @@ REFERENCE = ROOT / "docs" / "reference"
 def rows(name: str, section: str) -> list[list[str]]:
     """Return the cells of the table in a section of a page, without the head."""
     text = (REFERENCE / name).read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = find_texts(text.splitlines(), start="|")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checkpoints import snapshot
+from support.listings import list_fields
 
 from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
@@ -261,7 +262,7 @@ def test_steps_and_parts_are_not_replicas(pattern: str, grouping: Any) -> None:
     """Files that differ in the step, the part or the shard are not compared, and the reason is reported."""
     result = groups(pattern)
     assert {len(group.ranks) for group in result} == {1}
-    assert {group.grouping for group in result} == {(grouping,)}
+    assert set(list_fields(result, "grouping")) == {(grouping,)}
 
 
 @pytest.mark.parametrize(
@@ -274,16 +275,16 @@ def test_steps_and_parts_are_not_replicas(pattern: str, grouping: Any) -> None:
 )
 def test_runs(pattern: str, runs: set[str]) -> None:
     """Each run is a group with the name of the run; steps of one run have one name."""
-    assert {group.run for group in groups(pattern)} == runs
+    assert set(list_fields(groups(pattern), "run")) == runs
     for steps in ("c/step_{0,1}.pth", "c/history/step_{10,2}/rank_{0,1}.pth"):
-        assert len({group.run for group in groups(steps)}) == 1
+        assert len(set(list_fields(groups(steps), "run"))) == 1
 
 
 def test_replicas_with_different_words() -> None:
     """If only words differ, files of one step and part are replicas, as in two copies of a run."""
     result = groups("{new,old}/checkpoint-{500,1000}/model-00001-of-00002.bin")
     assert by_step(result) == [(500, [0, 1]), (1000, [0, 1])]
-    assert {group.grouping for group in result} == {(Grouping.NO_RANKS_ONE_STEP(),)}
+    assert set(list_fields(result, "grouping")) == {(Grouping.NO_RANKS_ONE_STEP(),)}
 
 
 def test_copies_of_folders_are_sorted_by_rank() -> None:
@@ -450,7 +451,7 @@ def test_a_file_without_metadata_joins_its_group() -> None:
     assert group.grouping == (Grouping.METADATA(), Grouping.SOME_BY_NAME(ranks=(3,)))
     for second in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
         result = members(group_replicas([*files, snapshot(second)]))
-        assert sorted(result, key=len) == [[second], [file.path for file in files]]
+        assert sorted(result, key=len) == [[second], list_fields(files, "path")]
 
 
 def test_metadata_ranks_precede_names() -> None:
@@ -468,7 +469,7 @@ def test_steps_and_runs_with_metadata() -> None:
     result = group_replicas(
         [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run in "ab" for r in (0, 1)]
     )
-    assert [group.run for group in result] == ["a/ddp", "b/ddp"]
+    assert list_fields(result, "run") == ["a/ddp", "b/ddp"]
 
 
 # --- the option --group-by ---

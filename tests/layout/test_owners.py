@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import find_all, list_codes, list_fields
 
 import syncheck
 
@@ -83,7 +84,7 @@ def test_state_of_owners_is_sharded_by_design(
     group = compare(tmp_path)
     adam, copies = 2 * len(BIASES), len(MATRICES) if len(owners(0)) > 1 else 0
     codes = [] if copies else ["SYN104"]
-    assert (group.verdict, [finding.code for finding in group.findings]) == ("in_sync", codes)
+    assert (group.verdict, list_codes(group.findings)) == ("in_sync", codes)
     assert group.kinds["optimizer"].identical == adam + copies
 
 
@@ -118,9 +119,9 @@ def test_owner_without_its_state(tmp_path: Path, described: bool | None) -> None
     lost = {(1, name) for name in MATRICES}
     save_ranks(tmp_path, lambda i: {i % 3}, 3, lost=frozenset(lost), described=described)
     group = compare(tmp_path)
-    missing = [diff for diff in group.tensors if diff.reason == "missing"]
+    missing = find_all(group.tensors, reason="missing")
     assert group.verdict == "out_of_sync"
-    assert {diff.minority for diff in missing} == {(1,)}
+    assert set(list_fields(missing, "minority")) == {(1,)}
     assert len(missing) == 2  # matrices 1 and 4
 
 
@@ -128,7 +129,7 @@ def test_copy_of_an_owner_without_its_state(tmp_path: Path) -> None:
     """If two ranks own each parameter, state that one of them lost is missing there."""
     save_ranks(tmp_path, lambda i: {i % 2, i % 2 + 2}, 4, lost=frozenset({(2, MATRICES[0])}))
     group = compare(tmp_path)
-    (diff,) = [diff for diff in group.tensors if diff.reason == "missing"]
+    (diff,) = find_all(group.tensors, reason="missing")
     assert (group.verdict, diff.clusters) == ("out_of_sync", ((0,),))
 
 
@@ -143,7 +144,7 @@ def test_owners_differ_in_a_bit_of_the_model(tmp_path: Path) -> None:
     assert syncheck.diff(tmp_path / "a", complete, options=accept).verdict == "in_sync"
     report = syncheck.diff(tmp_path / "lost", complete)
     assert report.verdict == "out_of_sync"
-    assert [finding.code for finding in report.groups[-1].findings] == ["SYN101"]
+    assert list_codes(report.groups[-1].findings) == ["SYN101"]
 
 
 def test_muon_beside_another_optimizer(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts
 
 import syncheck
 
@@ -55,7 +56,8 @@ def gather_state(rank: Rank, file: Path) -> tuple[dict[str, Any], dict[str, Any]
     }
     parts = rank.gather(own_values)
     (group,) = content["optimizer"]["param_groups"]
-    model, state = ({name: t for part in parts[::-1] for name, t in part[key].items()} for key in ("model", "state"))
+    model = {name: t for part in parts[::-1] for name, t in part["model"].items()}
+    state = {name: t for part in parts[::-1] for name, t in part["state"].items()}
     for copy in content["syncheck"].get("tied", ()):
         state.pop(copy, None)  # a process alone has one parameter
     optimizer = {"state": state, "param_groups": [group | {"params": list(state)}]}
@@ -77,7 +79,7 @@ def check_method(rank: Rank, method: str) -> None:
     files = [rank.shared / f"{settings.run}_rank{i}.pth" for i in range(rank.world_size)]
     tensors, complete = gather_state(rank, files[rank.rank])
     # A state of the optimizer, of which the last rank holds a part.
-    name = rank.gather([name for name in tensors if name.endswith("down.weight.exp_avg")][-1:])[-1][0]
+    name = rank.gather(find_texts(tensors, end="down.weight.exp_avg")[-1:])[-1][0]
     index = rank.gather(find_last_element(tensors[name]) if name in tensors else ())[-1]
     if not rank.rank:
         full, ranks = rank.shared / "full.pth", f"{rank.shared}/{settings.run}_rank*.pth"

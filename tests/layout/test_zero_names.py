@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -84,7 +85,7 @@ def read_bytes(tensor: Tensor) -> bytes:
 def find_states(rank: Rank) -> dict[str, bytes]:
     """Compare the files of all ranks. Return the first moments by name."""
     report = syncheck.compare(rank.shared)
-    assert (report.exit_code, [finding.code for finding in report.groups[0].findings]) == (0, ["SYN104"])
+    assert (report.exit_code, list_codes(report.groups[0].findings)) == (0, ["SYN104"])
     assert report.groups[0].kinds["optimizer"].compared == 0
     files = sorted(rank.shared.iterdir())
     named, _ = detect_partitioning({i: syncheck.read(str(file)) for i, file in enumerate(files)})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import all_pass, each_rank, flip, trained
+from support.listings import find_all, list_codes, list_fields
 from torch import nn
 
 from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def only(report: Report) -> Finding:
     """Return the only finding of a report."""
-    (result,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    (result,) = find_all(report.findings, fails=True)
     return result
 
 
@@ -72,7 +73,7 @@ def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wr
     model, _ = trained(norm=True)
     result = only(all_pass(each_rank(check, model if wrapped else model.module)))
     assert result.code == "SYN201"
-    codes = {fact.code for fact in result.facts}
+    codes = set(list_codes(result.facts))
     assert not {LocalStatistics.SYNCHRONIZED_BY_METADATA, LocalStatistics.SAVE_EARLY_STEPS} & codes
     assert (LocalStatistics.SYNCHRONIZED in codes) == wrapped
     assert (LocalStatistics.USE_WRAPPER in codes) != wrapped
@@ -95,7 +96,7 @@ def test_allow_of_a_fix_can_be_pasted(syncheck_rank: Any) -> None:
     model, optimizer = trained(norm=True)
     report = all_pass(each_rank(check, model, optimizer, allow="SYN201"))
     assert report.verdict == "in_sync"
-    assert [(finding.code, finding.allowed) for finding in report.groups[0].findings] == [("SYN201", True)]
+    assert list_fields(report.groups[0].findings, "code", "allowed") == [("SYN201", True)]
     report = all_pass(each_rank(check, model, optimizer, only="params", exclude="*.bias"))
     assert set(report.groups[0].evidence.names) == {"fc.weight", "norm.weight", "head.weight"}
     assert resync(model, optimizer, allow="SYN201").before.verdict == "in_sync"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.listings import find_all, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -138,7 +139,7 @@ def make_net() -> nn.Module:
 
 def only(report: Report) -> Finding:
     """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    (finding,) = find_all(report.findings, fails=True)
     return finding
 
 
@@ -270,5 +271,5 @@ def test_a_frozen_reference_model_is_no_average(syncheck_rank: Any) -> None:
     train(model, optimizer, lambda: None)
     report = all_pass(each_rank(check, {"policy": model, "reference": reference}, optimizer))
     assert report.verdict == "out_of_sync"
-    assert "SYN219" not in {finding.code for finding in report.groups[0].findings}
+    assert "SYN219" not in set(list_codes(report.groups[0].findings))
     dist.barrier()

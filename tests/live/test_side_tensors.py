@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.listings import find_all, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def only(report: Report) -> Finding:
     """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
+    (finding,) = find_all(report.findings, fails=True)
     return finding
 
 
@@ -130,7 +131,7 @@ def test_zeros_that_are_no_mask(syncheck_rank: Any, change: str) -> None:
                 model.last.weight.add_(0.1)
     report = all_pass(each_rank(check, wrapper, optimizer))
     assert report.verdict == "out_of_sync"
-    assert "SYN226" not in {finding.code for finding in report.groups[0].findings}
+    assert "SYN226" not in set(list_codes(report.groups[0].findings))
 
 
 def add_queue(model: Net) -> Callable[[int], None]:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_pth
+from support.listings import find_texts, measure_width
 from support.sessions import find_failure, session, sessions
 
 from syncheck import metadata
@@ -53,7 +54,7 @@ def test_failures_have_no_traceback(drifted: Path) -> None:
     assert text.count("running_var") == 3  # two rows, and the evidence
     assert "fc.weight" not in text
     assert "rank 1: ckpts/ddp_rank1.pth (torch-zip, " in text
-    summary = next(line for line in wide.lines if line.startswith("FAILED "))
+    summary = find_texts(wide.lines, start="FAILED ")[0]
     assert summary.startswith("FAILED ckpts::ddp::bn-stats - SYN201 bn-local-stats (warning, likely) on ranks 0-1: ")
     assert uncached.code == short.code == native.code == 1
     for ended in (wide, uncached, short, native):
@@ -70,7 +71,7 @@ def test_texts_are_bounded(tmp_path: Path) -> None:
     text = find_failure(session(tmp_path, "--syncheck", "*.pth").out, "syncheck .::ddp::parameters")
     assert text.count(".weight  parameter ") == 10
     assert "... and 20 more; output=FILE.html lists all" in text
-    assert max(map(len, text.splitlines())) < 1000
+    assert measure_width(text.splitlines()) < 1000
 
 
 def test_one_group_per_run_and_step(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) ->
         (tmp_path, [*base, "-v", "-n", "2", "--junitxml", "spread.xml"]),
         (tmp_path, [*base, "--collect-only", "-q"]),
     )
-    ids = [line for line in listing.lines if "::" in line]
+    ids = find_texts(listing.lines, "::")
     assert len(set(ids)) == len(ids) == 5
     assert all(nodeid.isprintable() and nodeid.count("::") == 2 and "[" not in nodeid for nodeid in ids), ids
     assert set(spread.outcomes()) == set(ids), spread.out

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from malformed.torch_parts import DATA, INTACT
+from support.listings import list_codes, list_fields
 
 import syncheck
 
@@ -26,10 +27,10 @@ def outcome(folder: Path, data: bytes, intact: bytes) -> tuple[int, str, tuple[s
     began = time.process_time()
     report = syncheck.compare(folder)
     assert time.process_time() - began < 5
-    why = "; ".join(first.reason for first in report.unreadable)
+    why = "; ".join(list_fields(report.unreadable, "reason"))
     assert why.isprintable()
     assert len(why) < 2000
-    return report.exit_code, why, tuple(first.code for group in report.groups for first in group.findings)
+    return report.exit_code, why, tuple(list_codes(report.findings))
 
 
 def flipped(data: bytes, at: int, bit: int) -> bytes:

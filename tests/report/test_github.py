@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import HOSTILE, hostile
+from support.listings import find_all, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -66,7 +67,7 @@ def test_a_real_comparison() -> None:
     paths = [replica.path for group in report.groups for replica in group.replicas]
     assert local[1]["file"] in paths
     assert re.search(r"\n- layer3\.0\.bn1\.running_var: 16 of 16, max abs 0\.0379, max rel 4\.67%, max ulp ", local[2])
-    (local_finding,) = (f for g in report.groups for f in g.findings if f.code == "SYN201")
+    (local_finding,) = find_all(report.findings, code="SYN201")
     assert f"\nFix: {local_finding.fix}\n" in local[2]
 
 
@@ -155,7 +156,7 @@ def test_the_output_stays_small() -> None:
     first = hostile("%" * 10_000)
     tensors = first.groups[0].tensors * 5000
     ranks = tuple(range(0, 4096, 2))
-    finding = replace(first.groups[0].findings[0], ranks=ranks, tensors=tuple(diff.name for diff in tensors))
+    finding = replace(first.groups[0].findings[0], ranks=ranks, tensors=tuple(list_names(tensors)))
     groups = tuple(
         replace(
             first.groups[0], run=f"{i}", tensors=tensors[: 10_000 // (i + 1)], findings=(finding,) * 8, counts=Counts()

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import hostile
+from support.listings import find_all, list_codes, list_fields
 
 import syncheck
 from syncheck.messages import Note
@@ -56,15 +57,15 @@ def test_each_text_has_its_messages(tmp_path: Path) -> None:
     document = render(syncheck.compare(tmp_path))
     (group,) = document["groups"]
     assert document["schema"] == 2
-    assert [message["text"] for message in group["messages"]["notes"]] == group["notes"]
-    assert {finding["code"] for finding in group["findings"]} >= {"SYN101", "SYN201"}
+    assert list_fields(group["messages"]["notes"], "text") == group["notes"]
+    assert set(list_codes(group["findings"])) >= {"SYN101", "SYN201"}
     for finding in group["findings"]:
         messages = finding["messages"]
-        assert "; ".join(message["text"] for message in messages["evidence"]) == finding["evidence"]
+        assert "; ".join(list_fields(messages["evidence"], "text")) == finding["evidence"]
         assert messages["cause"]["text"] == finding["cause"]
         assert messages["fix"]["text"] == finding["fix"]
         assert messages["fix"]["code"].startswith(finding["code"])
-    (missing,) = [tensor for tensor in group["tensors"] if tensor["name"] == "fc.bias"]
+    (missing,) = find_all(group["tensors"], name="fc.bias")
     assert missing["messages"]["detail"] == {"code": "Detail.MISSING", "text": missing["detail"],
                                              "parameters": {"ranks": [1]}}  # fmt: skip
 

@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import changed, network, save_pth, save_safetensors
 from support.groups import make_finding
 from support.hostile_report import HOSTILE, hostile
+from support.listings import list_codes, list_fields, list_names
 from support.real_runs import REAL, compare_real_runs
 
 import syncheck
@@ -51,7 +52,7 @@ def parse(text: str) -> ET.Element:
     root = ET.fromstring(text.encode())
     assert root.tag == "testsuites"
     for element in root.iter():
-        assert {child.tag for child in element} <= CHILDREN.get(element.tag, set()), element.tag
+        assert set(list_fields(element, "tag")) <= CHILDREN.get(element.tag, set()), element.tag
         assert NEEDED.get(element.tag, set()) <= set(element.attrib) <= ATTRIBUTES.get(element.tag, set())
     for element in [root, *root]:
         for name, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
@@ -72,7 +73,8 @@ def results_by_case(root: ET.Element) -> dict[tuple[str, str], str]:
 
 def agree(report: Report, root: ET.Element) -> None:
     """Assert failures for exit code 1, only errors for 2, and neither for 0."""
-    failures, errors = (int(root.attrib[name]) for name in ("failures", "errors"))
+    failures = int(root.attrib["failures"])
+    errors = int(root.attrib["errors"])
     assert int(root.attrib["tests"]) > 0
     assert {0: not failures and not errors, 1: failures > 0, 2: errors > 0 and not failures}[report.exit_code]
 
@@ -82,13 +84,13 @@ def test_a_real_comparison() -> None:
     report = compare_real_runs()
     root = parse(junit.render(report))
     agree(report, root)
-    assert [suite.attrib["name"] for suite in root] == [group.name for group in report.groups]
+    assert [suite.attrib["name"] for suite in root] == list_names(report.groups)
     ended = results_by_case(root)
     for group in report.groups:
         failed = {case for (suite, case), how in ended.items() if suite == group.name and how == "failure"}
         assert failed == ({"bn-stats"} if group.findings else set())
         assert ended[group.name, "parameters"] == "passed"
-    (local,) = (group for group in report.groups if [f.code for f in group.findings] == ["SYN201"])
+    (local,) = (group for group in report.groups if list_codes(group.findings) == ["SYN201"])
     (failure,) = root.findall(f"testsuite[@name='{local.name}']/testcase[@name='bn-stats']/failure")
     assert failure.attrib["type"] == "SYN201"
     assert failure.attrib["message"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1: ")

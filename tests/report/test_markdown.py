@@ -12,6 +12,7 @@ import pytest
 from markdown_it import MarkdownIt  # a dependency of rich
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import HOSTILE, hostile
+from support.listings import find_all, find_texts, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -42,14 +43,12 @@ def test_a_real_comparison() -> None:
             assert f"{finding.code}" in page
             assert group.step != 12 or f"#### {finding_text.finding_title(finding)}\n" in page
     tokens = parse(page)
-    spans = {token.content for token in tokens if token.type == "code_inline"}
+    spans = set(list_fields(find_all(tokens, type="code_inline"), "content"))
     (local,) = (group for group in report.groups if group.findings[:1] and group.findings[0].code == "SYN201")
     assert len(local.tensors) > 10
-    assert {diff.name for diff in local.tensors} < spans
+    assert set(list_names(local.tensors)) < spans
     assert "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in spans
-    assert (
-        [token.type for token in tokens].count("table_open") == page.count("<details>") == page.count("</details>") == 2
-    )
+    assert list_fields(tokens, "type").count("table_open") == page.count("<details>") == page.count("</details>") == 2
     # The last step of a run has a section, the other steps a line.
     assert page.count("### `ddp-nobufsync") == 1
     assert re.findall(r"^- `ddp-nobufsync step (\d+)`, 2 replicas: OUT OF SYNC, SYN202$", page, re.MULTILINE) == [
@@ -111,9 +110,9 @@ def test_names_are_escaped(name: str) -> None:
     assert [t.content for t in tokens if t.type.startswith("html")] == [
         t.content for t in calm if t.type.startswith("html")
     ]
-    bare = "\n".join(token.content for token in tokens if token.type == "text")
+    bare = "\n".join(list_fields(find_all(tokens, type="text"), "content"))
     assert not re.search(r"[@#<>`\[\]\\*_~$&]|://|www\.|\bGH-\d|:\w+:|\b4f0c", bare.replace("0 | 1", "")), bare
-    rows = [line for line in page.splitlines() if line.startswith("|")]
+    rows = find_texts(page.splitlines(), start="|")
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {8}
 
 

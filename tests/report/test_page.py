@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.browser import opened
 from support.large import group, names, report, tensor
+from support.listings import find_texts
 from support.real_runs import FIXTURES, compare_real_runs
 
 import syncheck
@@ -142,7 +143,7 @@ def test_sorting_filtering_and_paging(tmp_path: Path) -> None:
         page.locator(".tensors button", has_text="Next").click()
         text, url = page.content(), page.url
         assert messages == []
-    assert [row[0] for row in rows(text)] == [n for n in names(1800) if "norm" in n][200:400]
+    assert [row[0] for row in rows(text)] == find_texts(names(1800), "norm")[200:400]
     assert "600 of 1800 tensors, page 2 of 3" in text
     assert url.endswith("#filter1=norm&sort1=max+abs")
 
@@ -331,7 +332,7 @@ def test_the_browser_reports_errors_and_requests(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("</body>", "<img src='http://127.0.0.1:9/x.png'></body>"), encoding="utf-8")
     with opened(path) as (page, messages):
-        assert any("Content Security Policy" in line for line in messages)
+        assert find_texts(messages, "Content Security Policy")
         page.evaluate("setTimeout(() => undefined_name())")
         page.wait_for_timeout(100)
-        assert any("undefined_name" in line for line in messages)
+        assert find_texts(messages, "undefined_name")

@@ -76,7 +76,8 @@ def test_many_ranks_share_columns() -> None:
 
 def test_each_step_has_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has its own rows, and rows beyond the limit of the page are counted."""
-    first, second = (replace(report(count).groups[0], step=step) for step, count in ((1, 5), (2, 40)))
+    first = replace(report(5).groups[0], step=1)
+    second = replace(report(40).groups[0], step=2)
     (run,) = data_of(first, second)["runs"]
     assert [(step["step"], len(step["rows"]), step["omitted"]) for step in run["steps"]] == [(1, 5, 0), (2, 40, 0)]
     monkeypatch.setattr("syncheck.report.page_data.MOST_ROWS", 20)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import list_fields
 from support.scenarios import SMALL, load, run, tensors
+from support.states import list_differing
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
 from train.engine import prepare, train
@@ -66,11 +68,11 @@ def test_metadata_of_ddp_variants(ctx: RankContext, syncheck_rank: Rank) -> None
         run(ctx, settings)
         ranks = [load(settings.out / f"{name}_rank{rank}.pth")["syncheck"] for rank in range(2)]
         blocks[name] = ranks[0]
-        assert [block["rank"] for block in ranks] == [0, 1]
-        assert {block["run_id"] for block in ranks} == {ranks[0]["run_id"]}
-        assert {block["buffers_synced"] for block in ranks} == {synced}
-        assert {block["run"] for block in ranks} == {name}
-    assert len({block["run_id"] for block in blocks.values()}) == 3
+        assert list_fields(ranks, "rank") == [0, 1]
+        assert set(list_fields(ranks, "run_id")) == {ranks[0]["run_id"]}
+        assert set(list_fields(ranks, "buffers_synced")) == {synced}
+        assert set(list_fields(ranks, "run")) == {name}
+    assert len(set(list_fields(blocks.values(), "run_id"))) == 3
     first, second = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
     assert {key for key in first if first[key] != second[key]} == {"sync_bn"}
 
@@ -105,7 +107,7 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
         strings = file.metadata()
     assert "optimizer.fc.weight.momentum_buffer" in stored_values
     assert set(stored_values) == set(content["model"]) | set(momenta)
-    assert all(stored_values[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
+    assert not list_differing((content["model"] | momenta), stored_values)
     block = json.loads(strings["syncheck"])
     assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import list_fields
+from support.states import copy_values
 from torch import nn
 
 from train.methods.replica_threads import GpuReplicas, ReplicaBuffers, ThreadReplicas, keep_modes, replicate
@@ -164,7 +166,8 @@ def test_an_exception_reaches_the_caller() -> None:
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_training_is_reproducible(replicas: int) -> None:
     """Two runs with dropout end bitwise equal, even with four uneven shares; replicas have different buffers."""
-    first, again = (train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5)) for _ in range(2))
+    first = train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5))
+    again = train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5))
     assert are_equal(first, again)
     assert not are_equal(first[:1], first[1:2])
 
@@ -174,7 +177,7 @@ def test_evaluation_keeps_recorded_buffers() -> None:
     model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(2)
     wrapper = ThreadReplicas(model, buffers)
     wrapper(x := torch.randn(14, 1, 8, 8))
-    before = [{n: t.clone() for n, t in state.items()} for state in buffers.states(model)]
+    before = [copy_values(state) for state in buffers.states(model)]
     assert not are_equal(before[:1], before[1:])
     wrapper.eval()
     with torch.no_grad():
@@ -194,11 +197,11 @@ def test_replicas_mirror_their_module() -> None:
     twin = replicate(model, own_buffers=True)
     assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
     assert (twin[4] is twin[0], twin[0].bias, twin[0] is model[0]) == (True, None, False)
-    assert [layer.training for layer in twin] == [True, False, True, True, True]
+    assert list_fields(twin, "training") == [True, False, True, True, True]
     assert twin[3].running_mean is twin[1].running_mean is not model[1].running_mean
     assert are_equal([twin.state_dict()], [model.state_dict()])
     ThreadReplicas(model, ReplicaBuffers(2))(torch.randn(8, 3)).sum().backward()
-    assert [p.grad is not None for p in model.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert [p.grad is not None for p in model.parameters()] == list_fields(model.parameters(), "requires_grad")
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = False) -> list[list[Tensor]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from support.scenarios import SMALL, load, run
+from support.states import copy_values, list_differing
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -64,11 +65,11 @@ def test_evaluation_changes_nothing() -> None:
     """An evaluation changes no parameter or buffer, and the model returns to training mode."""
     model = build_model("resnet8", 1, 10, 4)
     data = load_data("digits", None, None)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy_values(model.state_dict())
     method = Single(Settings(), RankContext())
     method.wrap(model)
     evaluate(method, evaluation_batches(data.test, RankContext()), RankContext())
-    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    assert not list_differing(model.state_dict(), before)
     assert model.training
 
 

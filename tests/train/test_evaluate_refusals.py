@@ -54,7 +54,8 @@ def test_copies_as_dtensors_are_evaluated(
 
 def damage(name: str, folder: Path) -> list[str]:
     """Damage the checkpoints of two ranks in one way; return the arguments of the program."""
-    first, second = (folder / SYNCED.format(rank) for rank in range(2))
+    first = folder / SYNCED.format(0)
+    second = folder / SYNCED.format(1)
 
     def both(edit: Callable[[dict[str, Any]], object]) -> None:
         for path in (first, second):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.listings import list_fields
 from support.resumed import TINY, assert_bitwise, state_of
 from support.scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
 from torch import Tensor
@@ -116,7 +117,7 @@ def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, m
     (group,) = syncheck.compare(folder).groups
     assert group.verdict == "in_sync"
     differences = [diff for diff in group.tensors if "error_dict" in diff.name]
-    assert [(diff.reason, diff.detail) for diff in differences] == [(Reason.RNG, Detail.POWERSGD_ERROR())]
+    assert list_fields(differences, "reason", "detail") == [(Reason.RNG, Detail.POWERSGD_ERROR())]
 
 
 @pytest.mark.syncheck(ranks=2)

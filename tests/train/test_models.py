@@ -91,7 +91,8 @@ def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
     """Tensors have the names, the order and, except for the stem, the shapes of torchvision's networks."""
     pytest.importorskip("torchvision")
     with torch.device("meta"):
-        ours, theirs = (build_model(n, 3, 10, None).state_dict() for n in (name, f"tv_{name}"))
+        ours = build_model(name, 3, 10, None).state_dict()
+        theirs = build_model(f"tv_{name}", 3, 10, None).state_dict()
     assert list(ours) == list(theirs)
     assert len(ours) == tensors
     assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
@@ -100,7 +101,8 @@ def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
 def test_resnet50_computes_torchvisions_features() -> None:
     """With equal weights, the stages after the stem compute bitwise equal features."""
     pytest.importorskip("torchvision")
-    ours, theirs = (build_model(name, 3, 10, None).eval() for name in ("resnet50", "tv_resnet50"))
+    ours = build_model("resnet50", 3, 10, None).eval()
+    theirs = build_model("tv_resnet50", 3, 10, None).eval()
     ours.load_state_dict(theirs.state_dict() | {"conv1.weight": ours.state_dict()["conv1.weight"]})
     x = torch.randn(2, 64, 8, 8)
     with torch.no_grad():

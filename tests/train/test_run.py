@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import list_fields, list_files
 from support.scenarios import differing, load
 
 from train.engine import train
@@ -42,7 +43,7 @@ def test_flags_are_frozen() -> None:
     actions = build_parser()._actions
     names = {name for action in actions for name in action.option_strings if name.startswith("--")}
     assert names == {f"--{name}" for name in FLAGS.split()}
-    assert all(action.help for action in actions)
+    assert all(list_fields(actions, "help"))
 
 
 def test_every_option_may_have_underscores() -> None:
@@ -119,7 +120,7 @@ def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProces
     assert epoch_two.startswith("single: epoch 2/2  step 88/88  loss ")
     assert "% test accuracy, 2 epochs, 88 steps, " in summary
     assert saved == "saved 1 file: ckpts/single_rank0.safetensors"
-    assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["single_rank0.safetensors"]
+    assert list_files(tmp_path / "ckpts") == ["single_rank0.safetensors"]
 
 
 def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
@@ -127,7 +128,8 @@ def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProc
     run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
     assert (run.returncode, run.stderr) == (0, "")
     assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["ddp", "ddp", "ddp", "saved 6 files"]
-    a, b = (tmp_path / "ckpts" / f"ddp_rank{rank}.pth" for rank in range(2))
+    a = tmp_path / "ckpts" / "ddp_rank0.pth"
+    b = tmp_path / "ckpts" / "ddp_rank1.pth"
     assert load(a)["step"] == 88
     assert {name.rpartition(".")[2] for name in differing(a, b)} == {"running_mean", "running_var"}
     assert len(list((tmp_path / "ckpts" / "history" / "ddp").glob("step_*/rank_*.pth"))) == 4

@@ -118,7 +118,8 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     assert notes.steps == list(range(steps[0] + 1, result.steps + 1))
     once = replace(settings, out=syncheck_rank.shared / "once")
     whole(ctx, once)
-    mine, reference = (state_of(ctx, s, result.steps) for s in (settings, once))
+    mine = state_of(ctx, settings, result.steps)
+    reference = state_of(ctx, once, result.steps)
     assert differences(mine, reference) == []
 
 

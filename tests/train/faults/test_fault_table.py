@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from planted import QUIET
+from support.listings import measure_width
 from support.scenarios import SMALLEST
 from torch import nn
 
@@ -60,7 +61,7 @@ def test_list_faults_prints_a_line_per_fault(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     folded = list_faults().splitlines()
-    assert max(map(len, folded)) <= 80
+    assert measure_width(folded) <= 80
     assert [line.split()[0] for line in folded if not line.startswith(" ")] == list(FAULTS)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_fields
 from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
 from support.started import LAUNCHER, alive, free_port, wait_for
 
@@ -74,7 +75,7 @@ class Shell:
 @pytest.fixture
 def shell(syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     """Return this rank's shell, without launchers' variables, in the shared folder."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+    for name in find_texts(os.environ, start=LAUNCHER):
         monkeypatch.delenv(name)
     monkeypatch.chdir(syncheck_rank.shared)
     return Shell(syncheck_rank, capsys)
@@ -172,7 +173,7 @@ def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
     zero, first = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(first.pid, signal.SIGINT)
     runs = [programs.finish(process) for process in (zero, first)]
-    assert [run.returncode for run in runs] == [130, 130]
+    assert list_fields(runs, "returncode") == [130, 130]
     lines = errors(runs)
     assert lines[0] == lines[1]
     assert lines[0].startswith("stopped by SIGINT after step ")
@@ -221,7 +222,8 @@ def count_connections(port: int) -> int:
 def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: int) -> None:
     """If rank 0 is killed during the rendezvous, a rank reports the store's address in one line, in its timeout."""
     address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 6)
-    zero, first = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
+    zero = programs.start(*TRAIN, "--rank", 0, "--world-size", 3, *address)
+    first = programs.start(*TRAIN, "--rank", 1, "--world-size", 3, *address)
     wait_for(lambda: count_connections(free_port) >= 1)
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(first, timeout=40)
