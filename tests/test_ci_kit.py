@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.listings import list_fields
+from support.listings import join_fields, list_fields
 from support.required import unavailable
 from support.states import omit, omit_prefixes
 
@@ -175,7 +175,7 @@ def _commands() -> list[tuple[str, str]]:
             lines = re.findall(r"sh '''(.*?)'''", text, re.DOTALL)
         else:
             jobs = yaml.safe_load(text)
-            steps = [step for job in jobs.get("jobs", {}).values() for step in job["steps"]]
+            steps = join_fields(jobs.get("jobs", {}).values(), "steps")
             lines = [step["run"] for step in steps if "run" in step]
             lines += [line for job in jobs.values() if isinstance(job, dict) for line in job.get("script", [])]
         typed = [line.strip() for line in "\n".join(lines).split("\n")]
@@ -199,7 +199,7 @@ def test_the_workflows_are_complete() -> None:
         for step in job["steps"]:
             if step.get("uses", "").startswith("syncheck.invalid/syncheck@"):
                 assert set(step["with"]) <= set(ACTION["inputs"])
-    assert [name for name, _ in _commands()] == [
+    assert list_fields(_commands(), 0) == [
         "# .github/workflows/replicas.yml", "# .github/workflows/tests.yml", "# .gitlab-ci.yml", "// Jenkinsfile",
     ]  # fmt: skip
 

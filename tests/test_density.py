@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def add(numbers):
 '''
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("package", PACKAGES, ids=attrgetter("name"))
 def test_rates_are_within_the_limits(package: Path) -> None:
     """A package exceeds no limit; a failure lists the functions to open first."""
     density = measure(package)

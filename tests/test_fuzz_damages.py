@@ -34,7 +34,7 @@ def answer(code: int, tensors: tuple[tuple[str, str], ...] = (), **more: Any) ->
     """Return an answer of syncheck. tensors: name and status of all differing tensors."""
     listing = [{"name": name, "status": status, "reason": None} for name, status in tensors]
     codes = more.pop("codes", ("SYN299",) if code else ())
-    findings = [{"code": c, "severity": "error", "ranks": [1], "tensors": [n for n, _ in tensors]} for c in codes]
+    findings = [{"code": c, "severity": "error", "ranks": [1], "tensors": list_fields(tensors, 0)} for c in codes]
     values = [{"name": name} for name in more.pop("values", ())]
     out = json.dumps({"groups": [{"tensors": listing, "values": values, "findings": findings}]})
     return {"code": code, "out": "" if code == 2 else out, "err": "", "faults": [], **more}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import jsonschema
 from support.checkpoints import changed, network, save_pth, save_safetensors
-from support.listings import list_codes, list_files
+from support.listings import list_codes, list_files, list_starts
 
 import syncheck as library
 
@@ -30,7 +30,7 @@ def test_fingerprints_replace_checkpoints(cli: Run, ranks: Ranks, tmp_path: Path
         save_pth(path, state)
     done = cli("fingerprint", "run_rank*.pth", "-o", "kept")
     assert (done.code, done.err) == (0, "")
-    assert [line.partition(":")[0] for line in done.lines] == [
+    assert list_starts(done.lines, ":") == [
         "kept/run_rank0.fingerprint.json",
         "kept/run_rank1.fingerprint.json",
     ]

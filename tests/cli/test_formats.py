@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, save, save_pth
-from support.listings import find_texts
+from support.listings import find_texts, is_printable, list_absent
 
 from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS
@@ -85,10 +85,10 @@ def test_help_and_errors_name_the_formats(cli: Run) -> None:
     """The help, and the errors for an invalid format and file extension, list the valid values."""
     bad_format = cli("compare", "run_*.pth", "--format", "xml")
     assert (bad_format.code, bad_format.out, bad_format.err.count("\n")) == (2, "", 1)
-    assert all(name in bad_format.err for name in FORMATS)
+    assert not list_absent(bad_format.err, FORMATS)
     bad_extension = cli("compare", "run_*.pth", "-o", "out.junit")
     assert (bad_extension.code, bad_extension.out, bad_extension.err.count("\n")) == (2, "", 1)
-    assert all(name in bad_extension.err for name in EXTENSIONS)
+    assert not list_absent(bad_extension.err, EXTENSIONS)
     help_text = re.sub(r"\s+", " ", cli("compare", "--help").out)
     assert f"{{{','.join(FORMATS)}}}" in help_text
     assert ", ".join(EXTENSIONS) in help_text
@@ -126,7 +126,7 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
         save_pth(tmp_path / f"a,b::c%\x1b[2J\n::error::_rank{rank}.pth", {evil: np.full(2, rank, np.float32)})
     done = cli("compare", "a*.pth", "--format", name)
     assert done.code == 1
-    assert all(c.isprintable() or c == "\n" for c in done.out)
+    assert is_printable(done.out)
     assert "\n::add-mask" not in done.out
     assert "\n::error::" not in done.out
     if name == "junit":

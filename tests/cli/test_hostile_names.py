@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from support.browser import opened
 from support.checkpoints import Done, save_pth, save_safetensors
 from support.hostile_names import FILES, NAMES
-from support.listings import list_fields, list_names
+from support.listings import is_printable, list_fields, list_names
 from support.states import omit
 
 from syncheck.options import EXTENSIONS
@@ -59,7 +59,7 @@ def is_harmless(text: str) -> bool:
     """Return whether a text has only printable lines and colours, and no commands for a terminal or a CI runner."""
     plain = COLOURS.sub("", text)
     commands = [line for line in plain.split("\n") if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
-    return all(c == "\n" or c.isprintable() for c in plain) and not commands
+    return is_printable(plain) and not commands
 
 
 def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
@@ -88,7 +88,7 @@ def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
         "<details><summary>N tensors, worst first</summary>", "</details>",
     }  # fmt: skip
     page = texts[".html"]
-    assert all(c == "\n" or c.isprintable() for c in page)
+    assert is_printable(page)
     for name in names:
         assert logged(one_line(name)) in logged(texts[".txt"])
 
@@ -207,7 +207,7 @@ def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
     )  # fmt: skip
     text = COLOURS.sub("", done.stdout.decode()).replace("\r\n", "\n")
     assert done.returncode == 1
-    assert all(c == "\n" or c.isprintable() for c in text)
+    assert is_printable(text)
     if columns >= 80:
         assert max(cell_len(line.rstrip()) for line in text.split("\n")) <= columns
 

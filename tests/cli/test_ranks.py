@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.listings import list_codes, list_fields, list_names
+from support.listings import list_codes, list_fields, list_names, list_rank_files
 
 import syncheck
 from syncheck.report import json_document
@@ -40,7 +40,7 @@ def test_a_difference_ends_all_ranks_with_1(rank_cli: RankCli) -> None:
     assert list_codes(ended) == [1, 1]
     assert ended[1].out == ended[0].err == ended[1].err == ""
     printed = json.loads(ended[0].out)
-    files = [rank_cli.folder / f"run_rank{rank}.pth" for rank in range(2)]
+    files = list_rank_files(rank_cli.folder, "run_rank{}.pth", 2)
     expected = json.loads(json_document.render(syncheck.compare(*files), printed["version"]))
     assert list_names(printed["groups"][0]["tensors"]) == ["fc.weight"]
     for document in (printed, expected):

@@ -10,7 +10,7 @@ import pytest
 from support.checkpoints import changed, network, save
 from support.listings import list_fields, list_files
 from support.namespaces import two_hosts
-from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
+from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish, finish_all
 
 import syncheck
 
@@ -53,7 +53,7 @@ def run_on_both(jobs: Jobs, hosts: list[Host], folders: list[Path], *arguments: 
         launcher += ["--master-addr", hosts[0].address, "--master-port", 29700, "bash", "-c", RECORD_EXIT_CODE, "bash"]
         words = host.command(*WITH_HOST_NAME, f"gpu{node}", *launcher, *SYNCHECK, *arguments)
         processes.append(jobs.start(*words, cwd=folder))
-    return [finish(process) for process in processes]
+    return finish_all(processes)
 
 
 def test_each_node_has_its_own_files(jobs: Jobs, hosts: list[Host], nodes: list[Path]) -> None:

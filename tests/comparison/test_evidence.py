@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.checkpoints import compare_ranks, save_safetensors
 from support.dtensors import save_ranks
-from support.listings import index_by
+from support.listings import index_by, list_rank_files
 
 import syncheck
 from syncheck.comparison import evidence, vectors
@@ -39,7 +39,7 @@ def read_evidence(folder: Path, name: str = "w") -> Evidence:
 
 def save(folder: Path, *states: dict[str, Any]) -> list[Path]:
     """Write one file per state with torch.save."""
-    paths = [folder / f"m_rank{rank}.pth" for rank in range(len(states))]
+    paths = list_rank_files(folder, "m_rank{}.pth", len(states))
     for path, state in zip(paths, states, strict=True):
         torch.save(state, path)
     return paths

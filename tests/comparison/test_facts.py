@@ -139,5 +139,5 @@ def checkpoint_at(step: int, state: Any = ONE, **settings: float) -> dict[str, A
 def test_different_progress_explains_differences_between_steps_only(tmp_path: Path, ranks: Any, code: int) -> None:
     """Allowing SYN106 accepts differences between steps, but not within a step, nor in settings that stay constant."""
     report = compare_ranks(tmp_path, *ranks, allow=("SYN106",))
-    assert "SYN106" in set(list_codes(report.groups[0].findings))
+    assert "SYN106" in list_codes(report.groups[0].findings)
     assert report.exit_code == code

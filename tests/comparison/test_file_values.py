@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import compare_ranks, network, save_pth, save_safetensors
-from support.listings import find_all, list_codes, list_fields, list_names
+from support.listings import find_all, join_fields, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.messages import Note
@@ -65,7 +65,7 @@ def test_counted_values(tmp_path: Path, other: dict[str, Any], differing: set[st
     group = group_of(tmp_path, training(), training(), other)
     assert set(list_names(find_all(group.values, counts=True))) == differing
     assert group.verdict == ("out_of_sync" if differing else "in_sync")
-    covered = {name for finding in group.findings for name in finding.values}
+    covered = set(join_fields(group.findings, "values"))
     assert covered == differing
 
 

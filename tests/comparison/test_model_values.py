@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import save_safetensors
-from support.listings import find_all, list_codes, list_fields, list_names
+from support.listings import find_all, list_codes, list_fields, list_names, list_rank_files
 from support.states import pick
 
 import syncheck
@@ -271,7 +271,7 @@ def test_a_number_beside_tensors_is_missing(tmp_path: Path) -> None:
         torch.save(tree, tmp_path / f"a_rank{rank}.pt")
         (tmp_path / f"a_rank{rank}.json").write_text(fingerprint(syncheck.read(str(tmp_path / f"a_rank{rank}.pt"))))
     for ending in ("pt", "json"):
-        paths = [tmp_path / f"a_rank{rank}.{ending}" for rank in range(2)]
+        paths = list_rank_files(tmp_path, f"a_rank{{}}.{ending}", 2)
         for options in (DiffOptions(), DiffOptions(subset=True)):
             (finding,) = syncheck.diff(*paths, options=options).groups[-1].findings
             assert (finding.code, finding.values) == ("SYN101", ("scale",))
@@ -400,9 +400,9 @@ def test_values_of_a_wrapped_model(tmp_path: Path, prefix: str, container: str, 
         states[start] = {container: model, "epoch": 1} if container else model
     for rank, state in enumerate(states.values()):
         torch.save(state, tmp_path / f"rank{rank}.pth")
-    paths = [tmp_path / f"rank{rank}.pth" for rank in range(2)]
+    paths = list_rank_files(tmp_path, "rank{}.pth", 2)
     exit_code = 0 if other == 2.0 else 1
     assert syncheck.diff(*paths).exit_code == exit_code
     report = syncheck.compare(*paths)
     assert report.exit_code == exit_code
-    assert "SYN101" not in set(list_codes(report.groups[0].findings))
+    assert "SYN101" not in list_codes(report.groups[0].findings)

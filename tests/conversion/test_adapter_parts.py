@@ -6,6 +6,7 @@ import json
 import random
 import time
 import tracemalloc
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -143,7 +144,10 @@ def test_damaged_settings(tmp_path: Path, model: Weights, adapter: Weights, text
 @pytest.mark.parametrize("names", [("default", "second"), ("a", "b")])
 def test_several_adapters(tmp_path: Path, model: Weights, adapter: Weights, names: tuple[str, str]) -> None:
     """It is unknown which of two adapters in a file is active."""
-    parts = {n.replace(".weight", f".{x}.weight"): w * (1 + i) for i, x in enumerate(names) for n, w in adapter.items()}
+    parts = {
+        n.replace(".weight", f".{x}.weight"): w * (1 + i)
+        for (i, x), (n, w) in product(enumerate(names), adapter.items())
+    }
     for scale in (ALPHA / RANK, 4 * ALPHA / RANK):
         report = compare(tmp_path / str(scale), model, parts, merge(model, adapter, scale))
         assert (report.verdict, uncompared(report) >= parts.keys()) == ("undecided", True)
@@ -333,7 +337,7 @@ def test_factors_that_peft_does_not_load(
 ) -> None:
     """A merge of factors that the settings do not select is undecided, and their modules are named."""
     report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
-    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module in modules for role in "AB"}
+    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module, role in product(modules, "AB")}
     weights = {f"{module}.weight" for module in modules}
     assert (report.verdict, uncompared(report)) == ("undecided", factors | weights)
 

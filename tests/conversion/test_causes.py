@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_orders_of_fused_tensors(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """A conversion that joins parts in another order: all parts of the fused tensors, in both directions."""
     model = llama.make_model()
     parts = ["mlp.gate_proj", "mlp.up_proj"] if "swap" in wrong else [f"self_attn.{x}_proj" for x in "qkv"]
-    named = {f"model.layers.{i}.{part}.weight" for i in range(llama.LAYERS) for part in parts}
+    named = {f"model.layers.{i}.{part}.weight" for i, part in product(range(llama.LAYERS), parts)}
     converted = llama.to_megatron(model, **wrong)
     for i, pair in enumerate(((model, converted), (converted, model))):
         findings = find(tmp_path / str(i), *pair, llama.CONFIG)

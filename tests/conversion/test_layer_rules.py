@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
-from support.listings import find_all, list_codes
+from support.listings import find_all, list_codes, list_fields
 from support.states import add_prefix
 
 import syncheck
@@ -298,7 +298,7 @@ def test_prefixes_that_differ(tmp_path: Path) -> None:
     b = llama.write(tmp_path / "b", dict(zip(["net.h.0.w", "net.h.1.w", "out.w"], weights, strict=True)))
     report = syncheck.diff(a, b)
     assert report.exit_code == 2
-    assert Note.PREFIX not in set(list_codes(report.groups[-1].notes))
+    assert Note.PREFIX not in list_codes(report.groups[-1].notes)
 
 
 @pytest.mark.parametrize(
@@ -320,4 +320,4 @@ def test_prefixes_that_differ(tmp_path: Path) -> None:
 )
 def test_numberings(pairs: Any, expected: Any) -> None:
     """The numbers of the parts follow one rule."""
-    assert dict(find_numbering(pairs, sorted(a for a, _ in pairs), sorted(b for _, b in pairs))) == expected
+    assert dict(find_numbering(pairs, sorted(list_fields(pairs, 0)), sorted(list_fields(pairs, 1)))) == expected

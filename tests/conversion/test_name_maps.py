@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,7 +71,7 @@ STACK = ROWS.reshape(4, 16, 6)
         (
             Rule("w", ("g.{e}", "u.{e}"), transpose=True, dim=0),
             STACK,
-            {f"{x}.{e}": STACK[e].T[i : i + 3] for e in range(4) for x, i in (("g", 0), ("u", 3))},
+            {f"{x}.{e}": STACK[e].T[i : i + 3] for e, (x, i) in product(range(4), (("g", 0), ("u", 3)))},
         ),
     ],
 )
@@ -270,7 +271,8 @@ def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
     """A map transposes tensors of one name if the shape of one of them shows it, square ones too."""
     rng = np.random.default_rng(0)
     model = {
-        f"h.{i}.{x}.weight": rng.standard_normal((6, n), np.float32) for i in range(2) for x, n in (("a", 9), ("b", 6))
+        f"h.{i}.{x}.weight": rng.standard_normal((6, n), np.float32)
+        for i, (x, n) in product(range(2), (("a", 9), ("b", 6)))
     }
     (tmp_path / "map.toml").write_text(
         "".join(

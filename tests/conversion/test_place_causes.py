@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.found_causes import compare, draw, find, get_parameters
-from support.listings import find_texts
+from support.listings import find_texts, list_fields
 from support.states import pick
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ REPEATS: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("copies", "expected"), [row[1:] for row in REPEATS], ids=[row[0] for row in REPEATS])
+@pytest.mark.parametrize(("copies", "expected"), [row[1:] for row in REPEATS], ids=list_fields(REPEATS, 0))
 def test_a_part_is_repeated(tmp_path: Path, copies: torch.Tensor, expected: dict[str, Any]) -> None:
     """Heads, rows, whole tensors and the part of one rank, in B and in A."""
     name = "layers.0.self_attn.k_proj.weight"

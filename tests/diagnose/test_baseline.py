@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_the_file_has_the_documented_content(run_folder: Path) -> None:
 def test_names_of_all_kinds_survive(tmp_path: Path) -> None:
     """Names with surrogates or line breaks, and names equal to keys of the file, are read back unchanged."""
     names = ["\ud800", "a\nb", "accepted", "", "\u4e2d", '"', "x" * 5000]
-    known_findings = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run in names for name in names)
+    known_findings = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run, name in product(names, names))
     (tmp_path / "b.json").write_text(baseline.serialize(known_findings))
     assert baseline.read(str(tmp_path / "b.json")) == known_findings
     assert (tmp_path / "b.json").read_text(encoding="ascii").isascii()
@@ -230,26 +231,21 @@ def test_labels_have_no_run_id_and_no_step() -> None:
     result = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/ddp_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank, step=step)
-            for job in ("a", "b")
-            for step in (10, 20)
-            for rank in (0, 1)
+            for job, step, rank in product(("a", "b"), (10, 20), (0, 1))
         ]
     )
     assert set(list_fields(result, "run_id", "label")) == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
     plain = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/files/ddp_rank{rank}.pth")
-            for job in ("a", "b")
-            for step in (10, 20)
-            for rank in (0, 1)
+            for job, step, rank in product(("a", "b"), (10, 20), (0, 1))
         ]
     )
     assert list_fields(plain, "label") == ["a/ddp"] * 2 + ["b/ddp"] * 2
     again = group_replicas(
         [
             snapshot(f"ckpts/ddp_{job}_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank)
-            for job in ("a", "b")
-            for rank in (0, 1)
+            for job, rank in product(("a", "b"), (0, 1))
         ]
     )
     assert list_fields(again, "run", "label") == [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import small_model
 from support.groups import make_finding
-from support.listings import list_codes, list_fields
+from support.listings import join_fields, list_codes, list_fields
 from torch import nn
 
 import syncheck
@@ -86,7 +86,7 @@ def test_allowed_findings_do_not_hide_other_findings() -> None:
     allowed = replace(first, findings=tuple(replace(finding, allowed=True) for finding in first.findings))
     steps = (allowed, step(10, "SYN213"), replace(allowed, step=20))
     decided = decide_over_steps(steps)
-    assert [finding.fails for group in decided for finding in group.findings] == [False, True, False]
+    assert list_fields(join_fields(decided, "findings"), "fails") == [False, True, False]
 
 
 def test_a_running_job_keeps_the_code() -> None:
@@ -137,6 +137,6 @@ def test_converging_moments_are_a_single_event() -> None:
         for position, cosine in enumerate(cosines):
             group = step(10 * position + 10, "SYN211")
             steps.append(replace(group, tensors=(*group.tensors, *small_model.moments(cosine=cosine))))
-        decided = [finding for group in decide_over_steps(steps) for finding in group.findings]
+        decided = join_fields(decide_over_steps(steps), "findings")
         events.append([any(fact.code is Event.CONVERGED for fact in finding.facts) for finding in decided])
     assert events == [[True] * 3, [False] * 3, [False] * 3]

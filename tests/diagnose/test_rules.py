@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from support.cases import diagnose_case, diff, group
-from support.listings import find_all, list_fields, list_names, map_fields
+from support.listings import find_all, join_fields, list_fields, list_names, map_fields
 
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
@@ -39,7 +40,7 @@ EPOCH = ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress")
 RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", RULES, ids=attrgetter("code"))
 def test_every_rule_is_complete(rule: Any) -> None:
     """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
     assert re.fullmatch(r"SYN\d{3}", rule.code)
@@ -258,8 +259,8 @@ def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
     values = (EPOCH, RATE, ValueDiff("note", {0: 1, 1: 2}, counts=False))
     case = group(*(d for d in pool if rng.random() < 0.6), values=tuple(v for v in values if rng.random() < 0.4))
     findings = diagnose_case(case).values()
-    assert sorted(n for f in findings for n in f.tensors) == sorted(list_names(case.tensors))
-    assert sorted(n for f in findings for n in f.values) == sorted(list_names(find_all(case.values, counts=True)))
+    assert sorted(join_fields(findings, "tensors")) == sorted(list_names(case.tensors))
+    assert sorted(join_fields(findings, "values")) == sorted(list_names(find_all(case.values, counts=True)))
 
 
 def test_allowed_findings_do_not_fail() -> None:

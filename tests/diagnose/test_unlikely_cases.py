@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import cases, progress_cases, small_model
 from support.groups import facts_of
-from support.listings import list_codes, list_names, map_fields
+from support.listings import join_fields, list_codes, list_names, map_fields
 
 from syncheck.api import compare
 from syncheck.comparison import histograms
@@ -80,7 +80,7 @@ def test_time_is_proportional_to_differences(kind: str) -> None:
         start = time.process_time()
         findings = cases.diagnose_case(case)
         took = time.process_time() - start
-        names = {name for finding in findings.values() for name in finding.tensors}
+        names = set(join_fields(findings.values(), "tensors"))
         assert names == set(list_names(case.tensors))
         return took
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import jsonschema
@@ -125,7 +126,7 @@ def test_every_finding_has_a_page() -> None:
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
 
 
-@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=attrgetter("stem"))
 def test_each_page_has_an_example(path: Path) -> None:
     """The example of a page prints this finding, with its fix."""
     text = path.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_copies_are_compared_across_stages(tmp_path: Path) -> None:
     different = set(list_names(find_all(group.tensors, status="different")))
     assert different == {"embed.weight", "optimizer.embed.weight.momentum_buffer"}
     # Four ranks: two copies of two stages, and one of four embeddings differs.
-    mesh = [{"pipeline": stage, "data": copy} for stage in range(2) for copy in range(2)]
+    mesh = [{"pipeline": stage, "data": copy} for stage, copy in product(range(2), range(2))]
     group = compare_stages(tmp_path / "copies", first(), first(), last(), last(2 * ONES), mesh=mesh)
     assert list_fields(find_all(group.tensors, out_of_sync=True), "name", "minority") == [("embed.weight", (3,))]
 
@@ -104,9 +105,9 @@ def test_strange_lists_hide_no_difference(tmp_path: Path, tied: Any) -> None:
 def test_buffers_of_all_stages_are_known(tmp_path: Path) -> None:
     """The metadata of each stage lists the buffers of this stage only."""
     models = [{f"{layer}.table": ONES, f"{layer}.weight": ONES} for layer in (0, 0, 1, 1)]
-    mesh = [{"pipeline": stage, "data": copy} for stage in range(2) for copy in range(2)]
+    mesh = [{"pipeline": stage, "data": copy} for stage, copy in product(range(2), range(2))]
     group = compare_stages(tmp_path, *models, mesh=mesh)
-    assert group.evidence.names == {f"{layer}.{name}": kind for layer in (0, 1) for name, kind in KINDS.items()}
+    assert group.evidence.names == {f"{layer}.{name}": kind for layer, (name, kind) in product((0, 1), KINDS.items())}
 
 
 def test_copies_need_different_stages(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -99,7 +100,7 @@ def expanded(pattern: str) -> list[str]:
         first, last = map(int, inner.split("-"))
         words = [str(number) for number in range(first, last + 1)]
     heads = itertools.chain.from_iterable(expanded(word) for word in words)
-    return [pattern[:start] + head + tail for head in heads for tail in expanded(pattern[end:])]
+    return [pattern[:start] + head + tail for head, tail in product(heads, expanded(pattern[end:]))]
 
 
 def groups(
@@ -116,7 +117,7 @@ def groups(
 
 def by_step(found: tuple[ReplicaGroup, ...]) -> list[tuple[int | None, list[int]]]:
     """Return the step and the ranks of each group; ranks are in the order of the paths."""
-    return [(group.step, [rank for rank, _ in group.ranks]) for group in found]
+    return [(group.step, list_fields(group.ranks, 0)) for group in found]
 
 
 def members(found: tuple[ReplicaGroup, ...]) -> list[list[str]]:
@@ -307,7 +308,7 @@ def test_natural_order_of_many_ranks(pattern: str) -> None:
 def test_repeated_ranks_are_noted() -> None:
     """If two files have the same rank in their names, positions replace ranks, and the note is correct."""
     (group,) = groups("c/rank{0,1}.{pth,safetensors}")
-    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
+    assert list_fields(group.ranks, 0) == [0, 1, 2, 3]
     assert group.grouping == (Grouping.NUMBERED_BY_ORDER(),)
 
 
@@ -352,7 +353,7 @@ def test_one_folder_per_host(pattern: str, hosts: tuple[str, str], described: st
         without = described == "no metadata" or (described == "some" and rank > 1)
         files.append(snapshot(pattern.format(host=hosts[rank // 2], rank=rank), **({} if without else block)))
     (group,) = group_replicas(files)
-    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
+    assert list_fields(group.ranks, 0) == [0, 1, 2, 3]
     assert [s.host for _, s in group.ranks] == [hosts[0], hosts[0], hosts[1], hosts[1]]
 
 
@@ -360,7 +361,7 @@ def test_hosts_of_several_runs_and_steps() -> None:
     """Hosts are joined within a run and a step; runs with equal ranks stay separate."""
     result = groups("{x,y}/{a/{100,200}/rank{0,1},b/{100,200}/rank{2,3}}.pt")
     assert [(group.run, *by_step((group,))[0]) for group in sorted(result, key=lambda g: (g.run, g.step or 0))] == [
-        (run, step, [0, 1, 2, 3]) for run in ("x", "y") for step in (100, 200)
+        (run, step, [0, 1, 2, 3]) for run, step in product(("x", "y"), (100, 200))
     ]
 
 
@@ -375,7 +376,7 @@ def test_hosts_of_several_runs_and_steps() -> None:
 @pytest.mark.parametrize("roots", [False, True])
 def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
     """Ranks counted within each node are one group, numbered over all nodes, and not steps."""
-    paths = [pattern.format(node, local) for node in range(2) for local in range(2)]
+    paths = [pattern.format(node, local) for node, local in product(range(2), range(2))]
     (group,) = groups(*paths, roots={p: p.partition("/")[0] for p in paths} if roots and "/" in pattern else {})
     assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
     hosts = [s.host for _, s in group.ranks]
@@ -415,9 +416,12 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
     [
         ([("c/x_rank{}.pth", r, {"run_id": "one" if r < 2 else "two", "rank": r % 2}) for r in range(4)], [2, 2]),
         ([("c/ddp_rank{}.pth", r, {"step": 5 if r == 2 else 9}) for r in range(4)], [4]),
-        ([(f"c/{name}{{}}.pth", r, {"step": 9}) for name in ("ddp_rank", "h/step_9/rank_") for r in (0, 1)], [2, 2]),
+        (
+            [(f"c/{name}{{}}.pth", r, {"step": 9}) for name, r in product(("ddp_rank", "h/step_9/rank_"), (0, 1))],
+            [2, 2],
+        ),
         ([(f"node{r // 2}/local{r % 2}.pth", r, {"step": 9}) for r in range(4)], [4]),
-        ([(f"exp{e}/{'abc'[r]}.pth", r, {"run_id": f"{e}"}) for e in (0, 1, 2) for r in range(3)], [3, 3, 3]),
+        ([(f"exp{e}/{'abc'[r]}.pth", r, {"run_id": f"{e}"}) for e, r in product((0, 1, 2), range(3))], [3, 3, 3]),
         ([(f"{r}/model.pth", r, {"step": 9}) for r in range(4)], [4]),
     ],
     ids=[
@@ -438,7 +442,7 @@ def test_files_with_metadata(files: list[tuple[str, int, dict[str, Any]]], sizes
 
 def test_numbers_of_experiments_are_no_ranks() -> None:
     """Files of two experiments of one name are never paired, although their numbers equal ranks."""
-    files = [(f"exp{experiment}/{name}.pth", rank) for experiment in (0, 1) for rank, name in enumerate("ab")]
+    files = [(f"exp{experiment}/{name}.pth", rank) for experiment, (rank, name) in product((0, 1), enumerate("ab"))]
     result = described(*({"path": path, "rank": rank, "step": 5} for path, rank in files))
     assert result == [["exp0/a.pth", "exp0/b.pth"], ["exp1/a.pth", "exp1/b.pth"]]
 
@@ -463,11 +467,14 @@ def test_metadata_ranks_precede_names() -> None:
 def test_steps_and_runs_with_metadata() -> None:
     """Groups are sorted by step; two runs of one name get their folder as a prefix."""
     result = group_replicas(
-        [snapshot(f"c/h/step_{s}/rank_{r}.pth", run="ddp", run_id="a", rank=r, step=s) for s in (20, 3) for r in (0, 1)]
+        [
+            snapshot(f"c/h/step_{s}/rank_{r}.pth", run="ddp", run_id="a", rank=r, step=s)
+            for s, r in product((20, 3), (0, 1))
+        ]
     )
     assert [(group.run, *by_step((group,))[0]) for group in result] == [("ddp", 3, [0, 1]), ("ddp", 20, [0, 1])]
     result = group_replicas(
-        [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run in "ab" for r in (0, 1)]
+        [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run, r in product("ab", (0, 1))]
     )
     assert list_fields(result, "run") == ["a/ddp", "b/ddp"]
 

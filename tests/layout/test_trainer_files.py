@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.listings import find_texts
+from support.listings import find_texts, list_rank_files
 
 import syncheck
 
@@ -76,7 +76,7 @@ def check_method(rank: Rank, method: str) -> None:
         optimizer="adamw", save_per_rank=True, out=rank.shared,
     )  # fmt: skip
     train(settings, RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo"), Recorder())
-    files = [rank.shared / f"{settings.run}_rank{i}.pth" for i in range(rank.world_size)]
+    files = list_rank_files(rank.shared, f"{settings.run}_rank{{}}.pth", rank.world_size)
     tensors, complete = gather_state(rank, files[rank.rank])
     # A state of the optimizer, of which the last rank holds a part.
     name = rank.gather(find_texts(tensors, end="down.weight.exp_avg")[-1:])[-1][0]

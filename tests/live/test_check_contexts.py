@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.agreement import Net, all_pass, each_rank, flip, trained
 from support.listings import list_names
+from support.states import clone_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.live import check
@@ -117,7 +118,7 @@ def test_a_check_between_backward_and_step_and_inside_backward() -> None:
             if checked:
                 result.append(check(model, optimizer).verdict)
             optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
+        return clone_parameters(model)
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
     assert result == ["in_sync"] * 4

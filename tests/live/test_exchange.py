@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.agreement import all_pass, all_raise, each_rank, flip, trained
 from support.listings import list_fields
+from support.states import clone_parameters
 
 from syncheck.diagnose import syn220_bit_flip
 from syncheck.live.exchange import fetching
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP ranks with their optimizers pass with two short messages, and nothing changes."""
     model, optimizer = trained()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = clone_parameters(model)
     torch.manual_seed(syncheck_rank.rank)
     random = torch.get_rng_state()
     messages, gather = [], dist.all_gather_object

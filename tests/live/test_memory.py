@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,7 +161,7 @@ def layouts() -> Any:
 CHECKPOINTS = [plain, nested, two_groups, tied, described, with_helpers, dtypes, layouts]
 
 
-@pytest.mark.parametrize("make", CHECKPOINTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", CHECKPOINTS, ids=attrgetter("__name__"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_snapshot_equals_the_snapshot_of_the_file(make: Callable[[], Any], tmp_path: Path) -> None:
     """Names, order, kinds, dtypes, shapes, bytes and values equal the snapshot of the file."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
-from support.listings import find_texts, list_fields
+from support.listings import find_texts, list_fields, read_json_lines
 from support.monitored import Watched, flip_at, printer
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_events_are_lines_of_json(syncheck_rank: Rank, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "of an earlier run"}\n')
     Watched(plant=flip_at(3, rank=2)).run(5, on_desync="warn", events=path)
-    _, *events = [json.loads(line) for line in path.read_text().splitlines()]
+    _, *events = read_json_lines(path)
     if syncheck_rank.rank:
         assert events == []
         return
@@ -100,7 +100,7 @@ def test_the_end_event_names_the_exception(syncheck_rank: Rank, tmp_path: Path) 
     outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 1, events=path)
     assert list_fields(outcomes, "error") == ["OutOfSync"] * 2
     if syncheck_rank.rank == 0:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
+        events = read_json_lines(path)
         assert list_fields(events, "event") == ["start", "check", "desync", "end"]
         assert events[-1]["exception"] == "OutOfSync"
 

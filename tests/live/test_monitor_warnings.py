@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, all_raise, each_rank
-from support.listings import find_all, list_codes, list_fields
+from support.listings import find_all, list_codes, list_fields, read_json_lines
 from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
@@ -48,7 +47,7 @@ def test_local_statistics_do_not_stop_a_run(syncheck_rank: Rank, tmp_path: Path)
     assert watched.monitor.checks == 3
     assert (report.verdict, _codes(watched)) == ("out_of_sync", [("SYN201", "warning")])
     if syncheck_rank.rank == 0:
-        rows = [json.loads(line) for line in events.read_text().splitlines()]
+        rows = read_json_lines(events)
         assert list_fields(find_all(rows, event="check"), "verdict") == ["out_of_sync"] * 3
         assert list_fields(find_all(rows, event="end"), "exception") == [None]
 

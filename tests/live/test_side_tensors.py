@@ -131,7 +131,7 @@ def test_zeros_that_are_no_mask(syncheck_rank: Any, change: str) -> None:
                 model.last.weight.add_(0.1)
     report = all_pass(each_rank(check, wrapper, optimizer))
     assert report.verdict == "out_of_sync"
-    assert "SYN226" not in set(list_codes(report.groups[0].findings))
+    assert "SYN226" not in list_codes(report.groups[0].findings)
 
 
 def add_queue(model: Net) -> Callable[[int], None]:

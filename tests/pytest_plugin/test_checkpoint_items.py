@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
@@ -86,7 +87,7 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
         (tmp_path, ["--collect-only", "-q", "--syncheck", "history/ddp/step_2"]),
     )
     items = ("parameters", "bn-stats", "values")
-    ids = [f"history/ddp::ddp-step-{step}::{item}" for step in (2, 10) for item in items]
+    ids = [f"history/ddp::ddp-step-{step}::{item}" for step, item in product((2, 10), items)]
     assert both.lines[:6] == ids
     assert "6 tests collected" in both.out
     assert first.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
@@ -161,13 +162,13 @@ def test_junit_has_the_numbers(drifted: Path) -> None:
             for case in ET.parse(drifted / name).getroot().findall(".//testcase")
         }
         assert set(cases) == {
-            (f"ckpts.{run}", item) for run in ("ddp", "ddp-syncbn") for item in ("parameters", "bn-stats")
+            (f"ckpts.{run}", item) for run, item in product(("ddp", "ddp-syncbn"), ("parameters", "bn-stats"))
         }
         failed, passed = cases["ckpts.ddp", "bn-stats"], cases["ckpts.ddp-syncbn", "bn-stats"]
         properties = {each.get("name"): each.get("value") for each in failed.findall(".//property")}
         assert properties.pop("syncheck_notes") == str(KINDS_GUESSED)
         assert properties.pop("syncheck_worst") in {
-            f"layer{i}.bn.{source_value}" for i in range(2) for source_value in BN
+            f"layer{i}.bn.{source_value}" for i, source_value in product(range(2), BN)
         }
         assert properties == {
             "syncheck_verdict": "out_of_sync",

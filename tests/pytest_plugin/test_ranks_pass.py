@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from support.listings import find_all, find_texts, list_fields
+from support.listings import find_all, find_texts, list_fields, read_json_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,7 +141,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def entries(done: tuple[Path, str]) -> list[dict[str, Any]]:
     """Return the records of the tests."""
-    records = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
+    records = read_json_lines(done[0] / "log.jsonl")
     return [entry | {"test": entry["test"].partition("::")[2]} for entry in records]
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import shutil
 from collections import OrderedDict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_chunks_equal_a_file(tmp_path: Path) -> None:
     torch.save({"a": a, "b": b}, tmp_path / "whole.pth")
     chunks: dict[str, Any] = {
         "a": (a, [((0, 0), (5, 3)), ((0, 3), (5, 1))]),
-        "b": (b, [((i, j, 0), (3, 2, 2)) for i in (0, 3) for j in (0, 2, 4)]),
+        "b": (b, [((i, j, 0), (3, 2, 2)) for i, j in product((0, 3), (0, 2, 4))]),
     }
     folder = assemble(tmp_path / "chunks", chunks)
     assert torch.equal(load(folder, {"b": torch.zeros(6, 6, 2)})["b"], b)  # torch takes the folder for one of its own

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.checkpoints import network, save_pth, save_safetensors
-from support.listings import find_texts
+from support.listings import find_texts, list_fields
 from support.states import omit
 
 import syncheck
@@ -174,16 +174,14 @@ def test_output_paths(tmp_path: Path) -> None:
     """In an output folder, fingerprints keep the names of their checkpoints and the folders that distinguish them."""
     paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
     chosen = choose_output_paths([syncheck.read(str(path)) for path in paths], "out")
-    assert [output for _, output in chosen] == [
+    assert list_fields(chosen, 1) == [
         "out/node0/rank_0.fingerprint.json",
         "out/node1/rank_1.fingerprint.json",
     ]
     first = syncheck.read(str(paths[0]))
-    assert [output for _, output in choose_output_paths([first], "x.json")] == ["x.json"]
-    assert [output for _, output in choose_output_paths([first], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
-    assert [output for _, output in choose_output_paths([first], str(tmp_path))] == [
-        str(tmp_path / "rank_0.fingerprint.json")
-    ]
+    assert list_fields(choose_output_paths([first], "x.json"), 1) == ["x.json"]
+    assert list_fields(choose_output_paths([first], f"out{os.sep}"), 1) == ["out/rank_0.fingerprint.json"]
+    assert list_fields(choose_output_paths([first], str(tmp_path)), 1) == [str(tmp_path / "rank_0.fingerprint.json")]
 
 
 def test_digests_do_not_depend_on_the_layout(tmp_path: Path) -> None:

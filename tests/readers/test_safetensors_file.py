@@ -78,7 +78,7 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name, header, data, length, message", DEFECTS, ids=[defect[0] for defect in DEFECTS])
+@pytest.mark.parametrize("name, header, data, length, message", DEFECTS, ids=list_fields(DEFECTS, 0))
 def test_every_defect_has_a_line(
     tmp_path: Path, name: str, header: Any, data: bytes, length: int | None, message: str
 ) -> None:

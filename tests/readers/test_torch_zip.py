@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.checkpoints import Call, Global, _Stored, save_pth, save_safetensors
 from support.dcp_folders import assemble
-from support.listings import list_codes, list_fields, map_fields
+from support.listings import list_codes, list_fields, list_rank_files, map_fields
 from support.states import pick
 from support.strategies import found_in, from_bytes, loaded, noise
 
@@ -112,7 +112,7 @@ def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None
             "meta": torch.zeros(size, device="meta"),
         }
         torch.save({"w": torch.ones(2), **outlier}, tmp_path / f"m_rank{rank}.pth")
-    paths = [tmp_path / f"m_rank{rank}.pth" for rank in range(3)]
+    paths = list_rank_files(tmp_path, "m_rank{}.pth", 3)
     assert all(syncheck.read(str(paths[0])).tensors[name].refused for name in outlier)
     equal = syncheck.compare(paths[0], paths[2])
     components = 2 + 3 + 3 + 1  # of coo, csr, bsr and q

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from support.groups import make_finding, make_group
 from support.groups import text as message_of
-from support.listings import find_first, find_texts, list_names, measure_width
+from support.listings import find_first, find_texts, list_absent, list_names, list_starts, measure_width
 from support.real_runs import FIXTURES, REAL, compare_real_runs
 
 import syncheck
@@ -60,7 +60,7 @@ def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> No
     assert "…" not in drawn
     names = set(list_names(report.tensors))
     first_column = "".join(line.split()[0] for line in drawn.splitlines() if line.split())
-    assert all(name in first_column for name in names)
+    assert not list_absent(first_column, names)
 
 
 def test_terminal_ignores_markup_from_files(hostile: Report) -> None:
@@ -136,7 +136,7 @@ def test_long_names_of_runs_have_their_own_line(report: Report, width: int) -> N
     table = drawn.split("\n\n")[1].splitlines()  # below the first line
     assert measure_width(table) <= width
     starts = find_texts(table, start=name)
-    assert [line.split("  ")[0] for line in starts] == list_names(runs)
+    assert list_starts(starts, "  ") == list_names(runs)
     assert "\uf8ff" not in drawn
     assert table[0].split()[0] == "run"
 

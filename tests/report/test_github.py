@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import HOSTILE, hostile
-from support.listings import find_all, list_names
+from support.listings import find_all, is_printable, join_fields, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -64,7 +64,7 @@ def test_a_real_comparison() -> None:
     finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
     assert f"\n{finding_text.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
-    paths = [replica.path for group in report.groups for replica in group.replicas]
+    paths = list_fields(join_fields(report.groups, "replicas"), "path")
     assert local[1]["file"] in paths
     assert re.search(r"\n- layer3\.0\.bn1\.running_var: 16 of 16, max abs 0\.0379, max rel 4\.67%, max ulp ", local[2])
     (local_finding,) = find_all(report.findings, code="SYN201")
@@ -77,7 +77,7 @@ def test_in_sync_has_no_annotation(tmp_path: Path) -> None:
         save_pth(tmp_path / f"rank{rank}.pth", changed(network(), "running_mean", by=rank))
     for allow, levels in ((("SYN201",), ["warning"]), ((), ["error"])):
         drawn = github.render(syncheck.compare(tmp_path, options=syncheck.Options(allow=allow)))
-        assert [command[0] for command in commands(drawn)] == levels
+        assert list_fields(commands(drawn), 0) == levels
     save_pth(tmp_path / "rank1.pth", network())
     assert commands(github.render(syncheck.compare(tmp_path))) == []
 
@@ -101,7 +101,7 @@ def test_information_and_undecided_groups() -> None:
     in_sync = replace(group, verdict="in_sync", findings=(replace(group.findings[0], code="SYN104", severity="info"),))
     undecided = replace(group, name="other", run="other", verdict="undecided", findings=())
     parsed = commands(github.render(Report("in_sync", (in_sync, undecided))))
-    assert [command[0] for command in parsed] == ["warning", "notice"]
+    assert list_fields(parsed, 0) == ["warning", "notice"]
     assert parsed[0][2] == "other"
 
 
@@ -114,7 +114,7 @@ def test_no_more_than_github_shows(many: int) -> None:
         replace(first, run=f"{first.run}x", findings=(replace(group.findings[0], allowed=True),)) for first in groups
     )
     parsed = commands(github.render(Report("out_of_sync", groups + allowed)))
-    assert [command[0] for command in parsed] == ["error"] * 10 + ["warning"] * 10
+    assert list_fields(parsed, 0) == ["error"] * 10 + ["warning"] * 10
     for last in (parsed[9], parsed[19]):
         hidden = re.fullmatch(r"syncheck: (\d+) more", last[1]["title"])
         assert (int(hidden[1]) if hidden else 1) == many - 9
@@ -133,9 +133,9 @@ def test_errors_come_first() -> None:
 def test_names_cannot_add_commands(name: str) -> None:
     """With every hostile name the runner parses the same commands with the same properties."""
     drawn = github.render(hostile(name))
-    assert all(c.isprintable() or c == "\n" for c in drawn)
+    assert is_printable(drawn)
     parsed, calm = commands(drawn), commands(github.render(hostile("calm")))
-    assert [command[0] for command in parsed] == [command[0] for command in calm]
+    assert list_fields(parsed, 0) == list_fields(calm, 0)
     for command, expected in zip(parsed, calm, strict=True):
         assert set(command[1]) in ({*expected[1]}, {*expected[1]} - {"file"})
         assert ("file" in command[1]) or not name.strip()

@@ -13,7 +13,7 @@ import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import HOSTILE
 from support.large import group, tensor
-from support.listings import measure_width
+from support.listings import is_printable, measure_width
 from support.states import omit_prefixes
 
 import syncheck
@@ -101,7 +101,7 @@ def test_names_in_a_history_are_escaped(name: str) -> None:
     drawn = plain.render(text.overview(output, 0))
     calm = plain.render(text.overview(report(make_history(0.5, 0.5)), 0))
     assert drawn.count("\n") == calm.count("\n")
-    assert all(c.isprintable() or c == "\n" for c in drawn)
+    assert is_printable(drawn)
     assert len(failure.message(output)) < 5_000
     ET.fromstring(junit.render(output))
 

@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import changed, network, save_pth, save_safetensors
 from support.groups import make_finding
 from support.hostile_report import HOSTILE, hostile
-from support.listings import list_codes, list_fields, list_names
+from support.listings import is_printable, list_codes, list_fields, list_names
 from support.real_runs import REAL, compare_real_runs
 
 import syncheck
@@ -161,7 +161,7 @@ def test_options_that_exclude_all_tensors(tmp_path: Path) -> None:
     report = syncheck.compare(tmp_path, options=syncheck.Options(include=("nothing*",)))
     root = parse(junit.render(report))
     agree(report, root)
-    assert [case for _, case in results_by_case(root)] == ["tensors"]
+    assert list_fields(results_by_case(root), 1) == ["tensors"]
 
 
 def test_missing_checksums(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_names_cannot_break_the_document(name: str) -> None:
     shape = [(element.tag, *sorted(element.attrib)) for element in root.iter()]
     assert shape == [(element.tag, *sorted(element.attrib)) for element in calm.iter()]
     for element in root.iter():
-        assert all(c.isprintable() or c == "\n" for c in element.text or "")
+        assert is_printable(element.text or "")
         assert all(c.isprintable() for value in element.attrib.values() for c in value)
     if len(name) < 100 and name.isprintable():
         assert name in root[0].attrib["name"]

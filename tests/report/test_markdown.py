@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt  # a dependency of rich
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import HOSTILE, hostile
-from support.listings import find_all, find_texts, list_fields, list_names
+from support.listings import find_all, find_texts, is_printable, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -102,7 +102,7 @@ def test_allowed_findings_and_unreadable_files(tmp_path: Path) -> None:
 def test_names_are_escaped(name: str) -> None:
     """With every hostile name the page has the same blocks, and special characters are in code spans only."""
     page = markdown.render(hostile(name))
-    assert all(c.isprintable() or c == "\n" for c in page)
+    assert is_printable(page)
     tokens, calm = parse(page), parse(markdown.render(hostile("calm")))
     inner = {"text", "code_inline"}
     # No additional heading, list, table, rule or paragraph.

@@ -6,13 +6,14 @@ import os
 import re
 from dataclasses import replace
 from html import unescape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.browser import opened
 from support.large import group, names, report, tensor
-from support.listings import find_texts
+from support.listings import find_texts, list_fields
 from support.real_runs import FIXTURES, compare_real_runs
 
 import syncheck
@@ -44,7 +45,7 @@ def test_without_javascript() -> None:
     """Without JavaScript the page has the verdict, the findings, and the worst 200 tensors."""
     page = html.render(report(1200), "0")
     output = rows(page)
-    assert [row[0] for row in output] == names(1200)[: -1 - html.MOST_ROWS : -1]
+    assert list_fields(output, 0) == names(1200)[: -1 - html.MOST_ROWS : -1]
     assert {tuple(row[1:4]) for row in output} == {("parameter", "0-6 | 7", "12 of 262144")}
     assert "... and 1000 more" in page
     assert "<h1>OUT OF SYNC</h1>" in page
@@ -108,7 +109,7 @@ def test_filter_and_order_from_the_url(tmp_path: Path) -> None:
     with opened(path, "#filter=ATTN+layers.7.&sort=max+abs") as (page, messages):
         text = page.content()
         assert messages == []
-    assert [row[0] for row in rows(text)] == [n for n in names(50_000) if "attn" in n and ".layers.7." in n]
+    assert list_fields(rows(text), 0) == [n for n in names(50_000) if "attn" in n and ".layers.7." in n]
     assert "4 of 50000 tensors" in text
     assert 'aria-sort="ascending"' in text
 
@@ -122,7 +123,7 @@ def test_hostile_names_in_a_browser(tmp_path: Path) -> None:
         text = page.content()
         assert messages == []
     assert "<img" not in text
-    assert [row[0] for row in rows(text)] == [f"{HOSTILE}{i}".replace("\u2028", "\\u2028") for i in range(200)]
+    assert list_fields(rows(text), 0) == [f"{HOSTILE}{i}".replace("\u2028", "\\u2028") for i in range(200)]
 
 
 def center(page: Any, selector: str) -> tuple[float, float]:
@@ -143,7 +144,7 @@ def test_sorting_filtering_and_paging(tmp_path: Path) -> None:
         page.locator(".tensors button", has_text="Next").click()
         text, url = page.content(), page.url
         assert messages == []
-    assert [row[0] for row in rows(text)] == find_texts(names(1800), "norm")[200:400]
+    assert list_fields(rows(text), 0) == find_texts(names(1800), "norm")[200:400]
     assert "600 of 1800 tensors, page 2 of 3" in text
     assert url.endswith("#filter1=norm&sort1=max+abs")
 
@@ -231,9 +232,7 @@ KINDS = ("runs", "stale", "models", "layouts", "in-sync")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "width"), [*((kind, width) for kind in KINDS for width in (400, 1280)), ("stale", 1920)]
-)
+@pytest.mark.parametrize(("kind", "width"), [*product(KINDS, (400, 1280)), ("stale", 1920)])
 def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
     """Every control can be used without an error, and the page is never wider than the window."""
     context = {"permissions": ["clipboard-read", "clipboard-write"]} if width == 1280 else {}

@@ -58,7 +58,7 @@ def are_equal(tensors: Iterable[Any], expected: Iterable[Any]) -> bool:
     return all(tensor.equal(other) for tensor, other in zip(tensors, expected, strict=True))
 
 
-def copy_parameters(model: Any) -> list[Any]:
+def clone_parameters(model: Any) -> list[Any]:
     """Return copies of a model's parameters, without their graph."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
     with Files(jobs=jobs) as files:
         assigned = blocks.run_in_shares(tensors, files, lambda share, _: list(share))
     assert len(assigned) == jobs
-    assert sorted(block for share in assigned for block in share) == list(ranges(tensors))
+    assert sorted(chain.from_iterable(assigned)) == list(ranges(tensors))
     assert sum(count for share in assigned for _, count in share) == ELEMENTS
 
 
@@ -178,10 +179,10 @@ def test_files_make_room_for_other_descriptors(tmp_path: Path) -> None:
         used = len(os.listdir("/proc/self/fd")) - 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
         try:
-            values = [bytes(files.read(t, 0, 4, 0)) for t in tensors for files in (first, second)]
+            values = [bytes(files.read(t, 0, 4, 0)) for t, files in product(tensors, (first, second))]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert values == [np.full(4, i, np.float32).tobytes() for i in range(12) for _ in range(2)]
+    assert values == [np.full(4, i, np.float32).tobytes() for i, _ in product(range(12), range(2))]
 
 
 def test_excessive_number_of_threads(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.bench_rows import MACHINE, epoch, record, row
-from support.listings import index_by, list_fields, list_names
+from support.listings import index_by, list_fields, list_names, list_starts
 from support.namespaces import two_hosts
 from support.programs import children
 from support.started import ROOT, alive, wait_for
@@ -98,7 +98,7 @@ def test_a_narrow_table_has_parts() -> None:
     parts = [part.splitlines() for part in as_text(rows, MACHINE, width=80).split("\n\n")[1:-1]]
     assert len(parts) == 3
     assert all(len(line) <= 80 for part in parts for line in part)
-    assert all([line.split()[0] for line in part] == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
+    assert all(list_starts(part) == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
     (wide,) = (part.splitlines() for part in as_text(rows, MACHINE, width=200).split("\n\n")[1:-1])
     assert [cell for part in parts for cell in part[2].split()[1:]] == wide[2].split()[1:]
 
@@ -257,8 +257,8 @@ def test_measures_parts_and_overhead(programs: Programs) -> None:
     """`parts` measures the parts of a ddp step, and `overhead` compares the trainer with a bare loop."""
     done = programs.run(*MEASURE, "parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()][3] == "2 processes, DDP"
+    assert list_starts(done.stdout.splitlines(), "  ")[3] == "2 processes, DDP"
     done = programs.run(*MEASURE, "overhead", "--rounds", 2, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["single", "ddp"]
+    assert list_starts(done.stdout.splitlines(), ":") == ["single", "ddp"]
     assert done.stdout.count("2 pairs of epochs of 4 steps") == 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.listings import find_all, list_codes, list_fields, list_files
+from support.listings import find_all, list_codes, list_fields, list_files, read_json_lines
 from support.scenarios import SMALL, run, tensors
 from support.states import list_differing
 
@@ -71,7 +70,7 @@ def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: 
 
     with make_recorder(settings, RankContext(), "none") as recorder:
         train(settings, RankContext(), recorder)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "single" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_json_lines(tmp_path / "logs" / "single" / "metrics.jsonl")
     epochs = find_all(lines, event="epoch")
     assert steps == [line["step"] for line in epochs if line["best"]]
     best = tmp_path / "best" / "single" / "rank_0.pth"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support.listings import list_fields
+from support.listings import list_fields, read_files
 from support.scenarios import SMALL, load, run, tensors
 from support.states import list_differing
 
@@ -82,9 +82,9 @@ def test_the_first_save_replaces_the_earlier_run(tmp_path: Path) -> None:
     ctx = RankContext()
     settings = replace(SINGLE, out=tmp_path, save_every=1)
     assert train(settings, ctx, Recorder()).replaced == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
+    before = read_files(tmp_path.rglob("*.pth"))
     prepare(settings, ctx)  # all that a run does before its first step
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == before
+    assert read_files(tmp_path.rglob("*.pth")) == before
     result = train(replace(settings, save_every=None, max_steps=2), ctx, Recorder())
     assert result.replaced == len(before) == 4
     assert files(tmp_path) == ["single_rank0.pth"]
@@ -161,7 +161,7 @@ def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monk
     """If rank 1 cannot write, all ranks raise the same error, and the files of the earlier run stay unchanged."""
     settings = replace(SMALL, out=syncheck_rank.shared)
     run(ctx, settings)
-    before = {path: path.read_bytes() for path in settings.out.iterdir()}
+    before = read_files(settings.out.iterdir())
     syncheck_rank.barrier()
     if ctx.rank == 1:
         fill_disk(monkeypatch)
@@ -169,7 +169,7 @@ def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monk
     with pytest.raises(UserError, match=rf"^rank 1: cannot write {path}: No space left on device$"):
         run(ctx, settings)
     syncheck_rank.barrier()
-    assert {path: path.read_bytes() for path in settings.out.iterdir()} == before
+    assert read_files(settings.out.iterdir()) == before
 
 
 def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:

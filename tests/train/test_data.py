@@ -91,7 +91,7 @@ def test_shares_make_up_the_global_batch(world_size: int) -> None:
         parts = [batches[step] for batches in split]
         assert sorted(chain(*parts)) == sorted(batch)
         assert measure_width(parts) - min(map(len, parts)) <= 1
-    assert len({index for batch in complete for index in batch}) == 100
+    assert len(set(chain.from_iterable(complete))) == 100
 
 
 def test_shares_equal_distributed_sampler() -> None:
@@ -131,7 +131,7 @@ def test_the_remainder_is_a_batch_only_if_kept(*, keep_last: bool, sizes: list[i
     assert list_fields(samplers, "sizes") == [sizes] * 2
     batches = [a + b for a, b in zip(*map(list, samplers), strict=True)]
     assert [len(batch) for batch in batches] == sizes
-    assert len({index for batch in batches for index in batch}) == sum(sizes)
+    assert len(set(chain.from_iterable(batches))) == sum(sizes)
 
 
 @pytest.mark.syncheck(ranks=2)

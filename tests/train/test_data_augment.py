@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_small_images_are_shifted_less() -> None:
     pixels[:, :, 4, 4] = 9
     moved = BasicAugment(0, flip=False).shift_and_flip(pixels, torch.arange(50), 0)
     positions = {tuple(index[2:]) for index in moved.nonzero().tolist()}
-    assert positions == {(y, x) for y in (3, 4, 5) for x in (3, 4, 5)}
+    assert positions == set(product((3, 4, 5), repeat=2))
 
 
 def test_the_test_set_is_never_augmented() -> None:
@@ -249,7 +250,7 @@ def test_seeds_are_scattered() -> None:
     states = np.array([(1234567 + 0x9E3779B97F4A7C15 * n) % 2**64 for n in range(3)], np.uint64)
     # The first outputs for the seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64.
     assert scrambled(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    seeds = {mixed(seed, rank) for seed in range(30) for rank in range(30)}
+    seeds = {mixed(seed, rank) for seed, rank in product(range(30), range(30))}
     assert len(seeds) == 900
     assert mixed(1, 2) != mixed(2, 1)
     assert len(set(mixed_each(mixed(0, 0), np.arange(1000)).tolist())) == 1000

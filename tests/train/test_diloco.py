@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
-from support.listings import list_codes
+from support.listings import list_codes, list_rank_files
 from support.scenarios import SMALL, differing, load, run, trained
 from support.states import find_largest_difference
 
@@ -89,7 +89,7 @@ def test_ranks_are_equal_at_outer_steps(ctx: RankContext, syncheck_rank: Rank) -
     run(ctx, replace(DILOCO, momentum=0.0, max_steps=7, save_every=1, out=out))
     verdicts = []
     for step in range(1, 8):
-        pair = [out / "history" / "diloco" / f"step_{step}" / f"rank_{rank}.pth" for rank in range(2)]
+        pair = list_rank_files(out / "history" / "diloco" / f"step_{step}", "rank_{}.pth", 2)
         assert load(pair[1])["syncheck"]["averaging"] == {
             "period": 3,
             "warmup_steps": 0,
@@ -104,5 +104,5 @@ def test_ranks_are_equal_at_outer_steps(ctx: RankContext, syncheck_rank: Rank) -
             torch.save(content, out / "changed_rank1.pth")
             (group,) = syncheck.compare(pair[0], out / "changed_rank1.pth").groups
             assert group.verdict == "out_of_sync"
-            assert "SYN241" not in set(list_codes(group.findings))
+            assert "SYN241" not in list_codes(group.findings)
     assert verdicts == [["SYN241"], ["SYN241"], [], ["SYN241"], ["SYN241"], [], ["SYN241"]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.listings import find_all
+from support.listings import find_all, list_rank_files
 from support.scenarios import SMALL, load, run, trained, widest_gap
 from support.states import list_differing
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def test_files_compare_equal_in_both_formats(tmp_path: Path) -> None:
     values = load_file(flat)  # always contiguous in safetensors
     assert not list_differing(state, values)
     assert is_nhwc(state["conv2.weight"])
-    pair = [tmp_path / f"pair_rank{rank}.pth" for rank in range(2)]
+    pair = list_rank_files(tmp_path, "pair_rank{}.pth", 2)
     torch.save({"model": to_channels_last(state)}, pair[0])
     torch.save({"model": {name: t.contiguous() for name, t in state.items()}}, pair[1])
     counts = syncheck.compare(*pair).groups[0].counts

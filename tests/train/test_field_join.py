@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -95,7 +96,7 @@ def train_by_hand(settings: Settings, ranks: int) -> nn.Module:
     )
     train = load_data("digits", None, settings.limit_train).train
     pairs = [train[i] for i in range(len(train))]
-    x, y = torch.stack([a for a, _ in pairs]), torch.tensor([int(b) for _, b in pairs])
+    x, y = torch.stack(list_fields(pairs, 0)), torch.tensor([int(b) for _, b in pairs])
     per_epoch = -(-len(x) // settings.batch_size)
     for step in range(settings.epochs * per_epoch):
         start = step % per_epoch * settings.batch_size
@@ -152,7 +153,7 @@ def test_every_sample_is_used_once(samples: int, ranks: int) -> None:
         batches = list(sampler)
         assert len(batches) == len(sampler) == len(sampler.sizes) <= sampler.longest
         assert rank > 0 or len(batches) == sampler.longest
-        indices += [index for batch in batches for index in batch]
+        indices += list(chain.from_iterable(batches))
         sampler.set_epoch(2, 1)
         assert list(sampler) == batches[1:]
     assert sorted(indices) == list(range(samples))

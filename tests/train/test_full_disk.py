@@ -65,9 +65,9 @@ def test_a_read_only_disk(programs: Programs, disk: Path) -> None:
     arguments = ("--width", 4, "--max-steps", 400, "--save-every", 50, "--progress", "none", "--timeout", 30)
     process = programs.start(*TRAIN, "--spawn", 2, *arguments, "--out", disk / "ckpts")
     history = disk / "ckpts" / "history" / "ddp"
-    wait_for(lambda: (history / "step_100" / "rank_1.pth").exists(), timeout=60)
+    wait_for((history / "step_100" / "rank_1.pth").exists, timeout=60)
     # Retry, because the remount fails during a write.
-    wait_for(lambda: make_read_only(disk))
+    wait_for(make_read_only, disk)
     run = programs.finish(process)
     assert not alive(process)
     assert run.returncode == 2

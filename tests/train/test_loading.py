@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,7 +43,7 @@ def test_workers_load_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT], ids=attrgetter("name"))
 def test_workers_end_with_their_rank(programs: Programs, signal_number: signal.Signals) -> None:
     """If a rank is killed, or interrupted at its terminal, all its workers end too."""
     process = programs.start(*TRAIN, "--width", 4, "--epochs", 1000, "--workers", 2, "--log-interval", 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.listings import list_fields
+from support.listings import list_fields, list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,7 +154,7 @@ def test_without_buffer_sync_statistics_are_unsynchronized(ctx: RankContext, syn
         run(ctx, settings)
         folder = settings.out / "history" / settings.run / "step_19"
         before = measure_drift(folder / "rank_0.pth", folder / "rank_1.pth")
-        after = measure_drift(*(settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
+        after = measure_drift(*list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2))
         similarity[sync] = torch.cosine_similarity(before, after, dim=0).item()
     assert similarity[False] > 0.7  # nine tenths of the drift remain, and one step is added
     assert abs(similarity[True]) < 0.6  # each drift comes from one step only, so the two are unrelated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.scenarios import SMALLEST
+from support.states import count_elements
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,7 +20,7 @@ def count_parameters(name: str, channels: int = 3, classes: int = 10, **options:
     """Return the number of parameters of a model, without allocating it."""
     with torch.device("meta"):
         model = build_model(name, channels, classes, options.pop("width", None), **options)
-    return sum(p.numel() for p in model.parameters())
+    return count_elements(model.parameters())
 
 
 SHALLOW = ("convnet", "mnist_convnet")  # no stages
@@ -200,4 +201,4 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
         return
     inner = sum(p.numel() for block in blocks for p in block.parameters())
     assert len(blocks) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
-    assert inner > 0.8 * sum(p.numel() for p in model.parameters())
+    assert inner > 0.8 * count_elements(model.parameters())

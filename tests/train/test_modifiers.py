@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.listings import list_codes, list_fields
+from support.listings import list_codes, list_fields, list_rank_files
 from support.scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
 from support.states import find_largest_difference
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def test_mp_policy_gathers_bfloat16(
     assert dtypes == {"activation": {torch.bfloat16}, "weight": {torch.bfloat16}}
     mine, amp = whole_state(job), whole_state(trained(ctx, replace(settings, mp_policy=False, amp="bf16")))
     assert find_largest_difference(amp, mine) < 1e-3  # measured: 0
-    paths = [settings.out / f"{method}-mp-bf16_rank{rank}.pth" for rank in range(2)]
+    paths = list_rank_files(settings.out, f"{method}-mp-bf16_rank{{}}.pth", 2)
     assert set(list_fields(tensors(paths[0]).values(), "dtype")) == {torch.float32}
     (group,) = syncheck.compare(*paths).groups
     assert group.verdict == ("in_sync" if method == "replicate" else "undecided")
@@ -229,7 +229,7 @@ def test_zero_partitions_the_optimizer(ctx: RankContext, syncheck_rank: Rank) ->
     """Each parameter's optimizer state is in exactly one rank's file, by name, and syncheck reports it as sharded."""
     settings = replace(SMALL, method="zero", optimizer="adamw", lr=0.005, sync_bn=True, out=syncheck_rank.shared)
     run(ctx, settings)
-    paths = [settings.out / f"zero-syncbn_rank{rank}.pth" for rank in range(2)]
+    paths = list_rank_files(settings.out, "zero-syncbn_rank{}.pth", 2)
     names = []
     for path in paths:
         content = load(path)
@@ -254,7 +254,7 @@ def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) ->
     run(ctx, replace(SMALL, method="localsgd", model="convnet", width=None, max_steps=14, save_every=1, out=out))
     agree, last = [], []
     for step in range(1, 15):
-        pair = [out / "history" / "localsgd" / f"step_{step}" / f"rank_{rank}.pth" for rank in range(2)]
+        pair = list_rank_files(out / "history" / "localsgd" / f"step_{step}", "rank_{}.pth", 2)
         if not any(not name.startswith("optimizer.") for name in differing(*pair)):
             agree.append(step)
         averaging = load(pair[1])["syncheck"]["averaging"]

@@ -116,7 +116,7 @@ def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
     run(ctx, clean)
     group = compare_last(clean)
     assert (group.verdict, list_codes(group.findings)) == ("in_sync", ["SYN104"])
-    identical = {name for name in group.evidence.names if name not in set(list_names(group.tensors))}
+    identical = {name for name in group.evidence.names if name not in list_names(group.tensors)}
     states = {f"optimizer.embed.weight.{state}" for state in ("exp_avg", "exp_avg_sq", "step")}
     assert identical == {"embed.weight", *states}
     _, refused = find_replicas([str(clean.out)])

@@ -10,6 +10,7 @@ import torch
 from support.listings import find_all, list_codes
 from support.resumed import assert_bitwise
 from support.scenarios import NEEDS_FSDP, run, trained, whole_state
+from support.states import clone_parameters
 
 import syncheck
 from train.engine import prepare
@@ -141,7 +142,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(ctx: RankContext) 
     """With fp16, an infinite gradient of one rank's shard leaves all weights unchanged and halves all scales."""
     job = prepare(replace(GPT, amp="fp16", max_steps=1, grad_clip=None, accumulate=1), ctx)
     trainer, method = job.trainer, job.trainer.method
-    before, backward = [p.detach().clone() for p in method.module.parameters()], method.backward
+    before, backward = clone_parameters(method.module), method.backward
 
     def overflow(loss: Tensor) -> None:
         backward(loss)

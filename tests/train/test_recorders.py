@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.listings import find_all, find_texts, list_fields
+from support.listings import find_all, find_texts, list_fields, read_json_lines
 from support.resumed import TINY, Crash, Stops
 from support.scenarios import SMALL, fsdp, load
 from support.started import ROOT
@@ -58,7 +58,7 @@ def run(settings: Settings, ctx: RankContext | None = None) -> Result:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_json_lines(path)
 
 
 @pytest.fixture

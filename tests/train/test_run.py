@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support.listings import list_fields, list_files
+from support.listings import list_fields, list_files, list_starts
 from support.scenarios import differing, load
 
 from train.engine import train
@@ -127,7 +127,7 @@ def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProc
     """The README's command trains ddp on two processes, saves the files of both, and prints only on rank 0."""
     run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
     assert (run.returncode, run.stderr) == (0, "")
-    assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["ddp", "ddp", "ddp", "saved 6 files"]
+    assert list_starts(run.stdout.splitlines(), ":") == ["ddp", "ddp", "ddp", "saved 6 files"]
     a = tmp_path / "ckpts" / "ddp_rank0.pth"
     b = tmp_path / "ckpts" / "ddp_rank1.pth"
     assert load(a)["step"] == 88

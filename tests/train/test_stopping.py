@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import read_json_lines
 from support.resumed import TINY, differences, resume, state_of, whole
 from support.scenarios import load
 
@@ -150,10 +150,7 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
     mine, reference = (state_of(RankContext(), run, 8) for run in runs.values())
     assert differences(mine["model"], reference["model"]) == []
     assert mine["rng"]["torch"].equal(reference["rng"]["torch"])
-    lines = {
-        name: [json.loads(line) for line in (tmp_path / name / "single" / "metrics.jsonl").read_text().splitlines()]
-        for name in runs
-    }
+    lines = {name: read_json_lines(tmp_path / name / "single" / "metrics.jsonl") for name in runs}
     retained = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
     scores = {name: [[r.get(key) for key in retained] for r in lines[name] if r["event"] != "start"] for name in runs}
     assert scores["parts"] == scores["once"]

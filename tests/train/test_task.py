@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.listings import find_all
+from support.listings import find_all, read_json_lines
 from support.programs import TRAIN
 from support.scenarios import trained
 
@@ -66,7 +65,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_json_lines(path)
 
 
 def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> None:

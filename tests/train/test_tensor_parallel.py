@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,6 +35,8 @@ def test_clipping_on_one_tensor_parallel_rank(programs: Programs, tmp_path: Path
             assert group.verdict == "in_sync"
             continue
         parameters = {name for name in failing[0].tensors if not name.startswith("optimizer.")}
-        wrong = {f"{i}.{name}" for i in (0, 1) for name in ("mlp_norm.weight", "mlp_norm.bias", "mlp.down_proj.bias")}
+        wrong = {
+            f"{i}.{name}" for i, name in product((0, 1), ("mlp_norm.weight", "mlp_norm.bias", "mlp.down_proj.bias"))
+        }
         assert parameters == wrong
         assert set(list_fields(find_all(group.tensors, out_of_sync=True), "clusters")) == {((0, 2), (1, 3))}

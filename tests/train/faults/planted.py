@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from support.listings import find_texts, list_codes
+from support.listings import find_texts, list_codes, list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors
 from support.states import add_prefix
 
@@ -110,7 +110,7 @@ def train_clean(ctx: RankContext, settings: Settings) -> tuple[Path, set[str]]:
     key = replace(settings, out=DEFAULT.out)
     if not all(ctx.gather(key in CLEAN_RUNS)):
         run(ctx, settings)
-        files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]
+        files = list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2)
         CLEAN_RUNS[key] = files[0], differing(*files)
     return CLEAN_RUNS[key]
 
@@ -119,7 +119,7 @@ def check_report(report: Report, code: str) -> None:
     """Check that a report is out of sync, and has this finding if a rule exists for the code."""
     assert report.verdict == "out_of_sync"
     codes = set(list_codes(report.findings))
-    if code in set(list_codes(RULES)):
+    if code in list_codes(RULES):
         assert codes & EQUIVALENT_CODES.get(code, {code}), codes
 
 

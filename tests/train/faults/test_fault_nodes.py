@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import QUIET, check_report, optimizer_names, parameters
+from support.listings import list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
@@ -24,7 +25,7 @@ FAULT = "differs-by-node"
 
 def files(settings: Settings) -> list[Path]:
     """Return the files of four ranks."""
-    return [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(4)]
+    return list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 4)
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import NEEDED_OPTIONS, QUIET, differing_tensors
-from support.listings import list_codes, list_fields
+from support.listings import list_codes, list_fields, list_rank_files
 from support.scenarios import run, tensors
 
 import syncheck
@@ -47,7 +47,7 @@ SUSPECTS = {
 def train_files(ctx: RankContext, settings: Settings) -> list[Path]:
     """Train, and return the file of each rank."""
     run(ctx, settings)
-    return [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(ctx.world_size)]
+    return list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", ctx.world_size)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     assert pair.clean_differences == set()
     block = load(pair.good)["syncheck"]
     ids = [block["optimizer_parameters"].index(name) for name in ("fc.1.weight", "fc.1.bias")]
-    moments = {f"optimizer.{i}.{state}" for i in ids for state in ("exp_avg", "exp_avg_sq")}
+    moments = {f"optimizer.{i}.{state}" for i, state in product(ids, ("exp_avg", "exp_avg_sq"))}
     assert pair.differing == {"fc.1.weight", "fc.1.bias"} | moments
     assert "fc.0.weight" in tensors(pair.good)
 

@@ -16,6 +16,7 @@ import torch
 from planted import QUIET
 from support.listings import measure_width
 from support.scenarios import SMALLEST
+from support.states import clone_parameters
 from torch import nn
 
 from train import faults
@@ -140,7 +141,7 @@ def test_second_model_has_the_same_shapes(name: str) -> None:
     torch.manual_seed(0)
     model = fault.build_model()
     assert isinstance(find_first_layer(model), nn.Embedding if data == "text" else nn.Conv2d)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = clone_parameters(model)
     state = torch.get_rng_state()
     second = fault.build_other_model()
     assert torch.equal(torch.get_rng_state(), state)

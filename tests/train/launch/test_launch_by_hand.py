@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.listings import find_texts, list_fields
 from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
-from support.started import LAUNCHER, alive, free_port, wait_for
+from support.started import LAUNCHER, alive, free_port, is_gone, wait_for
 
 from train.run import main
 
@@ -33,7 +33,7 @@ def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
     """Start all ranks, the last rank first, and wait until all ranks exit."""
     size = ("--world-size", ranks)
     started = [programs.start(*TRAIN, "--rank", rank, *size, *arguments) for rank in reversed(range(ranks))]
-    return [programs.finish(process) for process in reversed(started)]
+    return programs.finish_all(reversed(started))
 
 
 def start_long(programs: Programs, *rendezvous: Any) -> list[subprocess.Popen[str]]:
@@ -90,7 +90,7 @@ def test_trains_with_a_rendezvous_file(shell: Shell) -> None:
         saved = f"saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth{replaced}"
         assert out.splitlines()[1:] == ([saved] if shell.rank == 0 else [])
         assert_trained(shell.folder / "ckpts", 2)
-        wait_for(lambda: not shell.rendezvous_file.exists())
+        wait_for(is_gone, shell.rendezvous_file)
         shell.wait()
 
 
@@ -121,7 +121,7 @@ def test_each_shell_reports_the_error(shell: Shell) -> None:
     """Each rank reports the error in its own shell, and the rendezvous file is removed."""
     code, errors, _ = shell.run("--save-per-rank", "--out", "/dev/null/x")
     assert (code, errors) == (2, ["error: cannot write to --out /dev/null/x: Not a directory"])
-    wait_for(lambda: not shell.rendezvous_file.exists())
+    wait_for(is_gone, shell.rendezvous_file)
 
 
 @RANKS
@@ -140,7 +140,7 @@ def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -
     assert code == 2
     assert line.startswith(f"error: rank 1 was started with {option}={values[1]}, rank 0 with {values[0]}; ")
     assert not (shell.folder / "ckpts").exists()
-    wait_for(lambda: not shell.rendezvous_file.exists())
+    wait_for(is_gone, shell.rendezvous_file)
 
 
 @pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
@@ -172,7 +172,7 @@ def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
     """Ctrl-C in one shell stops all ranks after the same step with the same line, and removes the rendezvous file."""
     zero, first = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(first.pid, signal.SIGINT)
-    runs = [programs.finish(process) for process in (zero, first)]
+    runs = programs.finish_all((zero, first))
     assert list_fields(runs, "returncode") == [130, 130]
     lines = errors(runs)
     assert lines[0] == lines[1]
@@ -202,7 +202,7 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     rendezvous_file = tmp_path / "meeting"
     process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{rendezvous_file}")
     if when == "imports":
-        wait_for(lambda: imports_torch(process.pid))
+        wait_for(imports_torch, process.pid)
     else:
         wait_for(lambda: rendezvous_file.exists() and len(rendezvous_file.read_bytes()) > 0)
     os.kill(process.pid, signal.SIGINT)

@@ -119,7 +119,7 @@ def test_two_agents_restart_after_a_killed_rank(programs: Programs, tmp_path: Pa
     (agent,) = find_all(agents, stdout=with_zero)
     (zero,) = [pid for pid in children(agent.pid) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(zero, signal.SIGKILL)
-    runs = [programs.finish(agent, timeout=90) for agent in agents]
+    runs = programs.finish_all(agents, timeout=90)
     assert list_fields(runs, "returncode") == [0, 0], list_fields(runs, "stderr")
     assert sum(run.stdout.count("saved 2 files") for run in runs) == 1
     assert list_files(tmp_path / "ckpts") == ["ddp_rank0.pth", "ddp_rank1.pth"]
