@@ -150,10 +150,9 @@ def expected(tensor: ReplicatedTensor, tolerance: dict[str, Any]) -> tuple[str, 
 def assert_numbers(diff: syncheck.TensorDiff, tensor: ReplicatedTensor, found: Numbers) -> None:
     """Assert that the reported numbers of a tensor equal the direct computation."""
     ranks = [rank for rank, bits in enumerate(tensor.bits) if bits is not None]
-    assert {frozenset(ranks.index(rank) for rank in is_same) for is_same in diff.clusters} == found.clusters
-    assert [len(is_same) for is_same in diff.clusters] == sorted(
-        (len(is_same) for is_same in diff.clusters), reverse=True
-    )
+    assert {frozenset(map(ranks.index, cluster)) for cluster in diff.clusters} == found.clusters
+    sizes = list(map(len, diff.clusters))
+    assert sizes == sorted(sizes, reverse=True)
     if found.minority or None not in tensor.bits:
         assert diff.minority == tuple(ranks[i] for i in found.minority)
     assert (diff.mismatched, diff.numel) == (found.mismatched, torch.Size(tensor.shape).numel())
@@ -211,7 +210,7 @@ def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: l
             "extent",
         ):
             assert getattr(second, source_value) == getattr(diff, source_value), (name, source_value)
-        clusters = {tuple(sorted(order[rank] for rank in is_same)) for is_same in second.clusters}
+        clusters = {tuple(sorted(map(order.__getitem__, cluster))) for cluster in second.clusters}
         assert clusters == set(diff.clusters)
         assert sorted(order[rank] for rank in second.minority) == list(diff.minority)
         assert {order[rank]: count for rank, count in second.nonfinite.items()} == dict(diff.nonfinite)

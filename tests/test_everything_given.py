@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
-from support.listings import find_texts, join_fields, list_codes, list_fields
+from support.listings import find_first, find_texts, join_fields, list_codes, list_fields
 
 import syncheck
 from syncheck.diagnose import baseline, series
@@ -294,7 +294,7 @@ def test_any_folder(seed: int, tmp_path: Path) -> None:
     intact = victim.read_bytes()
     # One element of one replica.
     step = next(int(part[5:]) for part in victim.parts if part.startswith("step_"))
-    rank = next(replica.rank for g in before.groups for replica in g.replicas if replica.path == str(victim))
+    rank = find_first(join_fields(before.groups, "replicas"), path=str(victim)).rank
     save(str(victim), 2.0**-20, **(metadata(rank, step, 9) if seed % 2 else {}))
     assert syncheck.compare(*settings).exit_code == 1
     # A damaged file.

@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.listings import find_texts, list_fields
+from support.listings import find_texts, join_fields, list_fields
+from support.states import pick
 
 from fuzz import damages
 from fuzz.damages import run_trials
@@ -52,8 +53,11 @@ def test_every_format_is_damaged() -> None:
 
 def read(**changed: Any) -> dict[str, Any]:
     """Return the contents of the damaged file as read by the libraries. None removes a tensor or value."""
-    kinds = {kind: {name: changed.get(name, value) for name, value in INTACT[kind].items()} for kind in INTACT}
-    return {kind: {name: value for name, value in result.items() if value} for kind, result in kinds.items()}
+    kinds = {}
+    for kind, contents in INTACT.items():
+        damaged = contents | pick(changed, contents.keys() & changed.keys())
+        kinds[kind] = {name: value for name, value in damaged.items() if value}
+    return kinds
 
 
 OTHER = ["torch.float32", [2], "others", "other numbers"]
@@ -183,7 +187,7 @@ def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     for read, fault in expected.items():
         monkeypatch.setattr(torch_zip, "read", read)
         trials = run_trials(0, range(4 * len(KINDS)), tmp_path / read.__name__, ["torch-zip"])
-        faults = [result for trial in trials for result in trial.verdict.faults]
+        faults = join_fields(list_fields(trials, "verdict"), "faults")
         assert find_texts(faults, fault), (fault, faults)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, save, save_pth
-from support.listings import find_texts, is_printable, list_absent
+from support.listings import find_texts, is_printable, list_absent, list_fields
 
 from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS
@@ -69,7 +69,7 @@ def test_every_file_extension(cli: Run, tmp_path: Path) -> None:
 
     Only the JSON of this run has histograms, because they are collected for the page.
     """
-    outputs = [argument for extension in EXTENSIONS for argument in ("-o", f"out{extension}")]
+    outputs = [f"--output=out{extension}" for extension in EXTENSIONS]
     assert cli("compare", "run_*.pth", "--format", "github", *outputs).code == 1
     for extension, name in EXTENSIONS.items():
         text = (tmp_path / f"out{extension}").read_text()
@@ -98,8 +98,10 @@ def test_every_format_is_documented() -> None:
     """The section Formats of docs/options.md has a row for each value of --format and for each file extension."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     lines = find_texts(page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines(), start="| ")
-    cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
-    assert {*FORMATS, *EXTENSIONS} - cells == set(), "have no row in the table of docs/options.md, Formats"
+    cells = re.split(r" \| |\| ", "".join(lines))
+    assert {f"`{value}`" for value in (*FORMATS, *EXTENSIONS)} - set(cells) == set(), (
+        "no row in docs/options.md, Formats"
+    )
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
@@ -131,7 +133,7 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
     assert "\n::error::" not in done.out
     if name == "junit":
         root = ET.fromstring(done.out)
-        assert [case.attrib["name"] for case in root.iter("testcase")] == ["parameters"]
+        assert list_fields(list_fields(root.iter("testcase"), "attrib"), "name") == ["parameters"]
         assert "x]]></failure>" in str(root.findtext("testsuite/testcase/failure"))
     if name == "github":
         (line,) = find_texts(done.out.splitlines(), start="::")

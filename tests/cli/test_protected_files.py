@@ -179,8 +179,7 @@ def test_two_outputs_of_one_run_are_different_files(cli: Run, files: dict[str, b
 @pytest.mark.parametrize("folder", ["", "whole/"])
 def test_earlier_outputs_are_replaced(cli: Run, files: dict[str, bytes], folder: str) -> None:
     """Every kind of output replaces an earlier output and an empty file, also in a checkpoint folder."""
-    reports = [f"{folder}report{extension}" for extension in EXTENSIONS]
-    targets = [argument for report in reports for argument in ("-o", report)]
+    targets = [f"--output={folder}report{extension}" for extension in EXTENSIONS]
     for _ in range(2):
         assert cli("compare", *TWO, *targets).code == 0
         assert cli("diff", TWO[0], "other.json", *targets).code == 1

@@ -138,5 +138,5 @@ def test_converging_moments_are_a_single_event() -> None:
             group = step(10 * position + 10, "SYN211")
             steps.append(replace(group, tensors=(*group.tensors, *small_model.moments(cosine=cosine))))
         decided = join_fields(decide_over_steps(steps), "findings")
-        events.append([any(fact.code is Event.CONVERGED for fact in finding.facts) for finding in decided])
+        events.append([Event.CONVERGED in list_codes(finding.facts) for finding in decided])
     assert events == [[True] * 3, [False] * 3, [False] * 3]

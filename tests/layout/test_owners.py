@@ -52,7 +52,8 @@ def save_ranks(
 ) -> None:
     """Save a file for each rank: Muon for matrices, and Adam for biases on all ranks.
 
-    owners: the ranks with the state of a matrix, by its number; the list repeats. described: with metadata, and whether it calls the optimizer sharded.
+    owners: the ranks with the state of a matrix, by its number; the list repeats.
+    described: with metadata, and whether it calls the optimizer sharded.
     lost: ranks and parameters whose state is not in the file.
     """
     for rank in range(world):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
-from support.listings import find_all, list_codes
+from support.listings import find_all, join_fields, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -201,7 +201,7 @@ def test_a_count_of_zero_shows_the_rank_without_updates(syncheck_rank: Any) -> N
 
 
 def has_note(report: Report) -> bool:
-    return any(note.code is Note.EQUAL_RNG for group in report.groups for note in group.notes)
+    return Note.EQUAL_RNG in list_codes(join_fields(report.groups, "notes"))
 
 
 @pytest.mark.syncheck(ranks=2)

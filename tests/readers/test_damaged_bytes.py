@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from malformed.torch_parts import DATA, INTACT
-from support.listings import list_codes, list_fields
+from support.listings import list_codes, list_fields, list_pairs
 
 import syncheck
 
@@ -124,7 +124,7 @@ def test_every_cut_and_a_flip_in_every_byte(name: str, tmp_path: Path) -> None:
         position: range(8) if start <= position < start + len(DATA) else [random.randrange(8)]
         for position in range(size)
     }
-    observed = check(name, tmp_path, range(size), [(position, bit) for position in bits for bit in bits[position]])
+    observed = check(name, tmp_path, range(size), list_pairs(bits))
     assert observed["cut, cannot be read"] == size
     assert observed["data flipped, out of sync"] == 8 * len(DATA) - 1
     assert observed["data flipped, in sync"] == 1

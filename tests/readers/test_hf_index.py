@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_safetensors
 from support.listings import list_codes, list_fields, list_names
-from support.states import pick, replace_in_names
+from support.states import merge, pick, replace_in_names
 
 import syncheck
 
@@ -88,7 +88,7 @@ def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
         parts = {f"model-{i}.safetensors": dict(list(state.items())[i::files]) for i in range(files)}
         for name, part in parts.items():
             save_safetensors(folder / name, part, {"format": "pt", "part": name})
-        write_index(folder, {tensor: name for name, part in parts.items() for tensor in part})
+        write_index(folder, merge(dict.fromkeys(part, name) for name, part in parts.items()))
         result.append(syncheck.read(str(folder)).values)
     assert result[0] == {"format": "pt", "part": "model-0.safetensors"}
     remaining = {f"part#{i}": f"model-{i - 1}.safetensors" for i in (2, 3)}

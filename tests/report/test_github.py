@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
-from support.listings import find_all, is_printable, join_fields, list_fields, list_names
+from support.listings import find_all, find_first, is_printable, join_fields, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -19,6 +20,8 @@ from syncheck.report import finding_text, github, words
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from syncheck.records import Group
 
 
 PROPERTIES = (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%"))
@@ -53,6 +56,11 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
     return [command for command in parsed if command is not None]
 
 
+def copy_group(group: Group, number: int, run: str = "run") -> tuple[Group, ...]:
+    """Return copies of a group as numbered runs."""
+    return tuple(replace(group, name=f"run{i}", run=f"{run}{i}") for i in range(number))
+
+
 def test_a_real_comparison() -> None:
     """Each finding is an error with code, file, tensors and fix; only the last step of a run has errors."""
     report = compare_real_runs()
@@ -61,7 +69,7 @@ def test_a_real_comparison() -> None:
     growing, local = commands(drawn)
     assert (growing[0], local[0]) == ("error", "error")
     assert growing[1]["title"] == "SYN202 bn-drift-growing (error, likely) on ranks 0-1, ddp-nobufsync step 12"
-    finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
+    finding = find_first(find_first(report.groups, step=12).findings, code="SYN202")
     assert f"\n{finding_text.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
     paths = list_fields(join_fields(report.groups, "replicas"), "path")
@@ -109,10 +117,8 @@ def test_information_and_undecided_groups() -> None:
 def test_no_more_than_github_shows(many: int) -> None:
     """Each level has at most ten annotations, and the last annotation contains the number of further annotations."""
     group = hostile("calm").groups[0]
-    groups = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(many))
-    allowed = tuple(
-        replace(first, run=f"{first.run}x", findings=(replace(group.findings[0], allowed=True),)) for first in groups
-    )
+    groups = copy_group(group, many)
+    allowed = copy_group(replace(group, findings=(replace(group.findings[0], allowed=True),)), many, "allowed")
     parsed = commands(github.render(Report("out_of_sync", groups + allowed)))
     assert list_fields(parsed, 0) == ["error"] * 10 + ["warning"] * 10
     for last in (parsed[9], parsed[19]):
@@ -123,13 +129,13 @@ def test_no_more_than_github_shows(many: int) -> None:
 def test_errors_come_first() -> None:
     """If there are more findings than GitHub shows, the most severe are shown."""
     group = hostile("calm").groups[0]
-    mild = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(20))
+    mild = copy_group(group, 20)
     severe = replace(group.findings[0], code="SYN211", severity="error")
     parsed = commands(github.render(Report("out_of_sync", (*mild, replace(group, run="last", findings=(severe,))))))
     assert parsed[0][1]["title"].startswith("SYN211 ")
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_cannot_add_commands(name: str) -> None:
     """With every hostile name the runner parses the same commands with the same properties."""
     drawn = github.render(hostile(name))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE
 from support.large import group, tensor
 from support.listings import is_printable, measure_width
@@ -94,7 +95,7 @@ def test_every_format_contains_the_history() -> None:
         assert "in sync until" not in drawn(report(None))
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_in_a_history_are_escaped(name: str) -> None:
     """A hostile name of the first tensor adds no lines or control characters, and failures stay short."""
     output = report(make_history(0.5, 0.5, names=(name,)))

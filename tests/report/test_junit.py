@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.checkpoints import changed, network, save_pth, save_safetensors
 from support.groups import make_finding
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
 from support.listings import is_printable, list_codes, list_fields, list_names
 from support.real_runs import REAL, compare_real_runs
@@ -215,7 +216,7 @@ def test_findings_without_tensors_fail_cases() -> None:
         assert int(root.attrib["tests"]) == 2
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_cannot_break_the_document(name: str) -> None:
     """For every hostile name the document is well-formed ASCII without control characters and has the same shape."""
     report = hostile(name)

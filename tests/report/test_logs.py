@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
 from support.listings import list_files, list_names
 
@@ -38,7 +39,7 @@ FEW = ("::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "::[::")  # 
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in dict.fromkeys(COMMANDS)]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", NAMES, ids=shorten)
 def test_no_name_is_a_command(name: str) -> None:
     """No format, width of terminal, color setting or assertion message turns a name into a command."""
     output = hostile(name)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt  # a dependency of rich
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
 from support.listings import find_all, find_texts, is_printable, list_fields, list_names
 from support.real_runs import compare_real_runs
@@ -98,7 +99,7 @@ def test_allowed_findings_and_unreadable_files(tmp_path: Path) -> None:
     assert re.search(r"\n- `[^`]*rank2\.pth`: ", page)
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_are_escaped(name: str) -> None:
     """With every hostile name the page has the same blocks, and special characters are in code spans only."""
     page = markdown.render(hostile(name))

@@ -105,7 +105,7 @@ def test_html(case: tuple[str, Report]) -> None:
 @pytest.mark.parametrize("name", PATHS)
 def test_pytest_summary(name: str) -> None:
     """A pytest run on checkpoints prints the header, failures and summary of the snapshot."""
-    arguments = [argument for path in PATHS[name] for argument in ("--syncheck", path)]
+    arguments = [f"--syncheck={path}" for path in PATHS[name]]
     command = [sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider", "-c", os.devnull, *arguments]
     inherited = omit_prefixes(os.environ, ("PYTEST_", "COV_"))
     environment = {"COLUMNS": "100", "PY_COLORS": "0", "CI": ""}

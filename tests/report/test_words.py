@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         ((tuple(range(6)),), tuple((rank,) for rank in range(6)), "0 | 1 | 2 | 3 | 2 more"),
         (
             tuple((rank, rank + 6) for rank in range(6)),
-            tuple((position,) for rank in range(6) for position in (rank, rank + 6)),
+            ((0,), (6,), (1,), (7,), (2,), (8,), (3,), (9,), (4,), (10,), (5,), (11,)),
             "0 | 6; 1 | 7; 2 | 8; 3 | 9; 2 more",
         ),
     ],

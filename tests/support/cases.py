@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from support.groups import make_group
@@ -24,7 +25,7 @@ def diff(name: str, kind: str, clusters: Any = ((0,), (1,)), **changes: Any) -> 
     majority = len(clusters) < 2 or len(clusters[0]) > len(clusters[1])
     fields = {"dtype": "float32", "shape": (4,), "status": "different", "mismatched": 4, "numel": 4, "max_abs": 0.5}
     fields |= {"index": (1,), "extent": "all"}
-    fields["minority"] = tuple(sorted(rank for ranks in clusters[1:] for rank in ranks)) if majority else ()
+    fields["minority"] = tuple(sorted(chain.from_iterable(clusters[1:]))) if majority else ()
     return TensorDiff(name, kind, clusters=clusters, **fields | changes)
 
 

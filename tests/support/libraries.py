@@ -77,7 +77,8 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return [Ended(*each) for each in zip(codes, [log.read_text() for log in logs], remaining, strict=True)]
+    outputs = [log.read_text() for log in logs]
+    return list(map(Ended, codes, outputs, remaining))
 
 
 def _alive(session: int) -> bool:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def list_codes(items: Iterable[Any]) -> list[Any]:
     """Return the codes of findings, facts or notes, or the exit codes of commands."""
-    return [item.code for item in items]
+    return list_fields(items, "code")
 
 
 def list_names(items: Iterable[Any]) -> list[str]:
     """Return the names of diffs, values or paths."""
-    return [item.name for item in items]
+    return list_fields(items, "name")
 
 
 def list_fields(items: Iterable[Any], *fields: str | int) -> list[Any]:
@@ -27,10 +27,11 @@ def list_fields(items: Iterable[Any], *fields: str | int) -> list[Any]:
 
     A field is an attribute, the key of a mapping, or the position in a tuple or list.
     """
-    rows = [tuple(_get_field(item, field) for field in fields) for item in items]
-    if len(fields) > 1:
-        return rows
-    return [row[0] for row in rows]
+    items = list(items)
+    if len(fields) == 1:
+        return [_get_field(item, fields[0]) for item in items]
+    columns = [list_fields(items, field) for field in fields]
+    return list(zip(*columns, strict=True))
 
 
 def join_fields(items: Iterable[Any], field: str) -> list[Any]:
@@ -38,10 +39,16 @@ def join_fields(items: Iterable[Any], field: str) -> list[Any]:
     return list(chain.from_iterable(list_fields(items, field)))
 
 
+def list_pairs(groups: Mapping[Any, Iterable[Any]]) -> list[tuple[Any, Any]]:
+    """Return the key of a group with each of its elements."""
+    return [(key, element) for key, elements in groups.items() for element in elements]
+
+
 def find_all(items: Iterable[Any], **fields: Any) -> list[Any]:
     """Return the items whose fields have these values."""
-    expected = tuple(fields.values())
-    return [item for item in items if tuple(_get_field(item, field) for field in fields) == expected]
+    for field, value in fields.items():
+        items = [item for item in items if _get_field(item, field) == value]
+    return list(items)
 
 
 def find_first(items: Iterable[Any], **fields: Any) -> Any:

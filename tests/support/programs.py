@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from support.listings import list_names
+from support.listings import list_fields, list_names
 from support.scenarios import differing, load
 from support.started import ROOT, Processes
 
@@ -104,6 +104,6 @@ def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:
 
 def errors(runs: Sequence[Run]) -> list[str]:
     """Return the messages on stderr, and check that each line is a message of run.py."""
-    lines = [line for run in runs for line in run.stderr.splitlines()]
+    lines = "".join(list_fields(runs, "stderr")).splitlines()
     assert all(line.startswith("run.py: ") for line in lines), lines
     return [line.removeprefix("run.py: ") for line in lines]

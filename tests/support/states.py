@@ -28,6 +28,14 @@ def replace_in_names(state: Mapping[str, Any], old: str, new: str) -> dict[str, 
     return {name.replace(old, new): value for name, value in state.items()}
 
 
+def merge(mappings: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return the entries of all mappings; for a key in several mappings, the last value."""
+    merged: dict[Any, Any] = {}
+    for mapping in mappings:
+        merged |= mapping
+    return merged
+
+
 def pick(mapping: Mapping[Any, Any], keys: Iterable[Any]) -> dict[Any, Any]:
     """Return the entries of these keys."""
     return {key: mapping[key] for key in keys}

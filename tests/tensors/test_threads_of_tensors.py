@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save_pth, save_safetensors
+from support.listings import list_fields
 
 import syncheck
 from syncheck.tensors import blocks
@@ -73,7 +74,7 @@ def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
         assigned = blocks.run_in_shares(tensors, files, lambda share, _: list(share))
     assert len(assigned) == jobs
     assert sorted(chain.from_iterable(assigned)) == list(ranges(tensors))
-    assert sum(count for share in assigned for _, count in share) == ELEMENTS
+    assert sum(list_fields(chain.from_iterable(assigned), 1)) == ELEMENTS
 
 
 def test_error_in_a_thread_stops_the_other_threads(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.bench_rows import MACHINE, epoch, record, row
-from support.listings import index_by, list_fields, list_names, list_starts
+from support.listings import index_by, list_fields, list_names, list_starts, measure_width
 from support.namespaces import two_hosts
 from support.programs import children
 from support.started import ROOT, alive, wait_for
@@ -97,10 +98,11 @@ def test_a_narrow_table_has_parts() -> None:
     rows = [row("single", 4.0), row("ddp-comm-hook-powersgd", 123.456, gpus=(100.0,) * 8)]
     parts = [part.splitlines() for part in as_text(rows, MACHINE, width=80).split("\n\n")[1:-1]]
     assert len(parts) == 3
-    assert all(len(line) <= 80 for part in parts for line in part)
+    assert measure_width(chain.from_iterable(parts)) <= 80
     assert all(list_starts(part) == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
     (wide,) = (part.splitlines() for part in as_text(rows, MACHINE, width=200).split("\n\n")[1:-1])
-    assert [cell for part in parts for cell in part[2].split()[1:]] == wide[2].split()[1:]
+    cells = [part[2].split()[1:] for part in parts]
+    assert list(chain.from_iterable(cells)) == wide[2].split()[1:]
 
 
 @pytest.mark.parametrize("name", CASES)

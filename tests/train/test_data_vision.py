@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
-from support.listings import list_fields, list_files, list_names
+from support.listings import list_fields, list_files, list_names, list_pairs
 
 from train.data import DataOptions, download, load_data
 from train.engine import train
@@ -183,7 +183,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, content) for name in BATCHES for content in BATCHES[name]])
+@pytest.mark.parametrize(("name", "content"), list_pairs(BATCHES))
 def test_an_invalid_batch(name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a batch has the right MD5 but is not a pickle, or has no images or invalid labels, the error is one line."""
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update({name: content}))

@@ -106,7 +106,7 @@ def test_a_synchronized_run_has_no_spread(synced: Path) -> None:
     """With SyncBatchNorm, all ranks have equal scores, and averaging equal statistics does not change the scores."""
     result = scores(synced)
     assert (result.spread, result.averaged_spread) == (0.0, 0.0)
-    assert len({score for rank in result.ranks for score in (rank.own, rank.averaged)}) == 1
+    assert len({*list_fields(result.ranks, "own"), *list_fields(result.ranks, "averaged")}) == 1
     assert result.sentence.endswith("on every rank: weights and BatchNorm statistics agree")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.scenarios import NEEDS_FSDP, SMALL, run
-from support.states import pick
+from support.states import merge, pick
 
 import syncheck
 from train.errors import UserError
@@ -143,7 +143,7 @@ def test_the_table_is_correct(method: str, request: pytest.FixtureRequest, tmp_p
     base = replace(make_settings(method), out=rank.shared if rank is not None else tmp_path)
     refuses = METHODS[method].refuses
     accepted = [s for row, s in RUNS.items() if row not in refuses and row not in NOT_COMBINED]
-    together = {key: value for settings in accepted for key, value in settings.items()}
+    together = merge(accepted)
     runs = RUNS | OPTIONS | {"all together": together}
     expected = read_table()[method] | read_table("option").get(method, {})
     # Refusals cost no time. Other rows train.

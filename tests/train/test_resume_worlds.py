@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.resumed import TINY, Stops, interrupt, resume, whole
 from support.scenarios import NEEDS_FSDP, fsdp, whole_state
-from support.states import find_largest_difference
+from support.states import find_largest_difference, merge
 
 from train.engine import prepare, train
 from train.errors import UserError
@@ -74,8 +74,7 @@ def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 mine[f"{names[index]}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
-    ranks = ctx.gather(mine)
-    return {name: value for rank in ranks for name, value in rank.items()} | whole_state(job)
+    return merge(ctx.gather(mine)) | whole_state(job)
 
 
 @pytest.mark.syncheck(ranks=4)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support.listings import list_fields, list_files, list_starts
+from support.listings import find_texts, join_fields, list_fields, list_files, list_starts
 from support.scenarios import differing, load
 
 from train.engine import train
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 def test_flags_are_frozen() -> None:
     """Option names do not change, because users' scripts depend on them; every option has a help text."""
     actions = build_parser()._actions
-    names = {name for action in actions for name in action.option_strings if name.startswith("--")}
+    names = set(find_texts(join_fields(actions, "option_strings"), start="--"))
     assert names == {f"--{name}" for name in FLAGS.split()}
     assert all(list_fields(actions, "help"))
 

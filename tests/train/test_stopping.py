@@ -135,6 +135,13 @@ class EpochSignalSender(Recorder):
             self.signals.number = signal.SIGTERM
 
 
+def list_scores(folder: Path) -> list[Any]:
+    """Return the losses and scores of a run without its times, and without its starts."""
+    fields = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
+    events = read_json_lines(folder / "single" / "metrics.jsonl")
+    return [list(map(event.get, fields)) for event in events if event["event"] != "start"]
+
+
 def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
     """A run stopped after an evaluation evaluates the epoch again, with equal RNG state, scores and files."""
     settings = replace(TINY, method="single", model="mnist_convnet", width=None, checkpoint_every=1000, save_best=True)
@@ -150,10 +157,7 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
     mine, reference = (state_of(RankContext(), run, 8) for run in runs.values())
     assert differences(mine["model"], reference["model"]) == []
     assert mine["rng"]["torch"].equal(reference["rng"]["torch"])
-    lines = {name: read_json_lines(tmp_path / name / "single" / "metrics.jsonl") for name in runs}
-    retained = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
-    scores = {name: [[r.get(key) for key in retained] for r in lines[name] if r["event"] != "start"] for name in runs}
-    assert scores["parts"] == scores["once"]
+    assert list_scores(tmp_path / "parts") == list_scores(tmp_path / "once")
     best = [load(tmp_path / name / "best" / "single" / "rank_0.pth") for name in runs]
     assert differences(*best) == []
 
