@@ -57,6 +57,13 @@ def test_modules_outside_packages_are_within_the_limits() -> None:
     assert not find_exceeded(density.rates, LIMITS_OF_MODULES), "\n".join([str(density.rates), *densest])
 
 
+def test_tests_are_within_the_limits() -> None:
+    """The tests, measured together, exceed no limit."""
+    density = measure(ROOT / "tests")
+    densest = list_fields(density.functions[:20], "place")
+    assert not find_exceeded(density.rates, LIMITS_OF_TESTS), "\n".join([str(density.rates), *densest])
+
+
 @pytest.mark.parametrize("name", DENSE_SOURCES)
 def test_each_rate_has_a_limit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dense function exceeds the limit of its kind, `--max` exits with 1, and the function is listed."""

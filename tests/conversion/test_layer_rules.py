@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +55,7 @@ def draw_matrices(number: int, size: int = 8) -> list[Any]:
     return list(np.random.default_rng(0).standard_normal((number, size, size)).astype("f4"))
 
 
-def name_layers(pattern: str, weights: list[Any], numbers: Iterable[int] = itertools.count()) -> Weights:
+def name_layers(pattern: str, weights: list[Any], numbers: Iterable[int] = range(100)) -> Weights:
     """Return a model of one weight per layer. numbers: the numbers of the layers in their names."""
     return {pattern.format(number): weight for number, weight in zip(numbers, weights, strict=False)}
 

@@ -69,7 +69,7 @@ def test_a_real_comparison() -> None:
     growing, local = commands(drawn)
     assert (growing[0], local[0]) == ("error", "error")
     assert growing[1]["title"] == "SYN202 bn-drift-growing (error, likely) on ranks 0-1, ddp-nobufsync step 12"
-    finding = find_first(find_first(report.groups, step=12).findings, code="SYN202")
+    finding = find_first(join_fields(find_all(report.groups, step=12), "findings"), code="SYN202")
     assert f"\n{finding_text.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
     paths = list_fields(join_fields(report.groups, "replicas"), "path")
