@@ -11,7 +11,7 @@ from support.cases import DIGEST, diagnose_case, diff, group
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6
 from support.groups import facts_of
-from support.listings import find_all, list_codes, list_fields, list_names
+from support.listings import get_failing, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
@@ -229,7 +229,7 @@ def test_files_are_compared_across_tensor_parallel_ranks(
     group = compare(tmp_path / "good", good, meshes)
     assert (group.verdict, set(list_codes(group.findings))) == ("in_sync", {"SYN104"})
     if bad:
-        (finding,) = find_all(compare(tmp_path / "bad", bad, meshes).findings, fails=True)
+        finding = get_failing(compare(tmp_path / "bad", bad, meshes))
         assert (finding.code, finding.ranks, finding.tensors) == ("SYN231", ranks, ("l.0.input_layernorm.weight",))
 
 
@@ -243,5 +243,5 @@ def test_replicated_dtensors(tmp_path: Path) -> None:
         )
     (compared,) = syncheck.compare(tmp_path).groups
     assert list_fields(compared.replicas, "mesh") == [{"tp": 0}, {"tp": 1}]
-    (finding,) = find_all(compared.findings, fails=True)
+    finding = get_failing(compared)
     assert (finding.code, finding.tensors) == ("SYN231", ("odd",))

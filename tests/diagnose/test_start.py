@@ -173,7 +173,7 @@ def test_cause_of_299() -> None:
     """The cause of SYN299 depends on the kinds of the differing tensors."""
     momenta = moments("momentum_buffer", cosine=0.98)
     event = diagnose_single(group(*model(), optimizer=SGD))
-    averaged = diagnose_single(group(*[*model(), *momenta], optimizer=SGD))
+    averaged = diagnose_single(group(*model(), *momenta, optimizer=SGD))
     state = diagnose_single(group(*momenta, optimizer=SGD))
     assert diagnose_single(group(*model())).cause.code is event.cause.code is syn299.Text.CAUSE_EVENT
     assert (averaged.cause.code, state.cause.code) == (syn299.Text.CAUSE_UNCOUNTED, syn299.Text.CAUSE_STATE)

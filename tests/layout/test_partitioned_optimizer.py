@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import network as arrays
 from support.checkpoints import save_pth
-from support.listings import find_all, join_fields, list_codes, list_fields, list_names
+from support.listings import get_failing, join_fields, list_codes, list_failing, list_fields, list_names
 from support.states import copy_values
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -91,7 +91,7 @@ def test_a_model_difference_beside_partitions_is_reported(tmp_path: Path) -> Non
         content["model"]["0.weight"][0, 0] += rank == 1
 
     (group,) = syncheck.compare(*save_zero_ranks(tmp_path, change)).groups
-    assert set(join_fields(find_all(group.findings, fails=True), "tensors")) == {"0.weight"}
+    assert set(join_fields(list_failing(group), "tensors")) == {"0.weight"}
     assert group.verdict == "out_of_sync"
 
 
@@ -104,7 +104,7 @@ def test_a_lost_partition_is_reported(tmp_path: Path, groups: dict[str, Any]) ->
             content["optimizer"]["state"] = {}
 
     (group,) = syncheck.compare(*save_zero_ranks(tmp_path, change, **groups)).groups
-    failing = find_all(group.findings, fails=True)
+    failing = list_failing(group)
     assert group.verdict == "out_of_sync"
     assert set(list_codes(failing)) <= {"SYN101", "SYN215"}
     assert set(join_fields(failing, "ranks")) == {2}
@@ -158,7 +158,7 @@ def test_lost_state_of_a_partial_optimizer_is_missing(tmp_path: Path, lose: str)
         torch.save(content | {"optimizer": state}, tmp_path / f"m_rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
     # A shorter list of parameters is also a different setting.
-    codes = list_codes(find_all(group.findings, fails=True))
+    codes = list_codes(list_failing(group))
     assert codes == (["SYN101", "SYN107"] if lose == "group" else ["SYN101"])
 
 
@@ -252,7 +252,7 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
     (group,) = report.groups
-    (finding,) = find_all(group.findings, fails=True)
+    finding = get_failing(group)
     lost = {f"optimizer.{name}.exp_avg" for name in is_own[1]}  # no file holds state of fc.bias
     assert (finding.code, set(finding.tensors)) == ("SYN101", lost)
     details = dict(list_fields(group.tensors, "name", "detail"))

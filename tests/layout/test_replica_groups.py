@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6, save_ranks
-from support.listings import find_all, list_codes, list_fields
+from support.listings import get_failing, list_codes, list_failing, list_fields
 
 import syncheck
 from syncheck.messages import Detail, Note
@@ -91,7 +91,7 @@ def test_a_difference_between_copies_of_a_shard_suspects_their_ranks(tmp_path: P
     assert (report.exit_code, diff.status) == (1, "different")
     assert (diff.max_abs, diff.index, diff.shape) == (0.5, (2, 1), (4, 3))
     assert (diff.replica_groups, diff.clusters, diff.minority) == (((0, 2), (1, 3)), ((1,), (3,)), ())
-    (finding,) = find_all(group.findings, fails=True)
+    finding = get_failing(group)
     assert finding.ranks == (1, 3)
     assert diff.detail.code is Detail.WITHIN_GROUPS
 
@@ -179,7 +179,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2), mean=BN)
     save_pth(tmp_path / "m_rank3.pth", {"mean": BN[3]})
     (group,) = syncheck.compare(tmp_path).groups
-    assert list_fields(find_all(group.findings, fails=True), "code", "ranks") == [("SYN101", (3,))]
+    assert list_fields(list_failing(group), "code", "ranks") == [("SYN101", (3,))]
 
 
 def test_different_whole_shapes_are_a_mismatch(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_copies_of_a_shard_with_different_shapes_are_a_mismatch(tmp_path: Path) 
     """Copies of one shard with different shapes, which torch does not write, are SYN102 within their replica group."""
     parts = hsdp_parts(4) | {2: ROWS[:3]}
     (group,) = compare_dtensors(tmp_path, parts, ["R", "S(0)"], (2, 2)).groups
-    assert list_fields(find_all(group.findings, fails=True), "code", "ranks") == [("SYN102", (0, 2))]
+    assert list_fields(list_failing(group), "code", "ranks") == [("SYN102", (0, 2))]
     (diff,) = group.tensors
     assert (diff.reason, diff.clusters) == (Reason.SHAPE, ((0,), (2,)))
     assert re.findall(r"\[.*?\]", str(diff.detail)) == ["[4, 3]", "[3, 3]"]
@@ -239,7 +239,7 @@ def test_a_missing_layer_within_a_stage(tmp_path: Path) -> None:
     content = {rank: {f"layers.{rank // 2}.weight": ROWS, "norm": ROWS[0]} for rank in range(4)}
     content[1] = {"norm": ROWS[0]}
     (group,) = model_parallel(tmp_path, content, PIPELINE).groups
-    (finding,) = find_all(group.findings, fails=True)
+    finding = get_failing(group)
     assert (finding.code, finding.tensors) == ("SYN101", ("layers.0.weight",))
     assert list_fields(group.tensors, "detail") == [Detail.MISSING(ranks=(1,))]
     assert set(finding.ranks) <= {0, 1}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6
-from support.listings import find_all, list_codes, list_fields, list_names
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names
 from support.states import pick
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -102,7 +102,7 @@ def test_a_tensor_missing_from_a_sibling_mesh(tmp_path: Path) -> None:
         return contents if rank < 2 else pick(contents, "ab")
 
     (group,) = compare(tmp_path, make).groups
-    assert list_fields(find_all(group.findings, fails=True), "code", "tensors") == [("SYN101", ("c",))]
+    assert list_fields(list_failing(group), "code", "tensors") == [("SYN101", ("c",))]
 
 
 @pytest.mark.parametrize(("odd", "code"), [(None, 0), (1, 1), (3, 1)])

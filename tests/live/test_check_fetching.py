@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, trained
-from support.listings import find_all, list_absent, list_fields, list_names
+from support.listings import find_all, list_absent, list_failing, list_fields, list_names
 
 import syncheck
 from syncheck.live import check
@@ -45,7 +45,7 @@ def test_tensors_beyond_the_budget(syncheck_rank: Rank) -> None:
         for diff in group.tensors:
             assert (diff.clusters, diff.minority) == (((0, 2), (1,)), (1,))
             assert (diff.max_abs, diff.mismatched) == ((None, None) if diff.name in beyond else (1.0, diff.numel))
-        assert list_fields(find_all(group.findings, fails=True), "ranks") == [(1,)]
+        assert list_fields(list_failing(group), "ranks") == [(1,)]
         text = message(report)
         assert not list_absent(text, ("large", "middle", "small"))
         over = list_fields(find_all(group.grouping, code=Grouping.OVER_BUDGET), "parameters")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
-from support.listings import find_all, list_codes, list_fields, list_names
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -74,7 +74,7 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
         [diff] = group.tensors
         assert (group.verdict, diff.name, diff.mismatched, diff.max_ulp) == ("out_of_sync", name, 1, 16)
         assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), tuple((rank,) for rank in pair))
-        failing = find_all(group.findings, fails=True)
+        failing = list_failing(group)
         assert list_fields(failing, "code", "ranks") == [(code, pair)]
         if syncheck_rank.rank == outlier:
             flip(local, index=local.numel() - 1, bit=4)

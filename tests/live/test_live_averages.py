@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
-from support.listings import find_all, list_codes
+from support.listings import get_failing, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -21,7 +21,7 @@ from syncheck.live import check
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncheck.records import Finding, Report
+    from syncheck.records import Finding
 
 DECAY = 0.9
 
@@ -147,12 +147,6 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
-def only(report: Report) -> Finding:
-    """Return the only finding that fails."""
-    (finding,) = find_all(report.findings, fails=True)
-    return finding
-
-
 def run_fix(finding: Finding, ema: Any, rank: int) -> None:
     """Run the code in a fix."""
     start = "state = [ema.state_dict()]"
@@ -170,7 +164,7 @@ def test_updates_on_rank_0_only(syncheck_rank: Any, library: Callable[..., Any])
     train(model, optimizer, update if syncheck_rank.rank == 0 else skip_update)
     for call in CALLS.values():
         report = all_pass(each_rank(check, *call(model, optimizer, ema)))
-        finding = only(report)
+        finding = get_failing(report)
         assert finding.code == "SYN219"
         assert {name.rpartition(".")[2] for name in finding.tensors} >= {"weight", "bias"} or "shadow" in str(finding)
 
@@ -217,7 +211,7 @@ def test_a_copy_inside_the_model(syncheck_rank: Any, library: Callable[..., Any]
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     train(wrapped, optimizer, model.update if syncheck_rank.rank == 1 else skip_update)
-    finding = only(all_pass(each_rank(check, wrapped, optimizer)))
+    finding = get_failing(all_pass(each_rank(check, wrapped, optimizer)))
     assert finding.code == "SYN219"
     assert all(name.startswith("slow.") for name in finding.tensors)
 
@@ -232,7 +226,7 @@ def test_a_copy_created_before_the_broadcast(syncheck_rank: Any, library: Callab
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     train(model, optimizer, update)
-    finding = only(all_pass(each_rank(check, model, optimizer, ema)))
+    finding = get_failing(all_pass(each_rank(check, model, optimizer, ema)))
     assert finding.code == "SYN219"
     assert finding.cause.code is (Text.CAUSE if library is timm_v3 else Text.CAUSE_START)
     run_fix(finding, ema, rank=0)
@@ -248,7 +242,7 @@ def test_three_different_starts(syncheck_rank: Any) -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     train(model, optimizer, update)
-    finding = only(all_pass(each_rank(check, model, optimizer, ema)))
+    finding = get_failing(all_pass(each_rank(check, model, optimizer, ema)))
     assert finding.code == "SYN219"
     assert finding.cause.code is Text.CAUSE_START
     assert finding.certainty == "consistent"

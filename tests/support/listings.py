@@ -56,6 +56,17 @@ def find_first(items: Iterable[Any], **fields: Any) -> Any:
     return find_all(items, **fields)[0]
 
 
+def list_failing(report: Any) -> list[Any]:
+    """Return the findings of a report or group that fail."""
+    return find_all(report.findings, fails=True)
+
+
+def get_failing(report: Any) -> Any:
+    """Return the only finding of a report or group that fails. Raises ValueError for none or several."""
+    (finding,) = list_failing(report)
+    return finding
+
+
 def index_by(items: Iterable[Any], field: str) -> dict[Any, Any]:
     """Return the items by a field."""
     return {_get_field(item, field): item for item in items}

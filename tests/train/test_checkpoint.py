@@ -107,7 +107,7 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
         strings = file.metadata()
     assert "optimizer.fc.weight.momentum_buffer" in stored_values
     assert set(stored_values) == set(content["model"]) | set(momenta)
-    assert not list_differing((content["model"] | momenta), stored_values)
+    assert not list_differing(content["model"] | momenta, stored_values)
     block = json.loads(strings["syncheck"])
     assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
 

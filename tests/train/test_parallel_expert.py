@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.listings import find_all, list_codes, list_fields, list_names, list_starts
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names, list_starts
 from support.scenarios import run, tensors, trained
 from support.sequences import MOE, ROUNDING, difference_to_single
 
@@ -46,7 +46,7 @@ def test_findings(ctx: RankContext, syncheck_rank: Rank, fault: str | None, part
     settings = replace(EP, max_steps=6, save_per_rank=True, fault=fault, out=syncheck_rank.shared)
     (group,) = syncheck.compare(*run(ctx, settings).saved).groups
     assert group.counts.not_compared == 0
-    failing = find_all(group.findings, fails=True)
+    failing = list_failing(group)
     assert list_codes(failing) == ["SYN212"] * bool(fault)
     differing = set(list_names(find_all(group.tensors, out_of_sync=True)))
     assert bool(differing) == bool(fault)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.listings import find_all, list_codes
+from support.listings import list_codes, list_failing
 from support.resumed import assert_bitwise
 from support.scenarios import NEEDS_FSDP, run, trained, whole_state
 from support.states import clone_parameters
@@ -110,7 +110,7 @@ def count_compared(ctx: RankContext, settings: Settings) -> tuple[list[str], int
     """Train, and return the codes of failures, and the numbers of compared and of all tensors."""
     run(ctx, settings)
     (group,) = syncheck.compare(settings.out).groups
-    codes = list_codes(find_all(group.findings, fails=True))
+    codes = list_codes(list_failing(group))
     ctx.gather(None)  # other ranks read the files, too
     return codes, group.counts.compared, group.counts.tensors
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
-from support.listings import find_all, list_codes, list_fields
+from support.listings import find_all, list_codes, list_failing, list_fields
 from support.started import ROOT
 
 import syncheck
@@ -29,7 +29,7 @@ def test_clipping_on_one_tensor_parallel_rank(programs: Programs, tmp_path: Path
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     for kind in ("plain", "dtensor"):
         (group,) = syncheck.compare(out / kind).groups
-        failing = find_all(group.findings, fails=True)
+        failing = list_failing(group)
         assert list_codes(failing) == ["SYN231"] * fault
         if not fault:
             assert group.verdict == "in_sync"
