@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.listings import find_texts, list_fields, list_names
+from support.states import omit
 
 import syncheck
 import syncheck.live
@@ -49,7 +51,7 @@ def imported(source: Path) -> set[str]:
     result: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            result |= {alias.name for alias in node.names}
+            result |= set(list_names(node.names))
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{source}: relative import"
             result |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -92,7 +94,7 @@ def test_packages_share_only_public_names() -> None:
     public = {f"syncheck.{name}" for name in syncheck.__all__}
     public |= {f"syncheck.live.{name}" for name in syncheck.live.__all__}
     for source in (ROOT / "train").rglob("*.py"):
-        assert {name for name in imported(source) if name.startswith("syncheck")} <= public, source
+        assert set(find_texts(imported(source), start="syncheck")) <= public, source
 
 
 def test_public_names_resolve() -> None:
@@ -209,7 +211,7 @@ def test_one_module_opens_outputs() -> None:
     modules = sorted((ROOT / "syncheck").rglob("*.py"))
     writing = {str(source.relative_to(ROOT)): find_writing(source) for source in modules}
     writing = {module: calls for module, calls in writing.items() if calls}
-    assert {module: calls for module, calls in writing.items() if module not in WRITERS} == {}
+    assert omit(writing, *WRITERS) == {}
     assert WRITERS.keys() - {"syncheck/live/repair/state.py"} <= writing.keys()
     for source in modules:
         if source.name not in ("outputs.py", "atomic.py"):
@@ -259,7 +261,7 @@ def test_every_reader_is_in_the_table() -> None:
         for path in (ROOT / "syncheck" / "readers").rglob("*.py")
         if "\nFORMAT = " in path.read_text(encoding="utf-8")
     }
-    assert modules == {reader.__name__ for reader in table.values()}
+    assert modules == set(list_fields(table.values(), "__name__"))
     assert all(name == reader.FORMAT for name, reader in table.items())
 
 

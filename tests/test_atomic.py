@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_files
 
 from syncheck import atomic
 
@@ -68,7 +69,7 @@ def test_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert refused
     assert (tmp_path / "out.json").read_text() == "new"
     assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert list_files(tmp_path) == ["out.json"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "replace"])
@@ -85,5 +86,5 @@ def test_ctrl_c_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
         atomic.replace_file(str(tmp_path / "out.json"), "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert list_files(tmp_path) == ["out.json"]
     assert (tmp_path / "out.json").read_text() == "old"

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import join_fields, list_fields
 from support.required import unavailable
+from support.states import omit, omit_prefixes
 
 from syncheck.cli.parser import build_parser
 from syncheck.options import PYTEST, list_options, to_flag
@@ -63,10 +65,10 @@ def levels(text: str) -> list[str]:
 def test_inputs_reach_the_steps() -> None:
     """Every input is documented and reaches a step through a variable, never in the text of a script."""
     steps = ACTION["runs"]["steps"]
-    used = {name for step in steps for name in re.findall(r"inputs\.([\w-]+)", str(step))}
+    used = set(re.findall(r"inputs\.([\w-]+)", str(steps)))
     assert used == set(ACTION["inputs"])
     assert all("${{" not in step.get("run", "") for step in steps)
-    assert all(first["description"] for first in ACTION["inputs"].values())
+    assert all(list_fields(ACTION["inputs"].values(), "description"))
     listing = re.findall(r"^\| `([\w-]+)` \|", GUIDE, re.MULTILINE)
     assert listing == list(ACTION["inputs"])
     assert re.fullmatch(r"actions/setup-python@[0-9a-f]{40}", steps[0]["uses"])
@@ -147,7 +149,7 @@ def test_the_hook_runs(tmp_path: Path) -> None:
     for folder in (copy, project):
         for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
             subprocess.run([*git, *arguments], cwd=folder, check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = omit(os.environ, "PYTHONPATH")
     environment |= {"PRE_COMMIT_HOME": str(tmp_path / "home"), "PRE_COMMIT_COLOR": "never"}
     config = project / "hooks.yaml"
     config.write_text(f"repos:\n- repo: {copy}\n  rev: HEAD\n  hooks:\n  - id: syncheck-compare\n    args: ['*.pth']\n")
@@ -173,7 +175,7 @@ def _commands() -> list[tuple[str, str]]:
             lines = re.findall(r"sh '''(.*?)'''", text, re.DOTALL)
         else:
             jobs = yaml.safe_load(text)
-            steps = [step for job in jobs.get("jobs", {}).values() for step in job["steps"]]
+            steps = join_fields(jobs.get("jobs", {}).values(), "steps")
             lines = [step["run"] for step in steps if "run" in step]
             lines += [line for job in jobs.values() if isinstance(job, dict) for line in job.get("script", [])]
         typed = [line.strip() for line in "\n".join(lines).split("\n")]
@@ -197,7 +199,7 @@ def test_the_workflows_are_complete() -> None:
         for step in job["steps"]:
             if step.get("uses", "").startswith("syncheck.invalid/syncheck@"):
                 assert set(step["with"]) <= set(ACTION["inputs"])
-    assert [name for name, _ in _commands()] == [
+    assert list_fields(_commands(), 0) == [
         "# .github/workflows/replicas.yml", "# .github/workflows/tests.yml", "# .gitlab-ci.yml", "// Jenkinsfile",
     ]  # fmt: skip
 
@@ -214,7 +216,7 @@ def test_the_commands_of_the_workflows_run(tmp_path: Path) -> None:
     for name in ("syncheck", "pytest"):
         (binary / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {name} "$@"\n')
         (binary / name).chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    environment = omit_prefixes(os.environ, ("PYTEST_", "COV_"))
     environment |= {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def code(line: str) -> int:

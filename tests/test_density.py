@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from support.listings import list_fields
 
 from tools.density import LIMITS, Limit, find_exceeded, main, measure
 
@@ -39,20 +41,27 @@ def add(numbers):
 '''
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("package", PACKAGES, ids=attrgetter("name"))
 def test_rates_are_within_the_limits(package: Path) -> None:
     """A package exceeds no limit; a failure lists the functions to open first."""
     density = measure(package)
     exceeded = {name: f"{density.rates[name]:.2f}" for name in find_exceeded(density.rates)}
-    densest = [function.place for function in density.functions[:20]]
+    densest = list_fields(density.functions[:20], "place")
     assert not exceeded, "\n".join([f"{package.name}: {exceeded}", *densest])
 
 
 def test_modules_outside_packages_are_within_the_limits() -> None:
     """The modules directly in syncheck/, measured together, exceed no limit."""
     density = measure(*sorted((ROOT / "syncheck").glob("*.py")))
-    densest = [function.place for function in density.functions[:20]]
+    densest = list_fields(density.functions[:20], "place")
     assert not find_exceeded(density.rates, LIMITS_OF_MODULES), "\n".join([str(density.rates), *densest])
+
+
+def test_tests_are_within_the_limits() -> None:
+    """The tests, measured together, exceed no limit."""
+    density = measure(ROOT / "tests")
+    densest = list_fields(density.functions[:20], "place")
+    assert not find_exceeded(density.rates, LIMITS_OF_TESTS), "\n".join([str(density.rates), *densest])
 
 
 @pytest.mark.parametrize("name", DENSE_SOURCES)

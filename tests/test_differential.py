@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from support.exact import FORMATS, Format, Numbers, clusters_of, is_close, numbers, value
+from support.listings import index_by
 from support.strategies import (
     DTYPES,
     EXAMPLES,
@@ -149,10 +150,9 @@ def expected(tensor: ReplicatedTensor, tolerance: dict[str, Any]) -> tuple[str, 
 def assert_numbers(diff: syncheck.TensorDiff, tensor: ReplicatedTensor, found: Numbers) -> None:
     """Assert that the reported numbers of a tensor equal the direct computation."""
     ranks = [rank for rank, bits in enumerate(tensor.bits) if bits is not None]
-    assert {frozenset(ranks.index(rank) for rank in is_same) for is_same in diff.clusters} == found.clusters
-    assert [len(is_same) for is_same in diff.clusters] == sorted(
-        (len(is_same) for is_same in diff.clusters), reverse=True
-    )
+    assert {frozenset(map(ranks.index, cluster)) for cluster in diff.clusters} == found.clusters
+    sizes = list(map(len, diff.clusters))
+    assert sizes == sorted(sizes, reverse=True)
     if found.minority or None not in tensor.bits:
         assert diff.minority == tuple(ranks[i] for i in found.minority)
     assert (diff.mismatched, diff.numel) == (found.mismatched, torch.Size(tensor.shape).numel())
@@ -175,7 +175,7 @@ def check(case: Case) -> None:
     report = compare_case(case, ranks)
     (group,) = report.groups
     assert not report.unreadable
-    diffs = {diff.name: diff for diff in group.tensors}
+    diffs = index_by(group.tensors, "name")
     out_of_sync = False
     for name, tensor in case.tensors.items():
         if not any(bits is not None for bits in tensor.bits):
@@ -194,7 +194,7 @@ def check(case: Case) -> None:
 def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: list[int]) -> None:
     """Assert that another order of the files changes only the numbers of the ranks."""
     (group,) = compare_case(case, order).groups
-    swapped = {diff.name: diff for diff in group.tensors}
+    swapped = index_by(group.tensors, "name")
     assert swapped.keys() == diffs.keys()
     for name, diff in diffs.items():
         second = swapped[name]
@@ -210,7 +210,7 @@ def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: l
             "extent",
         ):
             assert getattr(second, source_value) == getattr(diff, source_value), (name, source_value)
-        clusters = {tuple(sorted(order[rank] for rank in is_same)) for is_same in second.clusters}
+        clusters = {tuple(sorted(map(order.__getitem__, cluster))) for cluster in second.clusters}
         assert clusters == set(diff.clusters)
         assert sorted(order[rank] for rank in second.minority) == list(diff.minority)
         assert {order[rank]: count for rank, count in second.nonfinite.items()} == dict(diff.nonfinite)

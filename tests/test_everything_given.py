@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import find_first, find_texts, join_fields, list_codes, list_fields
 
 import syncheck
 from syncheck.diagnose import baseline, series
@@ -169,10 +170,10 @@ def test_every_given_file_is_reported(row: str, tmp_path: Path, monkeypatch: pyt
     if report.exit_code == 1 and row[0] in "89":
         assert [len(group.replicas) for group in report.groups] == [4]
         code = "SYN106" if "metadata" in row else "SYN230"  # the steps differ too
-        assert code in {finding.code for finding in report.groups[0].findings}
+        assert code in list_codes(report.groups[0].findings)
     if row[0] == "2":
-        reported = [alias.path for alias in report.aliases] + [file.path for file in report.unreadable]
-        assert any("rank1" in path for path in reported)
+        reported = list_fields(report.aliases, "path") + list_fields(report.unreadable, "path")
+        assert find_texts(reported, "rank1")
         if report.aliases:  # unreadable files are printed separately from the report
             assert all("rank1" in drawn for drawn in render_all(report))
 
@@ -196,12 +197,12 @@ def test_links_beside_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.symlink("rank0", "c/rank1")
     for path, source_value in (("c/rank1", "c/rank0"),):
         report = syncheck.compare("c")
-        assert (report.exit_code, [(alias.path, alias.of) for alias in report.aliases]) == (0, [(path, source_value)])
+        assert (report.exit_code, list_fields(report.aliases, "path", "of")) == (0, [(path, source_value)])
         assert all(path in drawn for drawn in render_all(report))
     save("c/rank2/model.pth", 1)
     assert syncheck.compare("c").exit_code == 1
     report = syncheck.compare("c/rank0", "c/rank1", "c/rank2")
-    assert (report.exit_code, [alias.path for alias in report.aliases]) == (1, ["c/rank1/model.pth"])
+    assert (report.exit_code, list_fields(report.aliases, "path")) == (1, ["c/rank1/model.pth"])
 
 
 def test_other_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +243,11 @@ def test_a_failing_step_is_shown_before_a_later_known_step(tmp_path: Path, monke
         save(f"c/step_2/rank_{rank}.pth", 5.0 + rank)
     findings = syncheck.compare("c")
     first, last = findings.groups
-    assert {finding.code for finding in first.findings} == {finding.code for finding in last.findings}
-    known_values = frozenset(
-        known_values for known_values in baseline.update_baseline(findings, frozenset()) if "b" in known_values
-    )
+    assert set(list_codes(first.findings)) == set(list_codes(last.findings))
+    known_values = frozenset(entry for entry in baseline.update_baseline(findings, frozenset()) if "b" in entry)
     report = baseline.apply_baseline(findings, known_values)
-    assert [finding.fails for group in report.groups for finding in group.findings] == [True, False]
-    assert [group.step for group in series.shown_steps(report.groups)] == [1, 2]
+    assert list_fields(report.findings, "fails") == [True, False]
+    assert list_fields(series.shown_steps(report.groups), "step") == [1, 2]
 
 
 def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
@@ -287,15 +286,15 @@ def test_any_folder(seed: int, tmp_path: Path) -> None:
     """Equal replicas are in sync in any folders; a changed element, a damaged file or a lost replica is noticed."""
     settings, files = random_folder(seed, tmp_path / "c")
     before = syncheck.compare(*settings)
-    assert before.exit_code == 0, [(group.name, group.notes) for group in before.groups] + list(before.unreadable)
-    matches = sorted(replica.path for group in before.groups for replica in group.replicas)
+    assert before.exit_code == 0, list_fields(before.groups, "name", "notes") + list(before.unreadable)
+    matches = sorted(list_fields(join_fields(before.groups, "replicas"), "path"))
     assert len(matches) == len(files)
     rng = random.Random(seed)
     victim = rng.choice(files)
     intact = victim.read_bytes()
     # One element of one replica.
     step = next(int(part[5:]) for part in victim.parts if part.startswith("step_"))
-    rank = next(replica.rank for g in before.groups for replica in g.replicas if replica.path == str(victim))
+    rank = find_first(join_fields(before.groups, "replicas"), path=str(victim)).rank
     save(str(victim), 2.0**-20, **(metadata(rank, step, 9) if seed % 2 else {}))
     assert syncheck.compare(*settings).exit_code == 1
     # A damaged file.
@@ -306,7 +305,7 @@ def test_any_folder(seed: int, tmp_path: Path) -> None:
     victim.unlink()
     victim.symlink_to(second)
     again = syncheck.compare(*settings)
-    assert again.exit_code == 2 or str(victim) in {alias.path for alias in again.aliases}
+    assert again.exit_code == 2 or str(victim) in list_fields(again.aliases, "path")
     # An unsupported format.
     victim.unlink()
     np.savez(victim.with_suffix(".npz"), w=np.ones(3))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_codes, list_fields
 
 pytest.importorskip("torch")
 pytest.importorskip("safetensors.torch")
@@ -36,8 +37,8 @@ def test_a_few_pairs(tmp_path: Path) -> None:
     """No pair is wrongly in sync, and syncheck neither crashes nor hangs; most kinds of mutations occur."""
     trials = diff.run_pairs(SEED, range(PAIRS), tmp_path)
     assert [trial.group for trial in trials if trial.fault in ("wrong 0", "crash", "hang")] == []
-    assert {trial.code for trial in trials} == {0, 1, 2}
-    assert len({trial.kind for trial in trials}) > len(KINDS) / 2
+    assert set(list_codes(trials)) == {0, 1, 2}
+    assert len(set(list_fields(trials, "kind"))) > len(KINDS) / 2
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -49,7 +50,7 @@ def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     trials = diff.run_pairs(SEED, range(12), tmp_path)
     columns = {"always in sync": "wrong 0", "crash": "crash", "never in sync": "wrong 1/2"}
     wrong = [trial for trial in trials if trial.fault]
-    assert {trial.fault for trial in wrong} == {columns[fault]}
+    assert set(list_fields(wrong, "fault")) == {columns[fault]}
     for trial in wrong:
         folder = tmp_path / f"{SEED}_{trial.number}"
         text = (folder / "finding.txt").read_text()
@@ -59,7 +60,7 @@ def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
         assert record["kind"] == trial.kind
         assert len(list(folder.iterdir())) >= 4
     table = diff.summarize(trials, KINDS)
-    row = next(line for line in table.splitlines() if line.startswith("all "))
+    row = find_texts(table.splitlines(), start="all ")[0]
     assert str(len(wrong)) in row.split()
 
 

@@ -14,6 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import join_fields, list_fields
 
 from fuzz import guard
 from fuzz.fields import Field
@@ -185,7 +186,7 @@ def test_mutations_keep_the_frame() -> None:
     assert read_records(write_zip(records)) == records
     changed = read_records(mutate_zip(SMALL, lambda data, _: data + b"x", Numbers(1)))
     pickled = next(content for name, content in records if name.endswith("data.pkl"))
-    assert pickled + b"x" in [content for _, content in changed]
+    assert pickled + b"x" in list_fields(changed, 1)
     header = json.dumps({"w": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}}).encode()
     created = mutate_safetensors(bytes(8) + b"{", lambda *_: header, Numbers(1))
     assert created == len(header).to_bytes(8, "little") + header + bytes(5)
@@ -193,7 +194,7 @@ def test_mutations_keep_the_frame() -> None:
 
 def test_dictionaries() -> None:
     """Each word of a dictionary is one quoted line, as libFuzzer requires, and each dictionary exists."""
-    for name in {name for target in TARGETS.values() for name in target.words}:
+    for name in set(join_fields(TARGETS.values(), "words")):
         lines = (ROOT / "fuzz" / "words" / f"{name}.dict").read_text(encoding="ascii").splitlines()
         wrong = [line for line in lines if not re.fullmatch(r'#.*|"([^"\\]|\\x[0-9a-f]{2})+"', line)]
         assert (len(lines) > 5, wrong) == (True, [])

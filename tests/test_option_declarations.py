@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import network, save
+from support.listings import find_texts, list_fields, list_names
 
 import syncheck
 from syncheck import api, config, option_kinds, options
@@ -71,7 +72,7 @@ def test_one_declaration_reaches_the_command_line(
     (tmp_path / "pyproject.toml").write_text("[tool.syncheck]\ndepth_limit = 4\n")
     assert main(["compare", "."]) == 0
     assert capsys.readouterr().err.endswith("pyproject.toml: depth_limit\n")
-    assert [found.depth_limit for found in compared] == [3, 3, 4]
+    assert list_fields(compared, "depth_limit") == [3, 3, 4]
     assert main(["compare", ".", "--depth-limit", "0"]) == 2
     assert "depth_limit=0: must be at least 1" in capsys.readouterr().err
 
@@ -99,7 +100,7 @@ def test_one_declaration_reaches_pytest_and_the_docs(monkeypatch: pytest.MonkeyP
 
     assert "| `--syncheck-depth-limit N` | a help text" in from_options.pytest_options()
     assert "| `--depth-limit N` | a help text" in from_options.commands()
-    (row,) = (row for row in from_options.keys().splitlines() if "a help text" in row)
+    (row,) = find_texts(from_options.keys().splitlines(), "a help text")
     assert row.startswith("| `depth_limit` | a whole number, at least 1 | `--depth-limit` | `--syncheck-depth-limit` |")
 
 
@@ -118,7 +119,7 @@ def test_declarations_are_complete(cls: type) -> None:
     declarations = {}
     for surface in (PYTHON, COMMAND_LINE, TOML, PYTEST):
         declarations |= list_options(surface, cls)
-    assert set(declarations) == {field.name for field in fields(cls)}
+    assert set(declarations) == set(list_names(fields(cls)))
     for name, declaration in declarations.items():
         declaration.check(name, getattr(cls(), name))
         assert declaration.help

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import Call, Global, network, save, save_pth, save_records, save_safetensors
+from support.listings import list_fields
 
 import syncheck
 
@@ -67,7 +68,7 @@ def test_broken_files_are_reported(tmp_path: Path, kind: str) -> None:
     bad = tmp_path / f"rank1{ending}"
     bad.write_bytes(data)
     report = syncheck.compare(good, bad)
-    assert (report.exit_code, [result.path for result in report.unreadable]) == (2, [str(bad)])
+    assert (report.exit_code, list_fields(report.unreadable, "path")) == (2, [str(bad)])
     assert words in report.unreadable[0].reason
     assert "\n" not in report.unreadable[0].reason
 

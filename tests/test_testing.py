@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import changed, network, save_pth
 from support.groups import make_finding
 from support.groups import text as message_of
+from support.listings import find_all, find_texts, list_fields, measure_width
 
 from syncheck.diagnose.statements import Common
 from syncheck.errors import UsageError
@@ -126,7 +127,7 @@ def test_a_file_beside_memory(ranks: Ranks) -> None:
     """The path of one file and a state dict are replicas: equal passes, changed fails."""
     [path] = ranks(network())
     report = assert_in_sync(path, network())
-    assert [replica.format for replica in report.groups[0].replicas] == ["torch-zip", "memory"]
+    assert list_fields(report.groups[0].replicas, "format") == ["torch-zip", "memory"]
     assert failing(network(1), path).report.counts.different > 0
 
 
@@ -194,7 +195,7 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
 
     error = failing({"average": Average(1.0)}, {"average": Average(2.0)})
     assert error.report.groups[0].tensors[0].name == "average.shadow.w"
-    (note,) = (note for note in error.report.groups[0].notes if note.code is Note.UNKNOWN_CLASSES)
+    (note,) = find_all(error.report.groups[0].notes, code=Note.UNKNOWN_CLASSES)
     assert "Average" in "".join(note.parameters["classes"])
 
 
@@ -271,13 +272,13 @@ def test_a_failure_is_bounded_and_escaped() -> None:
     """Names of 100,000 characters with control codes give a few short, escaped lines."""
     lines = message(hostile(100_000)).split("\n")
     assert len(lines) < 400
-    assert max(map(len, lines)) <= 1000
+    assert measure_width(lines) <= 1000
     assert all(line.isprintable() for line in lines)
     assert lines[-1] == "20000 tensors: 0 identical, 0 close, 20000 different, 0 not compared"
     assert "and 37 more groups" in "\n".join(lines)
-    rows = [line for line in lines if "1 of 2" in line]
+    rows = find_texts(lines, "1 of 2")
     assert len(rows) == 30
-    assert max(map(len, rows)) < 250  # long names do not push columns out of sight
+    assert measure_width(rows) < 250  # long names do not push columns out of sight
 
 
 def test_the_limit_bounds_the_rows_of_tensors() -> None:

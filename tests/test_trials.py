@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import find_all, list_fields
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.trials.command import CERTAINTY
@@ -63,7 +64,7 @@ def test_each_part_has_models_of_its_own() -> None:
     trajectories = draw_trajectories(3 * len(FAULTS), seed=3)
     sizes = {part: {(t.setup.model, t.setup.sizes.width) for t in trajectories if t.part == part} for part in PARTS}
     assert all(sizes[first].isdisjoint(sizes[second]) for first in PARTS for second in PARTS if first != second)
-    assert all({t.fault for t in trajectories if t.part == part} == set(FAULTS) for part in PARTS)
+    assert all(set(list_fields(find_all(trajectories, part=part), "fault")) == set(FAULTS) for part in PARTS)
     assert draw_trajectories(5, seed=3) == trajectories[:5]
 
 
@@ -122,6 +123,6 @@ def test_changed_copies_of_a_model() -> None:
 def test_a_trial_finds_a_bit_flip() -> None:
     """A trial with a flipped bit, which every version must diagnose, is right; without a fault, the files are equal."""
     flipped = run_trial(Trajectory("fit", BitFlipWeight, SETUP))
-    assert [outcome.kind for outcome in flipped if outcome.lag == 0] == ["right", "right"]
+    assert list_fields(find_all(flipped, lag=0), "kind") == ["right", "right"]
     clean = run_trial(Trajectory("fit", Fault, replace(SETUP, onset=1)))
-    assert {outcome.kind for outcome in clean} == {"equal"}
+    assert set(list_fields(clean, "kind")) == {"equal"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from support.checkpoints import Done, changed, network, save
 from support.programs_of_ranks import Jobs
+from support.states import omit
 
 from syncheck.cli import main
 
@@ -96,7 +97,7 @@ def shell(tmp_path: Path, two_ranks: None) -> Callable[..., tuple[int, str, str]
     def run_line(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
         line = line.replace("syncheck", f"{sys.executable} {python} -m syncheck", 1)
         colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
-        inherited = {key: value for key, value in os.environ.items() if key not in colours}
+        inherited = omit(os.environ, *colours)
         done = subprocess.run(
             ["bash", "-c", line],
             cwd=tmp_path,

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.states import omit
+
 import syncheck
 from syncheck import cli, versions
 
@@ -36,7 +38,7 @@ def test_missing_libraries_are_listed(monkeypatch: Any, capsys: Any) -> None:
     find_versions = versions.find_versions
 
     def find_without_torch(names: Any) -> dict[str, str]:
-        return {name: number for name, number in find_versions(names).items() if name != "torch"}
+        return omit(find_versions(names), "torch")
 
     monkeypatch.setattr(versions, "find_versions", find_without_torch)
     code = "import sys; from syncheck.cli import main; main(['--version'])\n"

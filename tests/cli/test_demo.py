@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_texts, list_fields, list_files, list_starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,14 +40,14 @@ def test_demo_shows_drift_and_remedy(tmp_path: Path, cli: Callable[..., Done]) -
     done = run_demo(tmp_path)
     assert done.returncode == 0, done.stderr
     accuracies = re.findall(r"^(ddp|ddp-syncbn): ([\d.]+)% test accuracy", done.stdout, flags=re.MULTILINE)
-    assert [run for run, _ in accuracies] == ["ddp", "ddp-syncbn"]
+    assert list_fields(accuracies, 0) == ["ddp", "ddp-syncbn"]
     assert all(float(accuracy) >= 97 for _, accuracy in accuracies)
     assert set(re.findall(r"SYN\d{3} [a-z-]+ \(", done.stdout)) == {"SYN201 bn-local-stats ("}
     assert re.search(r"SyncBatchNorm closed the gap: .* was 0\.\d+ in ddp .* and is 0\.0 in ddp-syncbn\.", done.stdout)
     page = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
     # The printed commands reproduce the printed output and the page.
     typed = re.findall(r"^\$ syncheck (.+)$", done.stdout, flags=re.MULTILINE)
-    assert [line.split()[0] for line in typed] == ["compare", "report"]
+    assert list_starts(typed) == ["compare", "report"]
     for line in typed:
         assert cli(*line.split()).out in done.stdout
     again = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
@@ -55,7 +56,7 @@ def test_demo_shows_drift_and_remedy(tmp_path: Path, cli: Callable[..., Done]) -
     assert "echarts" in page  # there is something to draw
     page = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert EXTERNAL_RESOURCES.search(page) is None
-    assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
+    assert list_files(tmp_path) == ["syncheck-demo"]
 
 
 def find_session_commands(session: int) -> list[str]:
@@ -82,7 +83,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
             deadline = time.monotonic() + 60
             while "epoch  1/" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert any("train/run.py" in line for line in find_session_commands(process.pid))
+            assert find_texts(find_session_commands(process.pid), "train/run.py")
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(timeout=60) == 130
             assert find_session_commands(process.pid) == []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
+from support.listings import list_absent, list_fields
 
 import syncheck as library
 from syncheck import api
@@ -26,7 +27,7 @@ def assert_one_line_error(done: Done, *texts: str) -> None:
     assert done.code == 2, done
     assert done.err.count("\n") == 1, done.err
     assert done.err.startswith("syncheck: error: ")
-    assert all(text in done.err for text in texts), done.err
+    assert not list_absent(done.err, texts), done.err
 
 
 def write_bad_file(folder: Path, kind: str) -> Path:
@@ -293,5 +294,5 @@ def test_links_and_folders_without_access(ranks: Ranks, tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "scandir", scandir)
     report = library.compare(tmp_path / "ckpts")
     assert report.verdict == "undecided"
-    assert [file.path for file in report.unreadable] == [str(tmp_path / "ckpts" / "closed")]
+    assert list_fields(report.unreadable, "path") == [str(tmp_path / "ckpts" / "closed")]
     assert report.unreadable[0].reason.startswith("permission denied: could not list this folder")

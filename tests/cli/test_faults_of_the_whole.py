@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import network, save_pth, save_safetensors
+from support.listings import measure_width
 
 import syncheck
 from syncheck import cli
@@ -196,7 +197,7 @@ def print_on_terminal(columns: str, shell: Shell, command: str, **environment: s
 def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
     """No text is lost at any width, and from 80 columns on no line is wider than the terminal."""
     text = print_on_terminal(columns, shell, COMPARE)
-    assert max(map(len, text.splitlines())) <= max(int(columns), 79)
+    assert measure_width(text.splitlines()) <= max(int(columns), 79)
     assert "OUTOFSYNC" in re.sub(r"\s", "", text)
     assert "".join(LAST.split()) in re.sub(r"\s", "", text)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jsonschema
 from support.checkpoints import changed, network, save_pth, save_safetensors
+from support.listings import list_codes, list_files, list_starts
 
 import syncheck as library
 
@@ -29,7 +30,7 @@ def test_fingerprints_replace_checkpoints(cli: Run, ranks: Ranks, tmp_path: Path
         save_pth(path, state)
     done = cli("fingerprint", "run_rank*.pth", "-o", "kept")
     assert (done.code, done.err) == (0, "")
-    assert [line.partition(":")[0] for line in done.lines] == [
+    assert list_starts(done.lines, ":") == [
         "kept/run_rank0.fingerprint.json",
         "kept/run_rank1.fingerprint.json",
     ]
@@ -39,7 +40,7 @@ def test_fingerprints_replace_checkpoints(cli: Run, ranks: Ranks, tmp_path: Path
     document = json.loads(done.out)
     jsonschema.validate(document, SCHEMA)
     assert done.code == 1
-    assert [finding["code"] for finding in document["groups"][0]["findings"]] == ["SYN201"]
+    assert list_codes(document["groups"][0]["findings"]) == ["SYN201"]
     done = cli("compare", "kept")
     assert done.lines[-2:] == ["OUT OF SYNC", "14 tensors: 10 identical, 0 close, 4 different, 0 not compared"]
 
@@ -49,7 +50,7 @@ def test_one_checkpoint_to_a_file(cli: Run, ranks: Ranks, tmp_path: Path) -> Non
     ranks()
     done = cli("fingerprint", "run_rank0.pth", "-o", "one.json", "-q")
     assert (done.code, done.out, done.err) == (0, "", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "run_rank0.pth", "run_rank1.pth"]
+    assert list_files(tmp_path) == ["one.json", "run_rank0.pth", "run_rank1.pth"]
     assert stat.S_IMODE((tmp_path / "one.json").stat().st_mode) & 0o444 == 0o444
     assert cli("compare", "one.json", "run_rank1.pth", "--group-by", "n").code == 0
 
@@ -69,7 +70,8 @@ def test_show_lists_a_fingerprint(cli: Run, ranks: Ranks) -> None:
     """`show` prints the same statistics for a fingerprint and for its checkpoint."""
     ranks()
     cli("fingerprint", "run_rank0.pth", "-o", "one.json")
-    a, b = (json.loads(cli("show", name, "--format", "json").out) for name in ("run_rank0.pth", "one.json"))
+    a = json.loads(cli("show", "run_rank0.pth", "--format", "json").out)
+    b = json.loads(cli("show", "one.json", "--format", "json").out)
     assert a["tensors"] == b["tensors"]
     assert (a["format"], b["format"]) == ("torch-zip", "fingerprint")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, save, save_pth
+from support.listings import find_texts, is_printable, list_absent, list_fields
 
 from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS
@@ -68,7 +69,7 @@ def test_every_file_extension(cli: Run, tmp_path: Path) -> None:
 
     Only the JSON of this run has histograms, because they are collected for the page.
     """
-    outputs = [argument for extension in EXTENSIONS for argument in ("-o", f"out{extension}")]
+    outputs = [f"--output=out{extension}" for extension in EXTENSIONS]
     assert cli("compare", "run_*.pth", "--format", "github", *outputs).code == 1
     for extension, name in EXTENSIONS.items():
         text = (tmp_path / f"out{extension}").read_text()
@@ -84,10 +85,10 @@ def test_help_and_errors_name_the_formats(cli: Run) -> None:
     """The help, and the errors for an invalid format and file extension, list the valid values."""
     bad_format = cli("compare", "run_*.pth", "--format", "xml")
     assert (bad_format.code, bad_format.out, bad_format.err.count("\n")) == (2, "", 1)
-    assert all(name in bad_format.err for name in FORMATS)
+    assert not list_absent(bad_format.err, FORMATS)
     bad_extension = cli("compare", "run_*.pth", "-o", "out.junit")
     assert (bad_extension.code, bad_extension.out, bad_extension.err.count("\n")) == (2, "", 1)
-    assert all(name in bad_extension.err for name in EXTENSIONS)
+    assert not list_absent(bad_extension.err, EXTENSIONS)
     help_text = re.sub(r"\s+", " ", cli("compare", "--help").out)
     assert f"{{{','.join(FORMATS)}}}" in help_text
     assert ", ".join(EXTENSIONS) in help_text
@@ -96,9 +97,11 @@ def test_help_and_errors_name_the_formats(cli: Run) -> None:
 def test_every_format_is_documented() -> None:
     """The section Formats of docs/options.md has a row for each value of --format and for each file extension."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
-    lines = [line for line in page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")]
-    cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
-    assert {*FORMATS, *EXTENSIONS} - cells == set(), "have no row in the table of docs/options.md, Formats"
+    lines = find_texts(page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines(), start="| ")
+    cells = re.split(r" \| |\| ", "".join(lines))
+    assert {f"`{value}`" for value in (*FORMATS, *EXTENSIONS)} - set(cells) == set(), (
+        "no row in docs/options.md, Formats"
+    )
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
@@ -125,15 +128,15 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
         save_pth(tmp_path / f"a,b::c%\x1b[2J\n::error::_rank{rank}.pth", {evil: np.full(2, rank, np.float32)})
     done = cli("compare", "a*.pth", "--format", name)
     assert done.code == 1
-    assert all(c.isprintable() or c == "\n" for c in done.out)
+    assert is_printable(done.out)
     assert "\n::add-mask" not in done.out
     assert "\n::error::" not in done.out
     if name == "junit":
         root = ET.fromstring(done.out)
-        assert [case.attrib["name"] for case in root.iter("testcase")] == ["parameters"]
+        assert list_fields(list_fields(root.iter("testcase"), "attrib"), "name") == ["parameters"]
         assert "x]]></failure>" in str(root.findtext("testsuite/testcase/failure"))
     if name == "github":
-        (line,) = (line for line in done.out.splitlines() if line.startswith("::"))
+        (line,) = find_texts(done.out.splitlines(), start="::")
         assert line.startswith(r"::error file=a%2Cb%3A%3Ac%25\x1b[2J\n%3A%3Aerror%3A%3A_rank")
         assert line.count("::", 2, line.index(",title=")) == 0
 

@@ -19,7 +19,9 @@ from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from support.browser import opened
 from support.checkpoints import Done, save_pth, save_safetensors
-from support.hostile_names import FILES, NAMES
+from support.hostile_names import FILES, NAMES, shorten
+from support.listings import find_all, is_printable, list_fields, list_names
+from support.states import omit
 
 from syncheck.options import EXTENSIONS
 from syncheck.report.words import SITE
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     Run = Callable[..., Done]
 
+OUTPUTS = [f"--output=out{ending}" for ending in EXTENSIONS]
 QUICK = ["\n::set-output name=a::b", "\udcff\udcfe"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK]
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,13 +60,12 @@ def is_harmless(text: str) -> bool:
     """Return whether a text has only printable lines and colours, and no commands for a terminal or a CI runner."""
     plain = COLOURS.sub("", text)
     commands = [line for line in plain.split("\n") if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
-    return all(c == "\n" or c.isprintable() for c in plain) and not commands
+    return is_printable(plain) and not commands
 
 
 def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
     """Write every format, and parse each document."""
-    outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    done = cli("compare", "--no-config", *outputs, "--", *paths)
+    done = cli("compare", "--no-config", *OUTPUTS, "--", *paths)
     assert (done.code, done.err) == (1, "")
     assert is_harmless(done.out)
     texts = {}
@@ -71,22 +73,23 @@ def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
         with open(f"out{ending}", encoding="utf-8") as file:
             texts[ending] = file.read()
     (group,) = json.loads(texts[".json"])["groups"]
-    assert {diff["name"] for diff in group["tensors"]} == {f"{name}" for name in names}
-    assert [replica["path"] for replica in group["replicas"]] == list(paths)
+    assert set(list_names(group["tensors"])) == {f"{name}" for name in names}
+    assert list_fields(group["replicas"], "path") == list(paths)
     root = ET.fromstring(texts[".xml"])
-    assert {case.tag for case in root.iter()} <= {
+    assert set(list_fields(root.iter(), "tag")) <= {
         "testsuites", "testsuite", "properties", "property", "testcase", "failure", "system-out",
     }  # fmt: skip
     for ending in (".json", ".md", ".txt", ".xml"):
         assert is_harmless(texts[ending]), ending
     tokens = MarkdownIt("js-default").parse(texts[".md"])
-    inner = [child.type for token in tokens for child in token.children or []]
-    assert not {"link_open", "image", "html_inline"} & set(inner)
-    assert {re.sub(r"\d+", "N", token.content.strip()) for token in tokens if token.type == "html_block"} <= {
+    for token in tokens:
+        assert not {"link_open", "image", "html_inline"} & set(list_fields(token.children or [], "type"))
+    blocks = "".join(list_fields(find_all(tokens, type="html_block"), "content"))
+    assert set(re.sub(r"\d+", "N", blocks).splitlines()) <= {
         "<details><summary>N tensors, worst first</summary>", "</details>",
     }  # fmt: skip
     page = texts[".html"]
-    assert all(c == "\n" or c.isprintable() for c in page)
+    assert is_printable(page)
     for name in names:
         assert logged(one_line(name)) in logged(texts[".txt"])
 
@@ -123,7 +126,7 @@ def test_all_names_at_once(cli: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:24]))
+@pytest.mark.parametrize("name", NAMES, ids=shorten)
 def test_each_name(cli: Run, name: str) -> None:
     """Each name is harmless as the only name of a tensor, a value, a method and a host."""
     paths = save_ranks([name])
@@ -131,7 +134,7 @@ def test_each_name(cli: Run, name: str) -> None:
     check_streams(cli, paths)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=lambda name: ascii(str(name)[:24]))
+@pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=shorten)
 def test_each_file_name(cli: Run, name: str) -> None:
     """Each name is harmless as the name of a file and of a folder, and as an option and an argument."""
     os.mkdir(name)
@@ -201,11 +204,11 @@ def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
     done = subprocess.run(
         ["script", "-qec", f"stty cols {columns}; {command}", "/dev/null"],
         cwd=tmp_path, capture_output=True, timeout=60,
-        env={k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}, check=False,
+        env=omit(os.environ, "COLUMNS", "NO_COLOR") | {"TERM": "xterm"}, check=False,
     )  # fmt: skip
     text = COLOURS.sub("", done.stdout.decode()).replace("\r\n", "\n")
     assert done.returncode == 1
-    assert all(c == "\n" or c.isprintable() for c in text)
+    assert is_printable(text)
     if columns >= 80:
         assert max(cell_len(line.rstrip()) for line in text.split("\n")) <= columns
 
@@ -219,8 +222,7 @@ def test_long_names_and_many_names(cli: Run, tmp_path: Path, count: int, length:
     for rank, path in enumerate(paths):
         save_safetensors(tmp_path / path, {name: np.full(1, rank, np.float32) for name in tensors[:2000]})
     start = time.monotonic()
-    outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    assert cli("compare", *paths, *outputs).code == 1
+    assert cli("compare", *paths, *OUTPUTS).code == 1
     assert cli("compare", *paths, "--color", "always").code == 1
     assert cli("show", paths[0]).code == 0
     assert time.monotonic() - start < 60

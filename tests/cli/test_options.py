@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_pth
+from support.listings import list_fields, list_names
 
 from syncheck.messages import Note
 from syncheck.tensors.blocks import Files
@@ -115,7 +116,7 @@ def test_the_applied_tolerance_is_printed(run: Run) -> None:
     assert "4 of 4, close: rtol=0 atol=2 (tolerance of *_mean)" in done.out
     assert "4 of 4, close: rtol=0 atol=3 (tolerance of bn_var)" in done.out
     tensors = json.loads(run("run_*.pth", "--format", "json", table=table).out)["groups"][0]["tensors"]
-    assert {tensor["reason"] for tensor in tensors} == {
+    assert set(list_fields(tensors, "reason")) == {
         "rtol=0 atol=2 (tolerance of *_mean)",
         "rtol=0 atol=3 (tolerance of bn_var)",
     }
@@ -247,7 +248,7 @@ def test_format(run: Run) -> None:
 def test_output(run: Run, tmp_path: Path) -> None:
     """Typed outputs replace the outputs of the file; the error for an invalid output names pyproject.toml."""
     assert run("run_*.pth", table="output = ['a.json', 'a.md']").code == 1
-    assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.json", "a.md"]
+    assert sorted(list_names(tmp_path.glob("a.*"))) == ["a.json", "a.md"]
     assert run("run_*.pth", "-o", "b.txt", table="output = ['c.json']").code == 1
     assert (tmp_path / "b.txt").exists()
     assert not (tmp_path / "c.json").exists()

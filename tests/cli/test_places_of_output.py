@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.checkpoints import Done, network, save_pth, save_safetensors
 from support.disks import make_read_only, small_disk
+from support.listings import list_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,4 +216,4 @@ def test_concurrent_runs(tmp_path: Path) -> None:
             reads += 1
     assert [(program.communicate()[1], program.returncode) for program in programs] == [(b"", 1)] * 4
     assert reads
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json", *TWO]
+    assert list_files(tmp_path) == ["out.html", "out.json", *TWO]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, network, save_pth, save_safetensors
+from support.states import replace_in_names
 
 import syncheck
 from syncheck.conversion.map_files import write_map
@@ -74,7 +75,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     tensors = {f"layers.{i}.weight": np.random.default_rng(i).standard_normal((4, 3), np.float32) for i in range(3)}
     save_safetensors(tmp_path / "a.safetensors", tensors)
     (tmp_path / "a.safetensors").rename(tmp_path / "a.json")
-    save_safetensors(tmp_path / "b.safetensors", {name.replace("layers", "h"): data for name, data in tensors.items()})
+    save_safetensors(tmp_path / "b.safetensors", replace_in_names(tensors, "layers", "h"))
     check = {"event": "check", "time": "2026-01-01T00:00:00", "step": 1, "verdict": "in_sync", "tensors": 1}
     check |= {"compared": 1, "seconds": 0.1, "overhead": 0.1, "findings": []}
     (tmp_path / "events.jsonl").write_text(json.dumps(check) + "\n")
@@ -178,8 +179,7 @@ def test_two_outputs_of_one_run_are_different_files(cli: Run, files: dict[str, b
 @pytest.mark.parametrize("folder", ["", "whole/"])
 def test_earlier_outputs_are_replaced(cli: Run, files: dict[str, bytes], folder: str) -> None:
     """Every kind of output replaces an earlier output and an empty file, also in a checkpoint folder."""
-    reports = [f"{folder}report{extension}" for extension in EXTENSIONS]
-    targets = [argument for report in reports for argument in ("-o", report)]
+    targets = [f"--output={folder}report{extension}" for extension in EXTENSIONS]
     for _ in range(2):
         assert cli("compare", *TWO, *targets).code == 0
         assert cli("diff", TWO[0], "other.json", *targets).code == 1

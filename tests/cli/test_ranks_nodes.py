@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checkpoints import changed, network, save
+from support.listings import list_fields, list_files
 from support.namespaces import two_hosts
-from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish
+from support.programs_of_ranks import RECORD_EXIT_CODE, SYNCHECK, TORCHRUN, finish, finish_all
 
 import syncheck
 
@@ -52,7 +53,7 @@ def run_on_both(jobs: Jobs, hosts: list[Host], folders: list[Path], *arguments: 
         launcher += ["--master-addr", hosts[0].address, "--master-port", 29700, "bash", "-c", RECORD_EXIT_CODE, "bash"]
         words = host.command(*WITH_HOST_NAME, f"gpu{node}", *launcher, *SYNCHECK, *arguments)
         processes.append(jobs.start(*words, cwd=folder))
-    return [finish(process) for process in processes]
+    return finish_all(processes)
 
 
 def test_each_node_has_its_own_files(jobs: Jobs, hosts: list[Host], nodes: list[Path]) -> None:
@@ -62,9 +63,9 @@ def test_each_node_has_its_own_files(jobs: Jobs, hosts: list[Host], nodes: list[
     assert done[1].out == ""
     assert all("syncheck: " not in result.err for result in done)
     (group,) = json.loads(done[0].out)["groups"]
-    assert [(tensor["name"], tensor["clusters"]) for tensor in group["tensors"]] == [("fc.weight", [[0, 1, 2], [3]])]
+    assert list_fields(group["tensors"], "name", "clusters") == [("fc.weight", [[0, 1, 2], [3]])]
     assert [finding["ranks"] for finding in group["findings"] if finding["severity"] != "info"] == [[3]]
-    locations = [(replica["path"], replica["host"]) for replica in group["replicas"]]
+    locations = list_fields(group["replicas"], "path", "host")
     assert locations == [(f"gpu{rank // 2}:ckpts/rank_{rank}.pth", f"gpu{rank // 2}") for rank in range(4)]
 
 
@@ -93,9 +94,9 @@ def test_fingerprints_of_each_node(jobs: Jobs, hosts: list[Host], nodes: list[Pa
         assert (created.code, created.err) == (0, "")
         for file in (folder / "made").rglob("*.json"):
             shutil.copy(file, desk)
-    files = sorted(file.name for file in desk.iterdir())
+    files = list_files(desk)
     done = finish(jobs.start(*SYNCHECK, "compare", *files, "--format", "json", cwd=desk))
     assert (done.code, len(files)) == (1, 4)
     (group,) = json.loads(done.out)["groups"]
-    assert [(tensor["name"], tensor["clusters"]) for tensor in group["tensors"]] == [("fc.weight", [[0, 1, 2], [3]])]
+    assert list_fields(group["tensors"], "name", "clusters") == [("fc.weight", [[0, 1, 2], [3]])]
     assert [finding["ranks"] for finding in group["findings"] if finding["severity"] != "info"] == [[3]]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save, save_header
-from support.programs_of_ranks import SYNCHECK, TORCHRUN, finish
+from support.listings import list_codes, list_fields
+from support.programs_of_ranks import SYNCHECK, TORCHRUN, finish, finish_all
 from support.started import alive, free_port, wait_for
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def test_ranks_without_torchrun(jobs: Jobs, tmp_path: Path) -> None:
     """Any launcher can set torchrun's variables; a missing file is reported once, and all processes exit with 2."""
     write_ranks(tmp_path, ranks=1)
     processes = jobs.ranks("compare", PATH)
-    done = [finish(process) for process in processes]
-    assert [result.code for result in done] == [2, 2]
-    assert [result.out for result in done] == ["", ""]
+    done = finish_all(processes)
+    assert list_codes(done) == [2, 2]
+    assert list_fields(done, "out") == ["", ""]
     assert done[0].err == ("syncheck: error: rank 1: run_rank1.pth: no such file or directory. Check the path.\n")
     assert done[1].err == ""
 
@@ -60,8 +61,8 @@ def test_closed_stdout(jobs: Jobs, tmp_path: Path) -> None:
     assert processes[0].stdout is not None
     processes[0].stdout.close()
     processes[0].stdout = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - closed with the process
-    done = [finish(process) for process in processes]
-    assert [(result.code, result.err) for result in done] == [(141, "")] * 2
+    done = finish_all(processes)
+    assert list_fields(done, "code", "err") == [(141, "")] * 2
 
 
 def has_open(pid: int, file: Path) -> bool:
@@ -84,10 +85,10 @@ def test_killed_process(jobs: Jobs, tmp_path: Path, killed: int) -> None:
         )
         os.truncate(file, file.stat().st_size + size)
     processes = jobs.ranks("compare", path, ranks=3)
-    wait_for(lambda: has_open(processes[killed].pid, tmp_path / path.format(rank=killed)))
+    wait_for(has_open, processes[killed].pid, tmp_path / path.format(rank=killed))
     os.kill(processes[killed].pid, signal.SIGKILL)
-    done = [finish(process) for process in processes]
-    assert [result.code for result in done] == [-9 if rank == killed else 2 for rank in range(3)]
+    done = finish_all(processes)
+    assert list_codes(done) == [-9 if rank == killed else 2 for rank in range(3)]
     for rank, result in enumerate(done):
         assert result.out == ""
         assert (f"syncheck: error: rank {rank} cannot communicate: " in result.err) == (rank != killed)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checkpoints import Call, Global, network, save_pth
+from support.listings import list_codes, list_fields
 
 import syncheck
 from syncheck.cli import commands
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.syncheck(ranks=2)
 def compare_with_error(rank_cli: RankCli, *arguments: Any) -> str:
     """Run a comparison that exits with 2 on both ranks, and return the only line of output, from rank 0."""
     ended = rank_cli.compare(*arguments)
-    assert [done.code for done in ended] == [2, 2], ended
+    assert list_codes(ended) == [2, 2], ended
     assert (ended[0].out, ended[1].out, ended[1].err) == ("", "", "")
     assert ended[0].err.count("\n") == 1, ended[0].err
     assert ended[0].err.startswith("syncheck: error: ")
@@ -143,7 +144,7 @@ def test_files_of_two_steps(rank_cli: RankCli) -> None:
     """Files of two steps are compared, and SYN106 reports the different progress."""
     save_with_metadata(rank_cli, step=5 + rank_cli.rank)
     ended = rank_cli.compare(rank_cli.path)
-    assert [done.code for done in ended] == [1, 1]
+    assert list_codes(ended) == [1, 1]
     assert ended[0].lines[0] == "mine step 6, 2 replicas: OUT OF SYNC"
     assert "SYN106 different-progress" in ended[0].out
 
@@ -152,7 +153,7 @@ def test_missing_rank(rank_cli: RankCli) -> None:
     """If one of three ranks has no file, the other two are compared, and the report names the missing rank."""
     save_with_metadata(rank_cli, world_size=3)
     ended = rank_cli.compare(rank_cli.path)
-    assert [done.code for done in ended] == [0, 0]
+    assert list_codes(ended) == [0, 0]
     assert "  no file from rank 2, although the metadata lists 3 ranks" in ended[0].lines
 
 
@@ -172,7 +173,7 @@ def test_missing_rank(rank_cli: RankCli) -> None:
 def test_wrong_paths(rank_cli: RankCli, arguments: list[str], message: str) -> None:
     """Each process reports an invalid path, because the path is checked before the rendezvous."""
     ended = rank_cli.compare(*arguments)
-    assert [done.code for done in ended] == [2, 2]
+    assert list_codes(ended) == [2, 2]
     assert all(done.err.startswith(f"syncheck: error: {message}") for done in ended), ended
 
 
@@ -195,8 +196,8 @@ def test_wrong_usage(rank_cli: RankCli, arguments: list[str], message: str) -> N
 def test_reference(rank_cli: RankCli) -> None:
     """--reference takes a rank or a path, and the error for an unknown rank lists the compared ranks."""
     rank_cli.save(by=1.0)
-    assert [done.code for done in rank_cli.compare(rank_cli.path, "--reference", "1")] == [1, 1]
-    assert [done.code for done in rank_cli.compare(rank_cli.path, "--reference", rank_cli.path.format(rank=0))] == [
+    assert list_codes(rank_cli.compare(rank_cli.path, "--reference", "1")) == [1, 1]
+    assert list_codes(rank_cli.compare(rank_cli.path, "--reference", rank_cli.path.format(rank=0))) == [
         1,
         1,
     ]
@@ -228,7 +229,7 @@ def test_crash_on_rank_0(rank_cli: RankCli, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(commands, "write_report", crash)
     rank_cli.save()
     ended = rank_cli.compare(rank_cli.path)
-    assert [done.code for done in ended] == [2, 2]
+    assert list_codes(ended) == [2, 2]
     assert ended[0].err.startswith("syncheck: error: rank 0: KeyError: 'planted'\nTraceback")
     assert ended[1].err == ""
 
@@ -239,13 +240,13 @@ def test_without_the_variables_of_torchrun(rank_cli: RankCli, monkeypatch: pytes
     advice = "use torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
     monkeypatch.delenv("GROUP_RANK")
     text = f"node_{{node_rank}}.pth: {unset} GROUP_RANK; {advice}"
-    assert {(done.code, done.err) for done in rank_cli.compare("node_{node_rank}.pth")} == {
+    assert set(list_fields(rank_cli.compare("node_{node_rank}.pth"), "code", "err")) == {
         (2, f"syncheck: error: {text}\n")
     }
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
     text = f"run_{{rank}}.pth: {unset} RANK, WORLD_SIZE; {advice}"
-    assert {(done.code, done.err) for done in rank_cli.compare("run_{rank}.pth")} == {(2, f"syncheck: error: {text}\n")}
+    assert set(list_fields(rank_cli.compare("run_{rank}.pth"), "code", "err")) == {(2, f"syncheck: error: {text}\n")}
 
 
 @pytest.mark.syncheck(ranks=1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from support.checkpoints import network, save_pth, save_safetensors
+from support.listings import find_texts, index_by, list_codes, list_starts, measure_width
 
 from syncheck.diagnose.rules import RULES
 from syncheck.readers import contents
@@ -28,7 +30,7 @@ def test_statistics_equal_numpy(cli: Run, tmp_path: Path) -> None:
     values[5], values[650_000] = np.nan, np.inf
     save_safetensors(tmp_path / "a.safetensors", {"w": values, "i": np.arange(5), "e": np.zeros((0, 2), np.float32)})
     done = cli("show", "a.safetensors", "--format", "json")
-    rows = {row["name"]: row for row in json.loads(done.out)["tensors"]}
+    rows = index_by(json.loads(done.out)["tensors"], "name")
     finite = values[np.isfinite(values)].astype(np.float64)
     assert rows["w"]["nonfinite"] == 2
     assert rows["w"]["bytes"] == values.nbytes
@@ -59,7 +61,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
     listing = contents.describe(str(path)) | {"path": "a.pth"}
     drawn = terminal.render(text.list_contents(listing), 80, color=False)
-    assert max(map(len, drawn.splitlines())) <= 80
+    assert measure_width(drawn.splitlines()) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
     assert ", all values finite\n" in drawn
     assert " nonfinite" not in drawn
@@ -68,7 +70,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     save_pth(tmp_path / "b.pth", model)
     outlier = cli("show", "b.pth")
     assert "finite\n" not in outlier.out.partition("\n")[0]
-    assert next(line for line in outlier.lines if line.startswith("fc.bias")).split()[-1] == "1"
+    assert find_texts(outlier.lines, start="fc.bias")[0].split()[-1] == "1"
 
 
 def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", RULES, ids=attrgetter("code"))
 def test_explain_prints_the_docstring(cli: Run, rule: object) -> None:
     """`explain` prints the complete docstring of a finding, selected by code, slug or number."""
     code, slug, text = rule.code, rule.slug, rule.explanation  # type: ignore[attr-defined]
@@ -95,7 +97,7 @@ def test_explain_lists_all(cli: Run) -> None:
     """Without a code, `explain` lists every finding; an unknown code exits with 2 and one line."""
     done = cli("explain")
     assert done.code == 0
-    assert [line.split()[0] for line in done.lines[1:]] == sorted(rule.code for rule in RULES)
+    assert list_starts(done.lines[1:]) == sorted(list_codes(RULES))
     done = cli("explain", "SYN000")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "no such finding" in done.err

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_all, get_failing, list_codes, list_failing
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from syncheck.records import Finding, Report
+    from syncheck.records import Report
 
 DECAY = 0.9
 
@@ -129,17 +130,11 @@ def save(folder: Path, updates: dict[int, int], write: Callable[[Run, int], dict
     return compare(*sorted(folder.glob("*.pt")), options=Options())
 
 
-def only(report: Report) -> Finding:
-    """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
-    return finding
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_copies_with_different_updates(name: str, tmp_path: Path) -> None:
     """A copy that one of three ranks updated more often is SYN219 on this rank, in the format of each library."""
     report = save(tmp_path, {0: 3, 1: 5, 2: 3}, FORMATS[name], name in WITHOUT_MODEL)
-    finding = only(report)
+    finding = get_failing(report)
     assert (finding.code, finding.ranks) == ("SYN219", (1,))
     assert len([tensor for tensor in finding.tensors if is_weight(tensor) or "shadow_params" in tensor]) == 6
 
@@ -153,7 +148,7 @@ def test_equal_copies_are_in_sync(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["diffusers", "diffusers at the top", "torch, any key", "ema-pytorch, any key"])
 def test_counts_of_updates_prove_missed_updates(name: str, tmp_path: Path) -> None:
     """Different counts of updates, as tensors or numbers, are evidence of missed updates."""
-    finding = only(save(tmp_path, {0: 3, 1: 5}, FORMATS[name], False))
+    finding = get_failing(save(tmp_path, {0: 3, 1: 5}, FORMATS[name], False))
     assert finding.cause.code is Text.CAUSE_UPDATES
     assert [fact.parameters["values"] for fact in finding.facts if fact.code is Text.UPDATES] == [{0: 3, 1: 5}]
 
@@ -168,7 +163,7 @@ def test_a_frozen_part_and_a_list_of_the_trained_parameters(tmp_path: Path) -> N
         shadow = [p.detach() * DECAY**rank for p in run.model.parameters() if p.requires_grad]
         ema = {"decay": DECAY, "num_updates": 4, "shadow_params": shadow, "collected_params": None}
         torch.save(run.states() | {"average": ema}, tmp_path / f"rank{rank}.pt")
-    finding = only(compare(*sorted(tmp_path.glob("*.pt")), options=Options()))
+    finding = get_failing(compare(*sorted(tmp_path.glob("*.pt")), options=Options()))
     assert (finding.code, finding.certainty) == ("SYN219", "consistent")
     assert finding.cause.code is Text.CAUSE_START
 
@@ -187,7 +182,7 @@ def test_modules_with_names_of_averages_are_no_copies(tmp_path: Path) -> None:
         torch.save({"model": model.state_dict()}, tmp_path / f"rank{rank}.pt")
     report = compare(*sorted(tmp_path.glob("*.pt")), options=Options())
     assert report.verdict == "out_of_sync"
-    assert "SYN219" not in {finding.code for group in report.groups for finding in group.findings}
+    assert "SYN219" not in list_codes(report.findings)
     assert "ema" not in report.groups[0].kinds
 
 
@@ -225,10 +220,10 @@ def train(folder: Path, missed: dict[int, tuple[int, ...]], created: bool) -> Re
 def test_a_copy_created_before_the_broadcast_shrinks_by_the_decay(tmp_path: Path) -> None:
     """Equal updates multiply the difference by the decay, in all tensors: the copies were unequal from the start."""
     report = train(tmp_path, {}, created=True)
-    last = next(finding for finding in report.groups[-1].findings if finding.fails)
+    last = list_failing(report.groups[-1])[0]
     assert (last.code, last.certainty) == ("SYN219", "likely")
     assert last.cause.code is Text.CAUSE_START
-    (shrinks,) = [fact for fact in last.facts if fact.code is Text.SHRINKS]
+    (shrinks,) = find_all(last.facts, code=Text.SHRINKS)
     assert shrinks.parameters["decay"] == pytest.approx(DECAY, abs=0.002)
     assert shrinks.parameters["ratio"] == pytest.approx(DECAY**7, rel=0.01)
 
@@ -237,6 +232,6 @@ def test_a_copy_created_before_the_broadcast_shrinks_by_the_decay(tmp_path: Path
 def test_missed_updates_are_not_an_unequal_start(missed: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
     """A copy that never, once or rarely misses an update has another cause than one that was unequal at the start."""
     report = train(tmp_path, missed, created=False)
-    last = next(finding for finding in report.groups[-1].findings if finding.fails)
+    last = list_failing(report.groups[-1])[0]
     assert last.code == "SYN219"
     assert last.cause.code is not Text.CAUSE_START

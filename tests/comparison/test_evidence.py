@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.checkpoints import compare_ranks, save_safetensors
 from support.dtensors import save_ranks
+from support.listings import index_by, list_rank_files
 
 import syncheck
 from syncheck.comparison import evidence, vectors
@@ -28,7 +29,7 @@ NAN, INF = float("nan"), float("inf")
 def compare_folder(folder: Path) -> dict[str, TensorDiff]:
     """Compare the files of a folder, and return the non-identical tensors by name."""
     (group,) = syncheck.compare(folder).groups
-    return {diff.name: diff for diff in group.tensors}
+    return index_by(group.tensors, "name")
 
 
 def read_evidence(folder: Path, name: str = "w") -> Evidence:
@@ -38,7 +39,7 @@ def read_evidence(folder: Path, name: str = "w") -> Evidence:
 
 def save(folder: Path, *states: dict[str, Any]) -> list[Path]:
     """Write one file per state with torch.save."""
-    paths = [folder / f"m_rank{rank}.pth" for rank in range(len(states))]
+    paths = list_rank_files(folder, "m_rank{}.pth", len(states))
     for path, state in zip(paths, states, strict=True):
         torch.save(state, path)
     return paths
@@ -284,7 +285,9 @@ class TestExchanged:
 def test_only_finite_tensors_resemble_each_other(tmp_path: Path, damaged: str, resembling: set[str]) -> None:
     """Two matrices with each other's directions are exchanged; with a NaN in one of them, it has no direction."""
     generator = torch.Generator().manual_seed(0)
-    a, b, noise = (torch.randn(8, 16, generator=generator) for _ in range(3))
+    a = torch.randn(8, 16, generator=generator)
+    b = torch.randn(8, 16, generator=generator)
+    noise = torch.randn(8, 16, generator=generator)
     exchanged = {"a": b + noise / 10, "b": a + noise / 10}
     if damaged:
         exchanged[damaged][0, 0] = NAN

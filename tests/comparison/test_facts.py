@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import compare_ranks
+from support.listings import list_codes, list_fields
 
 from syncheck import testing
 from syncheck.diagnose import baseline
@@ -56,7 +57,7 @@ def test_each_fact_has_its_finding(tmp_path: Path, name: str, where: str) -> Non
         return testing.compare(*map(state_of, versions), allow=allow)
 
     report = judge()
-    assert {finding.code: finding.ranks for finding in report.groups[0].findings} == codes
+    assert dict(list_fields(report.groups[0].findings, "code", "ranks")) == codes
     assert report.groups[0].counts.tensors == 2
     assert judge(*codes).exit_code == 0
     for code in codes:
@@ -69,7 +70,7 @@ def test_the_reference_does_not_change_the_findings(tmp_path: Path, name: str) -
     versions, codes = CASES[name]
     for rank in range(len(versions)):
         report = compare_versions(tmp_path, *versions, reference=rank)
-        assert {finding.code for finding in report.groups[0].findings} == codes.keys()
+        assert set(list_codes(report.groups[0].findings)) == codes.keys()
 
 
 def test_values_are_measured_if_one_rank_lacks_the_tensor(tmp_path: Path) -> None:
@@ -109,11 +110,11 @@ def test_an_older_baseline_is_read(tmp_path: Path) -> None:
     """A baseline entry without a fact accepts every fact of its code, is not fixed, and an update adds the fact."""
     report = compare_versions(tmp_path, *STATES["shape"])
     older = frozenset({baseline.Entry("run", UNLIKE, "parameter", "odd")})
-    (run,) = {entry.run for entry in baseline.update_baseline(report, frozenset())}
+    (run,) = set(list_fields(baseline.update_baseline(report, frozenset()), "run"))
     older = frozenset(entry._replace(run=run) for entry in older)
     judged = baseline.apply_baseline(report, older)
     assert (judged.exit_code, judged.groups[0].fixed) == (0, ())
-    assert {entry.kind for entry in baseline.update_baseline(report, older)} == {"parameter (shape)"}
+    assert set(list_fields(baseline.update_baseline(report, older), "kind")) == {"parameter (shape)"}
 
 
 def checkpoint_at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:
@@ -138,5 +139,5 @@ def checkpoint_at(step: int, state: Any = ONE, **settings: float) -> dict[str, A
 def test_different_progress_explains_differences_between_steps_only(tmp_path: Path, ranks: Any, code: int) -> None:
     """Allowing SYN106 accepts differences between steps, but not within a step, nor in settings that stay constant."""
     report = compare_ranks(tmp_path, *ranks, allow=("SYN106",))
-    assert "SYN106" in {finding.code for finding in report.groups[0].findings}
+    assert "SYN106" in list_codes(report.groups[0].findings)
     assert report.exit_code == code

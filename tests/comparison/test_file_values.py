@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import compare_ranks, network, save_pth, save_safetensors
+from support.listings import find_all, join_fields, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.messages import Note
@@ -62,9 +63,9 @@ def with_groups(*changes: dict[str, Any], number: int = 2) -> dict[str, Any]:
 def test_counted_values(tmp_path: Path, other: dict[str, Any], differing: set[str]) -> None:
     """A difference in a parameter group, the scaler or the epoch has a finding and makes the ranks out of sync."""
     group = group_of(tmp_path, training(), training(), other)
-    assert {value.name for value in group.values if value.counts} == differing
+    assert set(list_names(find_all(group.values, counts=True))) == differing
     assert group.verdict == ("out_of_sync" if differing else "in_sync")
-    covered = {name for finding in group.findings for name in finding.values}
+    covered = set(join_fields(group.findings, "values"))
     assert covered == differing
 
 
@@ -84,14 +85,14 @@ def test_equal_values_of_other_types_are_equal(tmp_path: Path) -> None:
     nan = float("nan")
     assert group_of(tmp_path, training(epoch=1, loss=nan), training(epoch=1.0, loss=nan)).values == ()
     group = group_of(tmp_path, with_groups({"lr": nan}), with_groups({"lr": 0.1}))
-    assert [value.name for value in group.values if value.counts] == ["optimizer.param_groups.0.lr"]
+    assert list_names(find_all(group.values, counts=True)) == ["optimizer.param_groups.0.lr"]
 
 
 def test_a_lost_parameter_group(tmp_path: Path) -> None:
     """If one rank lacks a whole parameter group, the ranks are out of sync, although all common values are equal."""
     group = group_of(tmp_path, with_groups(), with_groups(number=1))
     assert group.verdict == "out_of_sync"
-    assert {value.name for value in group.values if value.counts} == {
+    assert set(list_names(find_all(group.values, counts=True))) == {
         "optimizer.param_groups.1.lr",
         "optimizer.param_groups.1.betas",
         "optimizer.param_groups.1.foreach",
@@ -102,7 +103,7 @@ def test_a_key_in_one_file_only_is_no_difference(tmp_path: Path) -> None:
     """If one parameter group lacks a key, the ranks are in sync, because versions of torch and schedulers add keys."""
     group = group_of(tmp_path, training(), with_groups({"initial_lr": 0.1}))
     assert group.verdict == "in_sync"
-    assert [value.name for value in group.values] == ["optimizer.param_groups.0.initial_lr"]
+    assert list_names(group.values) == ["optimizer.param_groups.0.initial_lr"]
 
 
 @pytest.mark.parametrize("lost", ["optimizer", "scaler", "lr_scheduler"])
@@ -116,7 +117,7 @@ def test_an_object_that_one_rank_lacks(tmp_path: Path, lost: str, empty: bool) -
     if empty:
         trees[1][lost] = {}
     group = group_of(tmp_path, *trees)
-    assert [(finding.code, finding.ranks) for finding in group.findings] == [("SYN101", (1,))]
+    assert list_fields(group.findings, "code", "ranks") == [("SYN101", (1,))]
     assert all(value.lost == (1,) for value in group.values)
     options = syncheck.Options(exclude=(f"{lost}.*",))
     assert syncheck.compare(tmp_path, options=options).verdict == "in_sync"
@@ -128,7 +129,7 @@ def test_a_loss_scale_on_one_rank_only(tmp_path: Path) -> None:
     trees[1]["optimizer"]["loss_scale"] = 4.0
     group = group_of(tmp_path, *trees)
     assert group.verdict == "out_of_sync"
-    assert [value.name for value in group.values if value.counts] == ["optimizer.loss_scale"]
+    assert list_names(find_all(group.values, counts=True)) == ["optimizer.loss_scale"]
 
 
 def test_another_class_of_scheduler(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_another_class_of_scheduler(tmp_path: Path) -> None:
     cosine = plain | {"T_max": 100}
     assert group_of(tmp_path / "a", training(scheduler=plain), training(scheduler=step)).verdict == "in_sync"
     group = group_of(tmp_path / "b", training(scheduler=cosine), training(scheduler=step))
-    assert [finding.code for finding in group.findings] == ["SYN107"]
+    assert list_codes(group.findings) == ["SYN107"]
 
 
 def test_formats_without_values(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_values_that_some_files_lack_are_noted(tmp_path: Path) -> None:
     assert Note.VALUES_ABSENT(ranks=(1,), names=("note",)) in group_of(tmp_path, *trees).notes
     trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
     notes = group_of(tmp_path, *trees).notes
-    first, *remaining = [note for note in notes if note.code is Note.VALUES_ABSENT]
+    first, *remaining = find_all(notes, code=Note.VALUES_ABSENT)
     assert (first.parameters["ranks"], len(first.parameters["names"]), len(remaining)) == ((1, 2, 3, 4), 7, 2)
     assert str(first).count("own0_") == 5
     assert Note.MORE_VALUES_ABSENT(count=14) in notes
@@ -211,7 +212,7 @@ OWN = {
 def test_counted_values_under_the_keys_of_trainers(tmp_path: Path, key: str, value: Any, other: Any, code: str) -> None:
     """Scalers, schedulers and progress are recognized under every trainer's key, by name or by structure."""
     group = group_of(tmp_path, *(training(**{key: first}) for first in (value, value, other)))
-    assert [(finding.code, finding.ranks) for finding in group.findings] == [(code, (2,))]
+    assert list_fields(group.findings, "code", "ranks") == [(code, (2,))]
     assert len(group.values) >= 1
 
 
@@ -246,7 +247,7 @@ def test_members_of_parameter_groups(tmp_path: Path, members: Any, others: Any, 
         trees.append({"model": network(), "optimizer": {"state": {}, "param_groups": listing}})
     report = compare_ranks(tmp_path, *trees)
     assert report.exit_code == code
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN107"] * code
+    assert list_codes(report.groups[0].findings) == ["SYN107"] * code
 
 
 HUGE = [10**309, 10**400, -(10**400), 10**5000]

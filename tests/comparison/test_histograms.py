@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.checkpoints import Done, changed, network, save, save_safetensors
+from support.listings import join_fields, list_fields
 
 import syncheck
 from syncheck.comparison import histograms
@@ -30,7 +31,7 @@ def compare_histograms(
     for rank, state in enumerate(ranks):
         save_safetensors(folder / f"rank{rank}.safetensors", state)
     report = syncheck.compare(folder, options=syncheck.api.Options(**options), histograms=True)
-    return {diff.name: diff.histogram for diff in report.groups[0].tensors}
+    return dict(list_fields(report.groups[0].tensors, "name", "histogram"))
 
 
 def make_replicas(seed: int, size: int = 4000) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -103,7 +104,7 @@ def test_no_histograms_of_checksums(tmp_path: Path) -> None:
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"w": np.full(2, float(rank))})
     report = syncheck.compare(tmp_path, options=syncheck.api.Options(quick=True), histograms=True)
-    assert [(diff.status, diff.histogram) for diff in report.groups[0].tensors] == [("different", None)]
+    assert list_fields(report.groups[0].tensors, "status", "histogram") == [("different", None)]
 
 
 def test_histograms_are_computed_for_pages(cli: Callable[..., Done], tmp_path: Path) -> None:
@@ -114,10 +115,11 @@ def test_histograms_are_computed_for_pages(cli: Callable[..., Done], tmp_path: P
             save(tmp_path / f"ckpts/history/ddp/step_{step}/rank_{rank}.pth", state)
     assert cli("compare", "ckpts", "-o", "a.json", "-q").code == 1
     assert cli("compare", "ckpts", "-o", "b.json", "-o", "b.html", "-q").code == 1
-    documents = [json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json")]
-    for document in documents:
+    result = []
+    for name in ("a.json", "b.json"):
+        document = json.loads((tmp_path / name).read_text())
         jsonschema.validate(document, SCHEMA)
-    result = [[group["tensors"][0]["histogram"] for group in document["groups"]] for document in documents]
+        result.append(list_fields(join_fields(document["groups"], "tensors"), "histogram"))
     numel = network()["fc.weight"].size
     counts = [numel if power == -1 else 0 for power in (-13, *DECADES, DECADES.stop)]
     assert result == [[None, None], [None, {"equal": 0, "counts": counts, "not_finite": 0}]]

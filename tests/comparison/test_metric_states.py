@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes, list_failing
 from torch import nn
 
 from syncheck import Options, compare
@@ -86,7 +87,7 @@ def save(folder: Path, models: list[nn.Module]) -> Report:
 
 
 def codes(report: Report) -> list[str]:
-    return [finding.code for group in report.groups for finding in group.findings if finding.fails]
+    return list_codes(list_failing(report))
 
 
 @pytest.mark.parametrize("name", [name for name in METRICS if name != "retrieval curve"])

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import save_safetensors
+from support.listings import find_all, list_codes, list_fields, list_names, list_rank_files
+from support.states import pick
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -114,7 +116,7 @@ def renumbered(numbers: Any) -> torch.nn.Module:
     """Return a module of a class derived from Sequential, whose submodules are in this order."""
     module = Numbered(torch.nn.Tanh(), torch.nn.ReLU())
     module.weight = parameter()
-    module._modules = {number: module._modules[number] for number in numbers}
+    module._modules = pick(module._modules, numbers)
     return module
 
 
@@ -247,7 +249,7 @@ def test_names_of_ranks_in_a_model(tmp_path: Path) -> None:
     for rank, tree in enumerate(trees):
         torch.save(tree, tmp_path / f"a_rank{rank}.pt")
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(finding.code, finding.values) for finding in group.findings] == [("SYN299", ("time", "_extra_state.rank"))]
+    assert list_fields(group.findings, "code", "values") == [("SYN299", ("time", "_extra_state.rank"))]
     assert {value.name: (value.kind, value.counts) for value in group.values} == {
         "time": ("model", True), "_extra_state.rank": ("model", True), "device": ("other", False),
     }  # fmt: skip
@@ -269,7 +271,7 @@ def test_a_number_beside_tensors_is_missing(tmp_path: Path) -> None:
         torch.save(tree, tmp_path / f"a_rank{rank}.pt")
         (tmp_path / f"a_rank{rank}.json").write_text(fingerprint(syncheck.read(str(tmp_path / f"a_rank{rank}.pt"))))
     for ending in ("pt", "json"):
-        paths = [tmp_path / f"a_rank{rank}.{ending}" for rank in range(2)]
+        paths = list_rank_files(tmp_path, f"a_rank{{}}.{ending}", 2)
         for options in (DiffOptions(), DiffOptions(subset=True)):
             (finding,) = syncheck.diff(*paths, options=options).groups[-1].findings
             assert (finding.code, finding.values) == ("SYN101", ("scale",))
@@ -284,7 +286,7 @@ def test_values_of_pipeline_stages(tmp_path: Path) -> None:
             block = {"schema": 1, "rank": rank, "world_size": 2, "mesh": {"pp": rank}}
             torch.save({"model": model, "syncheck": block}, tmp_path / side / f"m_rank{rank}.pt")
     report = syncheck.diff(tmp_path / "a", tmp_path / "b")
-    assert [value.name for value in report.groups[-1].values if value.counts] == ["layers.1.n"]
+    assert list_names(find_all(report.groups[-1].values, counts=True)) == ["layers.1.n"]
     assert syncheck.diff(tmp_path / "a", tmp_path / "a").exit_code == 0
 
 
@@ -300,7 +302,7 @@ def test_submodules_of_a_module(tmp_path: Path) -> None:
         (moved, "SYN299", {"_modules.s.(modules)": ("a, b, r", "b, r, a")}),
         (removed, "SYN299", {"_modules.s.(modules)": ("b, r, a", "b, a"), "_modules.m.(modules)": ("a, b, r", "a, b")}),
     ):
-        (finding,) = [finding for finding in group.findings if finding.counts]
+        (finding,) = find_all(group.findings, counts=True)
         assert (finding.code, finding.values) == (code, tuple(names))
         assert {value.name: tuple(value.by_rank.values()) for value in group.values if value.counts} == names
 
@@ -336,7 +338,7 @@ def test_fingerprints(tmp_path: Path) -> None:
         (tmp_path / f"{i}.json").write_text(fingerprint(syncheck.read(str(tmp_path / f"{i}.pt"))))
     assert syncheck.diff(tmp_path / "0.pt", tmp_path / "0.json").exit_code == 0
     report = syncheck.diff(tmp_path / "0.pt", tmp_path / "1.json")
-    assert [value.name for value in report.groups[-1].values if value.counts] == ["n", "_extra_state.0.0"]
+    assert list_names(find_all(report.groups[-1].values, counts=True)) == ["n", "_extra_state.0.0"]
 
 
 class Subtract(torch.nn.Module):
@@ -366,7 +368,7 @@ def test_constants_of_torchscript(tmp_path: Path) -> None:
     base = script(tmp_path / "a.pt")
     assert syncheck.diff(base, script(tmp_path / "copy.pt")).exit_code == 0
     report = syncheck.diff(base, script(tmp_path / "mean.pt", mean=2.0))
-    assert (report.exit_code, [diff.name for diff in report.groups[-1].tensors]) == (1, ["CONSTANTS.c0"])
+    assert (report.exit_code, list_names(report.groups[-1].tensors)) == (1, ["CONSTANTS.c0"])
     assert syncheck.diff(base, script(tmp_path / "code.pt", power=3)).exit_code == 2
     frozen = script(tmp_path / "f.pt", frozen=True)
     assert len(syncheck.read(str(frozen)).tensors) == 3
@@ -398,9 +400,9 @@ def test_values_of_a_wrapped_model(tmp_path: Path, prefix: str, container: str, 
         states[start] = {container: model, "epoch": 1} if container else model
     for rank, state in enumerate(states.values()):
         torch.save(state, tmp_path / f"rank{rank}.pth")
-    paths = [tmp_path / f"rank{rank}.pth" for rank in range(2)]
+    paths = list_rank_files(tmp_path, "rank{}.pth", 2)
     exit_code = 0 if other == 2.0 else 1
     assert syncheck.diff(*paths).exit_code == exit_code
     report = syncheck.compare(*paths)
     assert report.exit_code == exit_code
-    assert "SYN101" not in {finding.code for finding in report.groups[0].findings}
+    assert "SYN101" not in list_codes(report.groups[0].findings)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import list_codes, list_fields, list_names
+from support.states import pick
 
 import syncheck
 from syncheck import api
@@ -73,7 +75,7 @@ def test_own_earlier_state_is_not_stale(tmp_path: Path, ranks: int) -> None:
     steps[3][-1] = steps[2][-1]
     report = syncheck.compare(write(tmp_path, steps))
     assert stale_ranks(report) == {}
-    assert "SYN217" not in {finding.code for group in report.groups for finding in group.findings}
+    assert "SYN217" not in list_codes(report.findings)
 
 
 ONE_TENSOR_AHEAD = state(2)
@@ -127,7 +129,7 @@ def test_fingerprints(tmp_path: Path) -> None:
             write_fingerprint(str(tmp_path / "prints" / f"{name}.fingerprint.json"), printed)
     report = syncheck.compare(tmp_path / "prints")
     assert stale_ranks(report) == {3: {1: 2}}
-    assert [finding.code for finding in last_group(report).findings] == ["SYN217"]
+    assert list_codes(last_group(report).findings) == ["SYN217"]
 
 
 def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_broken_earlier_file(tmp_path: Path) -> None:
     broken = tmp_path / "step_2" / "rank_0.pth"
     broken.write_bytes(broken.read_bytes()[:-40])
     report = api.judge(inputs)
-    assert [file.path for file in report.unreadable] == [str(broken)]
+    assert list_fields(report.unreadable, "path") == [str(broken)]
     assert stale_ranks(report) == {3: {3: 2}}
     assert report.verdict == "out_of_sync"
 
@@ -155,7 +157,7 @@ def test_unreadable_earlier_file(tmp_path: Path) -> None:
     broken = tmp_path / "step_2" / "rank_0.pth"
     broken.write_bytes(broken.read_bytes()[:100])
     report = syncheck.compare(tmp_path)
-    assert [file.path for file in report.unreadable] == [str(broken)]
+    assert list_fields(report.unreadable, "path") == [str(broken)]
     assert stale_ranks(report) == {}
     assert report.verdict == "out_of_sync"
 
@@ -170,7 +172,7 @@ def owned_state(step: int, rank: int) -> dict[str, Any]:
     model = {name: random.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
     moments = {number: {"exp_avg": value * np.float32(0.1)} for number, value in enumerate(model.values())}
     owned_numbers = (0, 1) if rank < 2 else (2,)
-    states = {number: moments[number] for number in owned_numbers}
+    states = pick(moments, owned_numbers)
     groups = [{"lr": 0.1, "weight_decay": 0.0, "params": [0, 1, 2]}]
     return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
 
@@ -180,5 +182,5 @@ def test_names_of_another_rank(tmp_path: Path) -> None:
     steps = {step: [owned_state(step, rank) for rank in range(4)] for step in (1, 2, 3)}
     steps[3][1] = owned_state(2, 1)
     report = syncheck.compare(write(tmp_path, steps))
-    assert "optimizer.a.weight.exp_avg" in {diff.name for diff in last_group(report).tensors}
+    assert "optimizer.a.weight.exp_avg" in list_names(last_group(report).tensors)
     assert stale_ranks(report) == {3: {1: 2}}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import network, save_pth
+from support.listings import list_absent, list_names
+from support.states import pick
 
 from syncheck import api, config, options
 from syncheck.errors import UsageError
@@ -68,14 +70,14 @@ TOGETHER = {"rtol": ("rtol", "atol"), "atol": ("rtol", "atol")}
 
 def test_every_option_has_its_key() -> None:
     """Every field of Options has a key, and every key has a field."""
-    assert {field.name for field in dataclasses.fields(api.Options)} == set(EVERY_KEY)
+    assert set(list_names(dataclasses.fields(api.Options))) == set(EVERY_KEY)
     assert set(options.list_options(TOML)) == {"checkpoints", *EVERY_KEY, *EVERY_PRINTING_KEY}
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
 def test_each_key_reaches_the_options(project: Path, key: str) -> None:
     """Each key sets only its field of Options."""
-    lines = {name: EVERY_KEY[name] for name in TOGETHER.get(key, (key,))}
+    lines = pick(EVERY_KEY, TOGETHER.get(key, (key,)))
     path = write(project, "\n".join(f"{name} = {text}" for name, (text, _) in lines.items()))
     result, values = config.load(project)
     assert result == str(path)
@@ -254,7 +256,7 @@ def test_invalid_values(project: Path, lines: str, texts: list[str]) -> None:
         config.load(project)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
-    assert all(text in message for text in texts), message
+    assert not list_absent(message, texts), message
     assert "\n" not in message
     assert "--" not in message
 

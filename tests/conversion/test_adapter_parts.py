@@ -6,11 +6,14 @@ import json
 import random
 import time
 import tracemalloc
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_all, list_fields, list_names
+from support.states import add_prefix, omit, replace_in_names
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
@@ -88,10 +91,10 @@ def test_parts_that_are_not_merged(
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_prefix_that_fits_no_module(tmp_path: Path, model: Weights, adapter: Weights, merged: bool) -> None:
     """Parts of no module may change any weight: a merge and the base model are undecided, a lost tensor is not."""
-    parts = {name.replace("model.layers", "model.language_model.layers"): w for name, w in adapter.items()}
+    parts = replace_in_names(adapter, "model.layers", "model.language_model.layers")
     b = merge(model, adapter) if merged else model
     assert compare(tmp_path / "1", model, parts, b).verdict == "undecided"
-    less = {name: w for name, w in b.items() if name != "model.norm.weight"}
+    less = omit(b, "model.norm.weight")
     assert codes(compare(tmp_path / "2", model, parts, less)) == {"SYN101": 1}
 
 
@@ -141,7 +144,10 @@ def test_damaged_settings(tmp_path: Path, model: Weights, adapter: Weights, text
 @pytest.mark.parametrize("names", [("default", "second"), ("a", "b")])
 def test_several_adapters(tmp_path: Path, model: Weights, adapter: Weights, names: tuple[str, str]) -> None:
     """It is unknown which of two adapters in a file is active."""
-    parts = {n.replace(".weight", f".{x}.weight"): w * (1 + i) for i, x in enumerate(names) for n, w in adapter.items()}
+    parts = {
+        n.replace(".weight", f".{x}.weight"): w * (1 + i)
+        for (i, x), (n, w) in product(enumerate(names), adapter.items())
+    }
     for scale in (ALPHA / RANK, 4 * ALPHA / RANK):
         report = compare(tmp_path / str(scale), model, parts, merge(model, adapter, scale))
         assert (report.verdict, uncompared(report) >= parts.keys()) == ("undecided", True)
@@ -187,7 +193,7 @@ def test_replaced_tensors(tmp_path: Path, model: Weights, adapter: Weights) -> N
 def test_a_new_module(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     """A module that only the adapter has is compared with B, and is not ignored if B lacks it."""
     head = {"score.weight": draw(2, llama.WIDTH)}
-    parts = adapter | {f"{PREFIX}{name}": w for name, w in head.items()}
+    parts = adapter | add_prefix(head, PREFIX)
     merged = merge(model, adapter)
     assert compare(tmp_path / "1", model, parts, merged | head).exit_code == 0
     assert compare(tmp_path / "2", model, parts, merged | {"score.weight": -head["score.weight"]}).exit_code == 1
@@ -208,7 +214,7 @@ def test_embeddings_biases_and_convolutions(tmp_path: Path) -> None:
         "conv.weight": base["conv.weight"] + 4 * kernel.reshape(6, 8, 3, 3),
         "conv.bias": base["conv.bias"] + 4 * parts["conv.lora_B.bias"],
     }
-    adapter = {f"{PREFIX}{name}": w for name, w in parts.items()}
+    adapter = add_prefix(parts, PREFIX)
     settings = {"r": 2, "lora_alpha": 8, "lora_bias": True}
     report = compare(tmp_path / "1", base, adapter, merged, **settings)
     assert (report.exit_code, report.counts.not_compared) == (0, 0)
@@ -272,7 +278,7 @@ def test_adapters_of_a_fused_layer(tmp_path: Path, model: Weights, scale: float)
 def test_doubts_under_a_map(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     """Parts that are not merged touch mapped tensors too, also in one file with the base model."""
     merged = llama.write(tmp_path / "b", merge(model, adapter), llama.CONFIG)
-    state = {f"{PREFIX}{name}": w for name, w in fuse(model).items()} | adapter
+    state = add_prefix(fuse(model), PREFIX) | adapter
     one_file = llama.write(tmp_path / "a", state, llama.CONFIG)
     report = syncheck.diff(one_file, merged, options=DiffOptions(map="llama"))
     assert (report.verdict, codes(report)) == ("undecided", {})
@@ -290,7 +296,7 @@ def test_settings_of_two_adapters(tmp_path: Path, model: Weights, adapter: Weigh
 
 def test_tied_weights(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     """PEFT unties a tied weight that it replaces, or not: the second name is never a wrong difference."""
-    base = {name: w for name, w in model.items() if name != f"{HEAD}.weight"}
+    base = omit(model, f"{HEAD}.weight")
     new = draw(llama.WORDS, llama.WIDTH)
     merged = merge(base, adapter) | {f"{EMBED}.weight": new}
     parts = adapter | {f"{PREFIX}{EMBED}.weight": new}
@@ -331,7 +337,7 @@ def test_factors_that_peft_does_not_load(
 ) -> None:
     """A merge of factors that the settings do not select is undecided, and their modules are named."""
     report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
-    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module in modules for role in "AB"}
+    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module, role in product(modules, "AB")}
     weights = {f"{module}.weight" for module in modules}
     assert (report.verdict, uncompared(report)) == ("undecided", factors | weights)
 
@@ -451,7 +457,7 @@ def test_other_settings_may_be_another_model(
     for pair in (folders, files):
         report = syncheck.compare(*pair)
         assert (report.verdict, report.exit_code) == ("undecided", 2)
-        names = [value.name for value in report.groups[-1].values if value.unknown]
+        names = list_names(find_all(report.groups[-1].values, unknown=True))
         assert names == [f"(adapter setting {key})"]
         assert syncheck.diff(*pair).exit_code == 2
     sides = [[folder.parent / "base", folder] for folder in folders]
@@ -480,7 +486,7 @@ def test_settings_without_influence(tmp_path: Path, model: Weights, adapter: Wei
 def test_settings_of_replicas(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     """Ranks with equal settings, with settings of the first rank only, or without any settings are in sync."""
     folders = write_adapters(tmp_path, adapter, model, {}, {}, {})
-    ranks = [folder.parent for folder in folders]
+    ranks = list_fields(folders, "parent")
     assert syncheck.compare(*folders).verdict == "in_sync"
     damaged = folders[1] / "adapter_config.json"
     damaged.write_text("{")

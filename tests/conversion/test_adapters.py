@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_texts, list_names
+from support.states import cast, replace_in_names
 
 import syncheck
 from syncheck.errors import UsageError
@@ -124,15 +126,15 @@ def to_bfloat16(weights: Weights) -> Weights:
     """Round the weights."""
     import ml_dtypes
 
-    return {name: w.astype(ml_dtypes.bfloat16) for name, w in weights.items()}
+    return cast(weights, ml_dtypes.bfloat16)
 
 
 def test_bfloat16(tmp_path: Path) -> None:
     """Rounding hides single elements of a small adapter, but not the adapter: an unmerged weight is never close."""
     model = to_bfloat16(llama.make_model())
-    wide = {name: w.astype(np.float32) for name, w in model.items()}
+    wide = cast(model, np.float32)
     adapter = make_adapter(model)
-    for name in [name for name in adapter if "lora_B" in name]:
+    for name in find_texts(adapter, "lora_B"):
         adapter[name] = adapter[name] * np.float32(0.02)
     report = compare(tmp_path / "1", model, adapter, to_bfloat16(merge(wide, adapter)))
     assert (report.exit_code, codes(report)) == (0, {})
@@ -150,7 +152,7 @@ def test_adapters_that_are_not_understood(tmp_path: Path, config: dict[str, Any]
     report = compare(tmp_path, model, adapter, merge(model, adapter), **config)
     assert report.verdict == "undecided"
     assert report.counts.not_compared == len(MODULES) + len(adapter)
-    assert {diff.name for diff in report.groups[-1].tensors} >= adapter.keys()
+    assert set(list_names(report.groups[-1].tensors)) >= adapter.keys()
 
 
 def test_names_of_a_model_in_memory(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_names_of_a_model_in_memory(tmp_path: Path) -> None:
     }
     state["base_model.model.lm_head.original_module.weight"] = model["lm_head.weight"]
     state["base_model.model.lm_head.modules_to_save.default.weight"] = head
-    state |= {name.replace(".weight", ".default.weight"): w for name, w in adapter.items()}
+    state |= replace_in_names(adapter, ".weight", ".default.weight")
     a = llama.write(tmp_path / "a", state)
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(settings))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_texts, list_codes
+from support.states import cast
 
 import syncheck
 from syncheck.errors import UsageError
@@ -114,7 +117,7 @@ def scale(model: Weights) -> None:
 
 def exchange_layers(model: Weights) -> None:
     """Two layers are exchanged."""
-    for name in [name for name in model if name.startswith(LAYER) and "mlp" in name]:
+    for name in find_texts(model, "mlp", start=LAYER):
         second = name.replace(".0.", ".1.")
         model[name], model[second] = model[second], model[name]
 
@@ -161,7 +164,7 @@ def test_orders_of_fused_tensors(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """A conversion that joins parts in another order: all parts of the fused tensors, in both directions."""
     model = llama.make_model()
     parts = ["mlp.gate_proj", "mlp.up_proj"] if "swap" in wrong else [f"self_attn.{x}_proj" for x in "qkv"]
-    named = {f"model.layers.{i}.{part}.weight" for i in range(llama.LAYERS) for part in parts}
+    named = {f"model.layers.{i}.{part}.weight" for i, part in product(range(llama.LAYERS), parts)}
     converted = llama.to_megatron(model, **wrong)
     for i, pair in enumerate(((model, converted), (converted, model))):
         findings = find(tmp_path / str(i), *pair, llama.CONFIG)
@@ -193,7 +196,7 @@ def test_several_causes(tmp_path: Path) -> None:
 def test_a_cause_and_a_conversion(tmp_path: Path) -> None:
     """A model in float16 with a transposed tensor: with --cast, only the transposed tensor is reported."""
     model = llama.make_model()
-    copy = {name: weight.astype(np.float16) for name, weight in model.items()}
+    copy = cast(model, np.float16)
     transpose(copy)
     findings = find(tmp_path, model, copy)
     assert findings["SYN304"] == {f"{LAYER}self_attn.o_proj.weight"}
@@ -203,14 +206,14 @@ def test_a_cause_and_a_conversion(tmp_path: Path) -> None:
 
 def exchange(model: Weights) -> None:
     """Two experts are exchanged."""
-    for name in [name for name in model if name.startswith(f"{LAYER}mlp.experts.1.")]:
+    for name in find_texts(model, start=f"{LAYER}mlp.experts.1."):
         second = name.replace("experts.1.", "experts.2.")
         model[name], model[second] = model[second], model[name]
 
 
 def duplicate(model: Weights) -> None:
     """Expert 3 is a copy of expert 0."""
-    for name in [name for name in model if ".experts.3." in name]:
+    for name in find_texts(model, ".experts.3."):
         model[name] = model[name.replace("experts.3.", "experts.0.")]
 
 
@@ -272,7 +275,7 @@ def test_partially_updated(tmp_path: Path) -> None:
     base = llama.make_model()
     path = llama.write(tmp_path / "base", base)
     model = update(base)
-    stale = {name for name in base if "mlp" in name}
+    stale = set(find_texts(base, "mlp"))
     copy = {name: base[name] if name in stale else weight for name, weight in model.items()}
     assert find(tmp_path, model, copy, base=path) == {"SYN302": stale}
     copy = {**base, f"{LAYER}self_attn.o_proj.weight": model[f"{LAYER}self_attn.o_proj.weight"].T}
@@ -321,7 +324,7 @@ def test_steps_in_folders_are_found(tmp_path: Path) -> None:
     (tmp_path / "other" / "broken.pth").write_bytes(b"PK broken")
     copy = llama.write(tmp_path / "b", steps[0])
     report = syncheck.diff(tmp_path / "step_2", copy)
-    assert [finding.code for finding in report.groups[-1].findings] == ["SYN301"]
+    assert list_codes(report.groups[-1].findings) == ["SYN301"]
 
 
 def test_masks_and_small_tensors_are_not_accused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.states import add_prefix
 
 import syncheck
 from syncheck.options import DiffOptions
@@ -57,7 +58,7 @@ def test_a_copy_that_one_model_lacks_is_missing(tmp_path: Path, more: Weights, f
     """Another tensor with its data does not replace it."""
     assert diff_both(tmp_path, more, fewer) == {1}
     # All copies in both models.
-    assert diff_both(tmp_path / "all", more, {f"n.{name}": weight for name, weight in more.items()}) == {0}
+    assert diff_both(tmp_path / "all", more, add_prefix(more, "n.")) == {0}
 
 
 TIED = [

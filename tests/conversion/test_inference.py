@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.listings import list_codes, list_names
+from support.states import add_prefix, cast
 
 import syncheck
 from syncheck.cli import main
@@ -78,16 +80,16 @@ def test_maps_from_data(tmp_path: Path, convert: Any, turned: bool) -> None:
     report = syncheck.diff(a, b, options=DiffOptions(write_map=written))
     assert (report.exit_code, report.counts.identical) == (2, len(model))
     assert undecided_reason(report).code is Undecided.INFERRED_MAP
-    notes = [note.code for note in report.groups[-1].notes]
+    notes = list_codes(report.groups[-1].notes)
     assert Note.INFERRED in notes
     # One rule for both layers.
     assert notes.count(Note.RULE) <= len(model) / 2 + 2
     again = syncheck.diff(a, b, options=DiffOptions(map=written))
     assert (again.exit_code, again.counts) == (0, report.counts)
-    assert Note.INFERRED not in {note.code for note in again.groups[-1].notes}
+    assert Note.INFERRED not in list_codes(again.groups[-1].notes)
     accepted = syncheck.diff(a, b, options=DiffOptions(accept_inferred=True))
     assert accepted.exit_code == 0
-    assert Note.ACCEPTED_MAP in {note.code for note in accepted.groups[-1].notes}
+    assert Note.ACCEPTED_MAP in list_codes(accepted.groups[-1].notes)
 
 
 def test_a_written_map_finds_a_fault(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_a_model_with_its_initial_values(tmp_path: Path) -> None:
     written = tmp_path / "map.toml"
     report = syncheck.diff(a, b, options=DiffOptions(write_map=str(written)))
     assert (report.verdict, report.counts.identical) == ("undecided", len(model))
-    assert Note.GUESSED_RULES in {note.code for note in report.groups[-1].notes}
+    assert Note.GUESSED_RULES in list_codes(report.groups[-1].notes)
     assert written.read_text().count("# A guess") == 3
     assert syncheck.diff(a, b, options=DiffOptions(map=str(written))).exit_code == 0
 
@@ -153,7 +155,7 @@ def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
     for accept in (False, True):
         report = syncheck.diff(a, c, options=DiffOptions(accept_inferred=accept))
         assert (report.verdict, report.counts.not_compared) == ("undecided", 3)
-        assert Note.AMBIGUOUS_MAP in {note.code for note in report.groups[-1].notes}
+        assert Note.AMBIGUOUS_MAP in list_codes(report.groups[-1].notes)
     assert syncheck.diff(a, b, options=DiffOptions(accept_inferred=True)).exit_code == 0
 
 
@@ -201,7 +203,7 @@ def test_biases_follow_the_rule_of_their_weight(tmp_path: Path) -> None:
     assert (report.exit_code, report.counts.identical) == (2, 18)
     b["h.1.qkv.bias"][20] = 1
     report = syncheck.diff(first_path, llama.write(tmp_path / "c", b))
-    assert [diff.name for diff in report.groups[-1].tensors] == ["layers.1.k.bias"]
+    assert list_names(report.groups[-1].tensors) == ["layers.1.k.bias"]
 
 
 def test_rows_are_never_inferred_as_padding(tmp_path: Path) -> None:
@@ -213,15 +215,15 @@ def test_rows_are_never_inferred_as_padding(tmp_path: Path) -> None:
         b = llama.write(tmp_path / str(i), {"tok.weight": head[:rows], "trunk.w": body})
         for pair in ((a, b), (b, a)):
             report = syncheck.diff(*pair)
-            assert {finding.code for finding in report.groups[-1].findings} == {"SYN309"}
+            assert set(list_codes(report.groups[-1].findings)) == {"SYN309"}
 
 
 def test_other_dtypes_are_paired_after_the_cast(tmp_path: Path) -> None:
     """A renamed copy in float16 is a cast, also as A; with --cast it is equal under an inferred map."""
     model = llama.make_model()
-    half = {name: weight.astype(np.float16) for name, weight in rename(model).items()}
+    half = cast(rename(model), np.float16)
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", half)
-    assert {finding.code for finding in syncheck.diff(a, b).groups[-1].findings} == {"SYN307"}
+    assert set(list_codes(syncheck.diff(a, b).groups[-1].findings)) == {"SYN307"}
     assert syncheck.diff(a, b, options=DiffOptions(cast="float16")).exit_code == 2
     assert syncheck.diff(b, a).exit_code == 1
     options = DiffOptions(cast="float16", accept_inferred=True)
@@ -233,7 +235,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     names = ["a{0}.1.w", "a{i:9999999999}.1.w", "a{.w", "a}.w", "{0.__class__}", "(.*)+$.w", "{{i}}.2", "a\\1.w", "{i}"]
     model = {name: rng.standard_normal((4, 4)).astype("f4") for name in names}
-    renamed = {f"v.{name}": weight for name, weight in model.items()}
+    renamed = add_prefix(model, "v.")
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", renamed)
     written = str(tmp_path / "map.toml")
     for first, second in ((a, b), (b, a)):
@@ -252,7 +254,7 @@ def test_other_data_is_not_paired(tmp_path: Path, name: str, code: str) -> None:
     copy[name] = copy[name] + np.float32(0.5) * np.arange(copy[name].shape[-1], dtype=np.float32) % 1
     report = syncheck.diff(llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", copy))
     assert report.exit_code == 1
-    assert {finding.code for finding in report.groups[-1].findings} == {code}
+    assert set(list_codes(report.groups[-1].findings)) == {code}
 
 
 def test_a_misspelled_name_is_no_other_naming(tmp_path: Path) -> None:
@@ -263,8 +265,8 @@ def test_a_misspelled_name_is_no_other_naming(tmp_path: Path) -> None:
     written = str(tmp_path / "map.toml")
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", copy)
     report = syncheck.diff(a, b, options=DiffOptions(write_map=written))
-    assert [finding.code for finding in report.groups[-1].findings] == ["SYN101"]
-    assert {Note.PROPOSED, Note.RULE} <= {note.code for note in report.groups[-1].notes}
+    assert list_codes(report.groups[-1].findings) == ["SYN101"]
+    assert {Note.PROPOSED, Note.RULE} <= set(list_codes(report.groups[-1].notes))
     assert main(["diff", "-q", a, b, "--map", written]) == 0
 
 
@@ -276,7 +278,7 @@ def test_every_map_can_be_written(tmp_path: Path) -> None:
     assert main(["diff", "-q", a, b, "--write-map", str(tmp_path / "llama.toml")]) == 2
     assert main(["diff", "-q", a, b, "--map", str(tmp_path / "llama.toml")]) == 0
     report = syncheck.diff(a, a, options=DiffOptions(write_map=str(tmp_path / "none.toml")))
-    assert Note.NO_MAP in {note.code for note in report.groups[-1].notes}
+    assert Note.NO_MAP in list_codes(report.groups[-1].notes)
     assert not (tmp_path / "none.toml").exists()
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_all, list_codes, list_fields
+from support.states import add_prefix, replace_in_names
 
 import syncheck
 from syncheck.conversion.numbering import find_numbering
@@ -14,7 +16,7 @@ from syncheck.messages import Note
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from support.llama import Weights
@@ -35,8 +37,8 @@ def make_pair(layers: int = LAYERS) -> tuple[Weights, Weights]:
     b: Weights = {"tok.w": a["embed.weight"]}
     for i in range(layers):
         first, second = f"layers.{i}.", f"net.h.{i}."
-        parts = {x: draw(INNER, WIDTH) for x in ("gate", "up")} | {x: draw(WIDTH, WIDTH) for x in ("q", "k", "o")}
-        parts["down"] = draw(WIDTH, INNER)
+        parts = {"gate": draw(INNER, WIDTH), "up": draw(INNER, WIDTH), "down": draw(WIDTH, INNER)}
+        parts |= {"q": draw(WIDTH, WIDTH), "k": draw(WIDTH, WIDTH), "o": draw(WIDTH, WIDTH)}
         a |= {f"{first}{x}.weight": weight for x, weight in parts.items()}
         b |= {
             f"{second}w13.w": np.concatenate([parts["gate"], parts["up"]]),
@@ -46,6 +48,16 @@ def make_pair(layers: int = LAYERS) -> tuple[Weights, Weights]:
             f"{second}w2.w": parts["down"],
         }
     return a, b
+
+
+def draw_matrices(number: int, size: int = 8) -> list[Any]:
+    """Return square matrices."""
+    return list(np.random.default_rng(0).standard_normal((number, size, size)).astype("f4"))
+
+
+def name_layers(pattern: str, weights: list[Any], numbers: Iterable[int] = range(100)) -> Weights:
+    """Return a model of one weight per layer. numbers: the numbers of the layers in their names."""
+    return {pattern.format(number): weight for number, weight in zip(numbers, weights, strict=False)}
 
 
 def swap_gate_and_up(b: Weights, i: int) -> None:
@@ -102,7 +114,7 @@ def test_one_layer_with_another_rule(tmp_path: Path, damage: Damage, codes: set[
     first, second = paths[::-1] if turned else paths
     for accept in (False, True):
         report = syncheck.diff(first, second, options=DiffOptions(accept_inferred=accept))
-        found_codes = {finding.code for finding in report.groups[-1].findings}
+        found_codes = set(list_codes(report.groups[-1].findings))
         assert report.exit_code == 1
         assert found_codes & codes or turned, found_codes
         assert all(
@@ -117,7 +129,7 @@ def test_one_of_two_layers(tmp_path: Path, damage: Damage, codes: set[str]) -> N
     damage(b, 0)
     report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b))
     assert report.exit_code == 1
-    assert {finding.code for finding in report.groups[-1].findings} & (codes | {"SYN305", "SYN313"})
+    assert set(list_codes(report.groups[-1].findings)) & (codes | {"SYN305", "SYN313"})
 
 
 def test_all_layers_in_another_order(tmp_path: Path) -> None:
@@ -131,21 +143,20 @@ def test_all_layers_in_another_order(tmp_path: Path) -> None:
             parts[2] = str(order[int(parts[2])])
             moved[".".join(parts)] = weight
     report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", moved))
-    assert {finding.code for finding in report.groups[-1].findings} >= {"SYN313"}
+    assert set(list_codes(report.groups[-1].findings)) >= {"SYN313"}
 
 
-@pytest.mark.parametrize("number", [lambda i: i + 1, lambda i: 2 * i, lambda i: 7 * i + 3])
-def test_layers_with_other_numbers(tmp_path: Path, number: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("numbers", [range(1, 6), range(0, 10, 2), range(3, 36, 7)], ids=str)
+def test_layers_with_other_numbers(tmp_path: Path, numbers: range) -> None:
     """Layers numbered from 1, or as in an nn.Sequential with other modules between them: undecided, and accepted."""
-    rng = np.random.default_rng(0)
-    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(5)]
-    a = llama.write(tmp_path / "a", {f"layers.{i}.w": weight for i, weight in enumerate(weights)})
-    b = llama.write(tmp_path / "b", {f"net.{number(i)}.w": weight for i, weight in enumerate(weights)})
+    weights = draw_matrices(5)
+    a = llama.write(tmp_path / "a", name_layers("layers.{}.w", weights))
+    b = llama.write(tmp_path / "b", name_layers("net.{}.w", weights, numbers))
     weights[1], weights[2] = weights[2], weights[1]
-    c = llama.write(tmp_path / "c", {f"net.{number(i)}.w": weight for i, weight in enumerate(weights)})
+    c = llama.write(tmp_path / "c", name_layers("net.{}.w", weights, numbers))
     accept = DiffOptions(accept_inferred=True)
     assert [syncheck.diff(a, b).exit_code, syncheck.diff(a, b, options=accept).exit_code] == [2, 0]
-    assert {finding.code for finding in syncheck.diff(a, c, options=accept).groups[-1].findings} & {"SYN313", "SYN305"}
+    assert set(list_codes(syncheck.diff(a, c, options=accept).groups[-1].findings)) & {"SYN313", "SYN305"}
 
 
 def test_layers_of_two_kinds(tmp_path: Path) -> None:
@@ -164,10 +175,9 @@ def test_layers_of_two_kinds(tmp_path: Path) -> None:
 
 def test_modules_of_a_sequential(tmp_path: Path) -> None:
     """The first and the last module of a sequence may have names of their own in the other model."""
-    rng = np.random.default_rng(0)
-    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(5)]
+    weights = draw_matrices(5)
     named = dict(zip(["stem.w", "body.0.w", "body.1.w", "body.2.w", "head.w"], weights, strict=True))
-    a = llama.write(tmp_path / "a", {f"net.{2 * i}.w": weight for i, weight in enumerate(weights)})
+    a = llama.write(tmp_path / "a", name_layers("net.{}.w", weights, range(0, 10, 2)))
     b = llama.write(tmp_path / "b", named)
     for pair in ((a, b), (b, a)):
         assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 0
@@ -175,11 +185,11 @@ def test_modules_of_a_sequential(tmp_path: Path) -> None:
 
 def test_transposed_and_fused(tmp_path: Path) -> None:
     """GPT-2's layers with inputs first and query, key and value in one tensor, against single linear layers."""
-    rng = np.random.default_rng(0)
     a: Weights = {}
     b: Weights = {}
+    matrices = draw_matrices(9, 16)
     for i in range(3):
-        parts = [rng.standard_normal((16, 16)).astype("f4") for _ in range(3)]
+        parts = matrices[3 * i : 3 * i + 3]
         a[f"h.{i}.attn.c_attn.weight"], a[f"h.{i}.attn.c_attn.bias"] = np.concatenate(parts).T, np.zeros(48, "f4")
         for name, part in zip("qkv", parts, strict=True):
             b |= {f"layers.{i}.{name}.weight": part, f"layers.{i}.{name}.bias": np.zeros(16, "f4")}
@@ -189,17 +199,15 @@ def test_transposed_and_fused(tmp_path: Path) -> None:
         assert (report.exit_code, report.counts.identical) == (0, len(b))
     b["layers.1.q.weight"], b["layers.1.k.weight"] = b["layers.1.k.weight"], b["layers.1.q.weight"]
     report = syncheck.diff(first_path, llama.write(tmp_path / "c", b))
-    assert {finding.code for finding in report.groups[-1].findings} <= {"SYN305", "SYN313"}
+    assert set(list_codes(report.groups[-1].findings)) <= {"SYN305", "SYN313"}
     assert report.exit_code == 1
 
 
 def test_positions_in_a_layer(tmp_path: Path) -> None:
     """The number of a module in its layer is constant, also if one layer has other data."""
-    rng = np.random.default_rng(0)
-    a: Weights = {}
-    for i in range(4):
-        a |= {f"layers.{i}.fc{j}.w": rng.standard_normal((8, 8)).astype("f4") for j in (1, 2)}
-    b = {name.replace("fc1", "mlp.0").replace("fc2", "mlp.2"): weight for name, weight in a.items()}
+    weights = draw_matrices(8)
+    a = name_layers("layers.{}.fc1.w", weights[:4]) | name_layers("layers.{}.fc2.w", weights[4:])
+    b = replace_in_names(replace_in_names(a, "fc1", "mlp.0"), "fc2", "mlp.2")
     b["layers.2.mlp.2.w"] = b["layers.2.mlp.2.w"] + 1
     first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
     for pair, name in (((first_path, second_path), "layers.2.fc2.w"), ((second_path, first_path), "layers.2.mlp.2.w")):
@@ -233,16 +241,14 @@ def test_layers_in_reverse_order(tmp_path: Path, layers: int, start: int, step: 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_experts_in_one_tensor(tmp_path: Path, join: Any, order: tuple[int, ...], layers: int) -> None:
     """Experts that are stacked or joined have the order of their numbers in every layer."""
-    rng = np.random.default_rng(0)
     a: Weights = {}
     b: Weights = {}
+    matrices = np.array(draw_matrices(layers * len(order)))
     for i in range(layers):
-        experts = [rng.standard_normal((8, 8)).astype("f4") for _ in order]
-        a |= {f"l.{i}.e.{j}.w": expert for j, expert in enumerate(experts)}
+        experts = matrices[i * len(order) : (i + 1) * len(order)]
+        a |= name_layers(f"l.{i}.e.{{}}.w", list(experts))
         # Only the first layer has another order.
-        if i == 0:
-            experts = [experts[j] for j in order]
-        b[f"x.{i}.all"] = join(experts)
+        b[f"x.{i}.all"] = join(list(experts[list(order)] if i == 0 else experts))
     first_path, second_path = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
     for pair in ((first_path, second_path), (second_path, first_path)):
         report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
@@ -278,32 +284,31 @@ def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
 def test_a_prefix_of_all_names(tmp_path: Path, prefix: str) -> None:
     """A second `model.` is no container, but another naming, and a note names the prefix, also with an accepted map."""
     model = llama.make_model()
-    second = {f"{prefix}{name}": weight for name, weight in model.items()}
+    second = add_prefix(model, prefix)
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", second)
     for pair, longer in (((a, b), "B"), ((b, a), "A")):
         for accept in (False, True):
             report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=accept))
-            (note,) = [note for note in report.groups[-1].notes if note.code is Note.PREFIX]
+            (note,) = find_all(report.groups[-1].notes, code=Note.PREFIX)
             assert report.exit_code == (0 if accept else 2)
             assert (note.parameters["longer"], note.parameters["prefix"]) == (longer, prefix)
 
 
 def test_prefixes_that_differ(tmp_path: Path) -> None:
     """Another name, besides the prefix, is another naming."""
-    rng = np.random.default_rng(0)
-    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(3)]
+    weights = draw_matrices(3)
     a = llama.write(tmp_path / "a", dict(zip(["h.0.w", "h.1.w", "head.w"], weights, strict=True)))
     b = llama.write(tmp_path / "b", dict(zip(["net.h.0.w", "net.h.1.w", "out.w"], weights, strict=True)))
     report = syncheck.diff(a, b)
     assert report.exit_code == 2
-    assert Note.PREFIX not in {note.code for note in report.groups[-1].notes}
+    assert Note.PREFIX not in list_codes(report.groups[-1].notes)
 
 
 @pytest.mark.parametrize(
     ("pairs", "expected"),
     [
         # Equal numbers, and two of them exchanged.
-        ([((0,), (0,)), ((1,), (2,)), ((2,), (1,)), ((3,), (3,))], {(i,): (i,) for i in range(4)}),
+        ([((0,), (0,)), ((1,), (2,)), ((2,), (1,)), ((3,), (3,))], {(0,): (0,), (1,): (1,), (2,): (2,), (3,): (3,)}),
         # Only two layers, exchanged.
         ([((0,), (1,)), ((1,), (0,))], {(0,): (0,), (1,): (1,)}),
         # Two numbers in the other order.
@@ -318,4 +323,4 @@ def test_prefixes_that_differ(tmp_path: Path) -> None:
 )
 def test_numberings(pairs: Any, expected: Any) -> None:
     """The numbers of the parts follow one rule."""
-    assert dict(find_numbering(pairs, sorted(a for a, _ in pairs), sorted(b for _, b in pairs))) == expected
+    assert dict(find_numbering(pairs, sorted(list_fields(pairs, 0)), sorted(list_fields(pairs, 1)))) == expected

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
+from support.listings import list_codes, list_names, map_fields
 
 import syncheck
 from syncheck.cli import main
@@ -42,7 +43,7 @@ def write_map(path: Path, *rules: dict[str, Any]) -> str:
 
 def codes(report: syncheck.Report) -> set[str]:
     """Return the codes of the findings."""
-    return {finding.code for finding in report.groups[-1].findings}
+    return set(list_codes(report.groups[-1].findings))
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -85,7 +86,7 @@ def test_real_rows_are_no_padding(tmp_path: Path) -> None:
     assert codes(syncheck.diff(a, b)) == {"SYN309"}
     report = syncheck.diff(stated, b)
     assert report.exit_code == 0
-    assert Note.PADDED in {note.code for note in report.groups[-1].notes}
+    assert Note.PADDED in list_codes(report.groups[-1].notes)
 
 
 def test_only_the_library_that_pads_may_have_more_rows(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_model_has_one_orientation(tmp_path: Path, forgotten: tuple[str, ...])
     options = DiffOptions(map="gpt2")
     for pair in ((a, b), (b, a)):
         assert codes(syncheck.diff(*pair, options=options)) == {"SYN304"}
-    complete = llama.write(tmp_path / "c", {name: weight.T for name, weight in model.items()})
+    complete = llama.write(tmp_path / "c", map_fields(model, "T"))
     assert syncheck.diff(a, complete, options=options).exit_code == 0
     assert syncheck.diff(a, a, options=options).exit_code == 0
 
@@ -215,7 +216,7 @@ def test_colliding_parts(tmp_path: Path) -> None:
         {"name": "t", "parts": ["y"]},
     )
     report = syncheck.diff(a, llama.write(tmp_path / "c", {"t": y, "z": z}), options=DiffOptions(map=chain))
-    assert [diff.name for diff in report.groups[-1].tensors] == ["x"]
+    assert list_names(report.groups[-1].tensors) == ["x"]
 
 
 @pytest.mark.parametrize(

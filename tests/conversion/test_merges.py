@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_all, list_codes, list_names
+from support.states import cast
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
 
 import syncheck
@@ -50,15 +52,15 @@ def test_nonfinite_elements(tmp_path: Path, value: float) -> None:
 
 def test_overflow_to_infinity(tmp_path: Path) -> None:
     """A sum beyond the range of the dtype is infinite in B."""
-    model = {name: w.astype(np.float16) for name, w in llama.make_model().items()}
+    model = cast(llama.make_model(), np.float16)
     model = change(model, NAME, 65504)
     adapter = make_adapter(model)
     adapter[FACTOR] = np.abs(adapter[FACTOR]) * 1000
     first = FACTOR.replace("lora_B", "lora_A")
     adapter[first] = np.abs(adapter[first])
-    wide = {name: w.astype(np.float32) for name, w in model.items()}
+    wide = cast(model, np.float32)
     with np.errstate(all="ignore"):
-        merged = {name: w.astype(np.float16) for name, w in merge(wide, adapter).items()}
+        merged = cast(merge(wide, adapter), np.float16)
     assert np.isinf(merged[NAME][3, 4])
     assert compare(tmp_path / "1", model, adapter, merged).exit_code == 0
     assert compare(tmp_path / "2", model, adapter, change(merged, NAME, 65504)).exit_code == 1
@@ -67,7 +69,7 @@ def test_overflow_to_infinity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_a_product_of_zeros_allows_no_rounding(tmp_path: Path, dtype: type) -> None:
     """With lora_B as it was initialized, the merge is the base model, bit by bit."""
-    model = {name: w.astype(dtype) for name, w in llama.make_model().items()}
+    model = cast(llama.make_model(), dtype)
     adapter = {name: w * ("lora_A" in name) for name, w in make_adapter(model).items()}
     assert compare(tmp_path / "1", model, adapter, model).counts.close == 0
     bits = model[NAME].copy()
@@ -80,10 +82,10 @@ def test_a_product_of_zeros_allows_no_rounding(tmp_path: Path, dtype: type) -> N
 def test_small_numbers_and_other_dtypes(tmp_path: Path, dtype: type, size: float) -> None:
     """Subnormal numbers are rounded by more than a relative bound; a merge with 0.98 of the product is not close."""
     model = {name: (w * size).astype(dtype) for name, w in llama.make_model().items()}
-    wide = {name: w.astype(np.float32) for name, w in model.items()}
+    wide = cast(model, np.float32)
     adapter = {name: w * np.float32(size if "lora_B" in name else 1) for name, w in make_adapter(model).items()}
     for folder, factor in (("1", 1.0), ("2", 0.98)):
-        merged = {name: w.astype(dtype) for name, w in merge(wide, adapter, factor * ALPHA / RANK).items()}
+        merged = cast(merge(wide, adapter, factor * ALPHA / RANK), dtype)
         assert compare(tmp_path / folder, model, adapter, merged).exit_code == (factor != 1)
 
 
@@ -91,7 +93,7 @@ def test_an_adapter_in_another_dtype(tmp_path: Path) -> None:
     """PEFT rounds the product of a bfloat16 adapter to bfloat16 before it adds the product to float32 weights."""
     model = llama.make_model()
     adapter = to_bfloat16(make_adapter(model))
-    wide = {name: w.astype(np.float32) for name, w in adapter.items()}
+    wide = cast(adapter, np.float32)
     merged = dict(model)
     for module in MODULES:
         prefix = f"base_model.model.{module}"
@@ -108,10 +110,10 @@ def test_cast(tmp_path: Path, rounded: str) -> None:
     """--cast accepts a merge in the other dtype, and a merge that was converted; nothing else, and not without it."""
     model = llama.make_model()
     adapter = {name: w * np.float32(0.1 if "lora_B" in name else 1) for name, w in make_adapter(model).items()}
-    wide = {name: w.astype(np.float32) for name, w in to_bfloat16(model).items()}
+    wide = cast(to_bfloat16(model), np.float32)
     merged = to_bfloat16(merge(model if rounded == "result" else wide, adapter))
     if rounded == "base":  # a wider copy of the values
-        merged = {name: w.astype(np.float32) for name, w in merged.items()}
+        merged = cast(merged, np.float32)
     report = compare(tmp_path, model, adapter, merged)
     assert report.exit_code == 1
     sides = [tmp_path / "base", tmp_path / "adapter"], tmp_path / "b"
@@ -128,7 +130,7 @@ def test_a_source_that_was_merged_before_the_cast(tmp_path: Path) -> None:
     """A: a merged model in float32. B: the base model in bfloat16, with the adapter."""
     model = to_bfloat16(llama.make_model())
     adapter = make_adapter(model)
-    merged = merge({name: w.astype(np.float32) for name, w in model.items()}, adapter)
+    merged = merge(cast(model, np.float32), adapter)
     compare(tmp_path, model, adapter, merged)
     sides = tmp_path / "b", [tmp_path / "base", tmp_path / "adapter"]
     assert syncheck.diff(*sides).exit_code == 1
@@ -144,7 +146,7 @@ def test_rounding_that_hides_the_product(tmp_path: Path) -> None:
     adapter[first] = np.ones_like(adapter[first])
     report = compare(tmp_path, model, adapter, {**merge(model, adapter), NAME: model[NAME] * 5})
     assert report.verdict == "undecided"
-    assert [diff.name for diff in report.groups[-1].tensors if diff.uncompared] == [NAME]
+    assert list_names(find_all(report.groups[-1].tensors, uncompared=True)) == [NAME]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -165,7 +167,7 @@ def test_infinity_precedes_the_largest_number(tmp_path: Path) -> None:
     wrong = change({**model, NAME: model[NAME] + 1e-3}, NAME, np.inf)
     report = syncheck.diff(llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", wrong))
     (finding,) = report.groups[-1].findings
-    (diff,) = (diff for diff in report.groups[-1].tensors if diff.out_of_sync)
+    (diff,) = find_all(report.groups[-1].tensors, out_of_sync=True)
     sizes = [fact.parameters["size"] for fact in finding.facts if "size" in fact.parameters]
-    assert [size.code for size in sizes] == [Common.NOT_FINITE_IN]
+    assert list_codes(sizes) == [Common.NOT_FINITE_IN]
     assert sizes[0].parameters["element"] == f"{NAME}[{', '.join(map(str, diff.index))}]"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support import llama
+from support.listings import list_codes, list_names, map_fields
 
 import syncheck
 from syncheck.cli import main
@@ -69,7 +71,7 @@ STACK = ROWS.reshape(4, 16, 6)
         (
             Rule("w", ("g.{e}", "u.{e}"), transpose=True, dim=0),
             STACK,
-            {f"{x}.{e}": STACK[e].T[i : i + 3] for e in range(4) for x, i in (("g", 0), ("u", 3))},
+            {f"{x}.{e}": STACK[e].T[i : i + 3] for e, (x, i) in product(range(4), (("g", 0), ("u", 3)))},
         ),
     ],
 )
@@ -146,7 +148,7 @@ def test_unknown_maps(name: str) -> None:
 
 def notes(report: syncheck.Report) -> set[Any]:
     """Return the sentences of the notes."""
-    return {note.code for note in report.groups[-1].notes}
+    return set(list_codes(report.groups[-1].notes))
 
 
 def test_megatron_names_are_recognized(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_other_rows_of_padding_are_a_difference(tmp_path: Path) -> None:
     a = llama.write(tmp_path / "hf", model, llama.CONFIG)
     report = syncheck.diff(a, llama.write(tmp_path / "megatron", converted))
     assert report.exit_code == 1
-    assert [finding.code for finding in report.groups[-1].findings] == ["SYN309"]
+    assert list_codes(report.groups[-1].findings) == ["SYN309"]
 
 
 def test_two_tensors_for_one_part_are_both_kept(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_two_tensors_for_one_part_are_both_kept(tmp_path: Path) -> None:
     a = llama.write(tmp_path / "a", model, llama.CONFIG)
     for i, names in enumerate((both, dict(reversed(both.items())))):
         report = syncheck.diff(a, llama.write(tmp_path / str(i), names))
-        result = {diff.name for diff in report.groups[-1].tensors}
+        result = set(list_names(report.groups[-1].tensors))
         assert (report.exit_code, result) == (1, {"model.norm.weight", "decoder.final_layernorm.weight"})
 
 
@@ -269,7 +271,8 @@ def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
     """A map transposes tensors of one name if the shape of one of them shows it, square ones too."""
     rng = np.random.default_rng(0)
     model = {
-        f"h.{i}.{x}.weight": rng.standard_normal((6, n), np.float32) for i in range(2) for x, n in (("a", 9), ("b", 6))
+        f"h.{i}.{x}.weight": rng.standard_normal((6, n), np.float32)
+        for i, (x, n) in product(range(2), (("a", 9), ("b", 6)))
     }
     (tmp_path / "map.toml").write_text(
         "".join(
@@ -277,11 +280,11 @@ def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
         )
     )
     a = llama.write(tmp_path / "a", model)
-    b = llama.write(tmp_path / "b", {name: weight.T for name, weight in model.items()})
+    b = llama.write(tmp_path / "b", map_fields(model, "T"))
     options = DiffOptions(map=str(tmp_path / "map.toml"))
     assert syncheck.diff(a, b, options=options).exit_code == 0
     assert syncheck.diff(a, a, options=options).exit_code == 0
-    assert {finding.code for finding in syncheck.diff(a, b).groups[-1].findings} == {"SYN304"}
+    assert set(list_codes(syncheck.diff(a, b).groups[-1].findings)) == {"SYN304"}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +319,7 @@ def test_digests_are_renamed_and_not_divided(tmp_path: Path) -> None:
     assert main(["fingerprint", f"{b}/model.safetensors", "-o", path, "-q"]) == 0
     report = syncheck.diff(str(tmp_path / "hf"), path)
     assert report.exit_code != 0
-    names = {diff.name for diff in report.groups[-1].tensors}
+    names = set(list_names(report.groups[-1].tensors))
     assert "decoder.layers.0.mlp.linear_fc1.weight" in names
     assert "model.layers.0.mlp.down_proj.weight" not in names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,7 +97,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES, ids=attrgetter("__name__"))
 def test_no_cause_is_stated(tmp_path: Path, change: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Nothing but an unexplained difference, in both directions as far as nothing is lost."""
     a, b = change()

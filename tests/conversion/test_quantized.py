@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import llama
+from support.listings import find_texts, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.conversion.scales import are_plausible
@@ -74,7 +75,7 @@ def compare(tmp_path: Path, copy: dict[str, Any]) -> dict[str, Any]:
     report = syncheck.diff(
         llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", {"norm.weight": norm, **copy})
     )
-    tensors = {diff.name: diff.evidence for diff in report.groups[-1].tensors}
+    tensors = dict(list_fields(report.groups[-1].tensors, "name", "evidence"))
     return {f.code: tensors[f.tensors[0]] for f in report.groups[-1].findings}
 
 
@@ -98,7 +99,7 @@ def test_wrong_scales(tmp_path: Path, name: str) -> None:
     """A scale that was not initialized, and exchanged scales."""
     for i, damage in enumerate((np.ones_like, lambda scale: np.roll(scale, 1, 0) * 2)):
         copy = quantize(name, weight())
-        key = next(key for key in copy if "_scale" in key)
+        key = find_texts(copy, "_scale")[0]
         copy[key] = damage(copy[key]).astype(copy[key].dtype)
         assert "SYN308" not in compare(tmp_path / str(i), copy)
 
@@ -121,8 +122,8 @@ def test_integers_without_elements_have_no_scales(tmp_path: Path, shape: tuple[i
     a = llama.write(tmp_path / "a", {NAME: np.zeros(shape, np.float32), **common})
     b = llama.write(tmp_path / "b", {NAME: np.zeros(shape, np.int8), **common})
     report = syncheck.diff(a, b)
-    assert [diff.name for diff in report.groups[-1].tensors] == [NAME]
-    assert "SYN308" not in {finding.code for finding in report.groups[-1].findings}
+    assert list_names(report.groups[-1].tensors) == [NAME]
+    assert "SYN308" not in list_codes(report.groups[-1].findings)
 
 
 def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
     for i, name in enumerate(("mlp.down_proj.input_scale", f"{NAME}_scale")):
         changed = {**model, name: model[name] * 2}
         report = syncheck.diff(a, llama.write(tmp_path / str(i), changed))
-        assert [diff.name for diff in report.groups[-1].tensors] == [name]
+        assert list_names(report.groups[-1].tensors) == [name]
 
 
 def test_tensors_beside_a_quantized_weight_are_reported(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, snapshot
+from support.listings import list_fields, list_names
 
 import syncheck
 from syncheck import api, testing
@@ -71,7 +73,7 @@ def test_the_file_has_the_documented_content(run_folder: Path) -> None:
 def test_names_of_all_kinds_survive(tmp_path: Path) -> None:
     """Names with surrogates or line breaks, and names equal to keys of the file, are read back unchanged."""
     names = ["\ud800", "a\nb", "accepted", "", "\u4e2d", '"', "x" * 5000]
-    known_findings = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run in names for name in names)
+    known_findings = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run, name in product(names, names))
     (tmp_path / "b.json").write_text(baseline.serialize(known_findings))
     assert baseline.read(str(tmp_path / "b.json")) == known_findings
     assert (tmp_path / "b.json").read_text(encoding="ascii").isascii()
@@ -121,7 +123,7 @@ def test_skipped_rng_states_are_not_fixed(run_folder: Path) -> None:
     for rank in range(2):
         save(run_folder / f"ddp_rank{rank}.safetensors", network() | {"rng_state": np.full(8, rank, np.uint8)})
     known_findings = make_baseline(syncheck.compare(run_folder, options=syncheck.Options(rng=True)))
-    assert {entry.kind for entry in known_findings} == {"rng"}
+    assert set(list_fields(known_findings, "kind")) == {"rng"}
     report = baseline.apply_baseline(syncheck.compare(run_folder), known_findings)
     assert (report.groups[0].fixed, baseline.update_baseline(report, known_findings)) == ((), known_findings)
 
@@ -133,7 +135,7 @@ def test_a_missing_rank_is_not_fixed(run_folder: Path) -> None:
         block = syncheck.metadata(run="ddp", run_id="a" * 8, rank=rank, world_size=3, step=1)
         save(run_folder / f"ddp_rank{rank}.pth", {"model": state, "syncheck": block})
     known_findings = make_baseline(syncheck.compare(run_folder))
-    assert {entry.name for entry in known_findings} == {"fc.weight"}
+    assert set(list_names(known_findings)) == {"fc.weight"}
     (run_folder / "ddp_rank2.pth").unlink()
     report = baseline.apply_baseline(syncheck.compare(run_folder), known_findings)
     assert (report.verdict, report.groups[0].fixed, baseline.update_baseline(report, known_findings)) == (
@@ -149,7 +151,7 @@ def test_a_removed_tensor_is_fixed(run_folder: Path) -> None:
         baseline.Entry("ddp", "SYN299", "parameter", "old.weight")
     }
     report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.weight"), known_findings)
-    assert [fixed.names for fixed in report.groups[0].fixed] == [("old.weight",)]
+    assert list_fields(report.groups[0].fixed, "names") == [("old.weight",)]
 
 
 def test_entries_of_other_runs_are_kept(run_folder: Path) -> None:
@@ -157,7 +159,7 @@ def test_entries_of_other_runs_are_kept(run_folder: Path) -> None:
     second = baseline.Entry("zero", "SYN299", "parameter", "fc.weight")
     report = baseline.apply_baseline(compare_two_ranks(run_folder, "fc.bias"), frozenset({second}))
     assert report.groups[0].fixed == ()
-    assert {entry.run for entry in baseline.update_baseline(report, frozenset({second}))} == {"ddp", "zero"}
+    assert set(list_fields(baseline.update_baseline(report, frozenset({second})), "run")) == {"ddp", "zero"}
 
 
 def test_allowed_findings_are_not_written(run_folder: Path) -> None:
@@ -166,7 +168,7 @@ def test_allowed_findings_are_not_written(run_folder: Path) -> None:
     assert make_baseline(allowed) == frozenset()
     known_findings = make_baseline(compare_two_ranks(run_folder, *STATISTICS))
     report = baseline.apply_baseline(allowed, known_findings)
-    assert [(finding.allowed, finding.accepted) for finding in report.groups[0].findings] == [(True, False)]
+    assert list_fields(report.groups[0].findings, "allowed", "accepted") == [(True, False)]
     assert report.groups[0].fixed == ()
 
 
@@ -177,7 +179,7 @@ def test_steps_of_a_run_share_their_entries(tmp_path: Path) -> None:
         save(tmp_path / f"step_{step}" / "ddp_rank1.pth", changed(network(), *endings))
     report = syncheck.compare(tmp_path)
     known_findings = make_baseline(report)
-    assert {entry.run for entry in known_findings} == {"ddp"}
+    assert set(list_fields(known_findings, "run")) == {"ddp"}
     gone = baseline.Entry("ddp", "SYN220", "parameter", "fc.bias")
     judged = baseline.apply_baseline(report, known_findings | {gone})
     assert (judged.exit_code, [len(group.fixed) for group in judged.groups]) == (0, [0, 1])
@@ -217,7 +219,7 @@ def test_runs_with_one_name_are_distinguished_by_folder(tmp_path: Path) -> None:
         for rank in range(2):
             save(tmp_path / "here" / side / f"ddp_rank{rank}.pth", changed(network(), *endings if rank else ()))
     known_findings = make_baseline(syncheck.compare(tmp_path / "here"))
-    assert {entry.run for entry in known_findings} == {"old/ddp"}
+    assert set(list_fields(known_findings, "run")) == {"old/ddp"}
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert baseline.apply_baseline(syncheck.compare(tmp_path / "there"), known_findings).exit_code == 0
     save(tmp_path / "there" / "new" / "ddp_rank1.pth", changed(network(), "fc.weight"))
@@ -229,29 +231,24 @@ def test_labels_have_no_run_id_and_no_step() -> None:
     result = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/ddp_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank, step=step)
-            for job in ("a", "b")
-            for step in (10, 20)
-            for rank in (0, 1)
+            for job, step, rank in product(("a", "b"), (10, 20), (0, 1))
         ]
     )
-    assert {(replicas.run_id, replicas.label) for replicas in result} == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
+    assert set(list_fields(result, "run_id", "label")) == {("aaaa", "a/ddp"), ("bbbb", "b/ddp")}
     plain = group_replicas(
         [
             snapshot(f"/scratch/{job}/step_{step}/files/ddp_rank{rank}.pth")
-            for job in ("a", "b")
-            for step in (10, 20)
-            for rank in (0, 1)
+            for job, step, rank in product(("a", "b"), (10, 20), (0, 1))
         ]
     )
-    assert [replicas.label for replicas in plain] == ["a/ddp"] * 2 + ["b/ddp"] * 2
+    assert list_fields(plain, "label") == ["a/ddp"] * 2 + ["b/ddp"] * 2
     again = group_replicas(
         [
             snapshot(f"ckpts/ddp_{job}_rank{rank}.pth", run="ddp", run_id=job * 4, rank=rank)
-            for job in ("a", "b")
-            for rank in (0, 1)
+            for job, rank in product(("a", "b"), (0, 1))
         ]
     )
-    assert [(replicas.run, replicas.label) for replicas in again] == [
+    assert list_fields(again, "run", "label") == [
         ("ckpts/ddp (aaaa)", "ddp"),
         ("ckpts/ddp (bbbb)", "ddp"),
     ]

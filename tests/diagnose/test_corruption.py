@@ -10,6 +10,7 @@ import pytest
 from support import cases
 from support.cases import DIGEST, diff, group
 from support.groups import facts_of
+from support.listings import list_names, map_fields
 
 from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221
@@ -66,7 +67,7 @@ def test_damaged_files_are_the_suspects() -> None:
     """A wrong checksum makes its file the suspect, even against a majority, and SYN223 covers only that tensor."""
     outlier = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
     fitted = cases.diagnose_case(four(outlier))
-    assert {code: (f.ranks, f.tensors) for code, f in fitted.items()} == {
+    assert map_fields(fitted, "ranks", "tensors") == {
         "SYN223": ((1,), ("fc.weight",)),
         "SYN299": ((3,), ("fc.weight",)),
     }
@@ -313,7 +314,7 @@ def test_240(tensors: list[TensorDiff], fits: bool) -> None:
     """Differences of a few ULP, or small relative to the tensor, are SYN240 if no larger difference exists."""
     finding = diagnose_four(*tensors).get("SYN240")
     assert (finding is not None) is fits
-    assert finding is None or finding.tensors == tuple(diff.name for diff in tensors)
+    assert finding is None or finding.tensors == tuple(list_names(tensors))
 
 
 def test_240_beside_other_evidence() -> None:

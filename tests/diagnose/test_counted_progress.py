@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import diagnose_single
+from support.listings import find_texts, index_by, join_fields
 from support.progress_cases import batches, group, statistics, trained
 
 import syncheck
@@ -164,7 +165,7 @@ class Rank:
 
 def find(folder: Path) -> dict[str, Finding]:
     """Return the findings of the last step by code."""
-    return {finding.code: finding for finding in syncheck.compare(folder).groups[-1].findings}
+    return index_by(syncheck.compare(folder).groups[-1].findings, "code")
 
 
 @pytest.mark.parametrize("skips", [1, 4])
@@ -227,4 +228,4 @@ def test_lbfgs_returned_early(tmp_path: Path) -> None:
         torch.save({"model": {"w": parameter.data}, "optimizer": optimizer.state_dict()}, tmp_path / f"rank{rank}.pth")
     findings = find(tmp_path)
     assert not {"SYN107", "SYN224", "SYN214"} & set(findings)
-    assert any("n_iter" in name for finding in findings.values() for name in finding.values)
+    assert find_texts(join_fields(findings.values(), "values"), "n_iter")

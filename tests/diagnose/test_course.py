@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import small_model
 from support.groups import make_finding
+from support.listings import join_fields, list_codes, list_fields
 from torch import nn
 
 import syncheck
@@ -39,10 +40,7 @@ def step(number: int, *codes: str, ranks: int = 2, odd: Any = None, certainty: A
 
 def decide(*steps: Group) -> list[list[tuple[str, str, tuple[str, ...]]]]:
     """Return code, certainty and alternatives of the findings of each step."""
-    return [
-        [(finding.code, finding.certainty, finding.alternatives) for finding in group.findings]
-        for group in decide_over_steps(steps)
-    ]
+    return [list_fields(group.findings, "code", "certainty", "alternatives") for group in decide_over_steps(steps)]
 
 
 def test_alternating_causes_become_one() -> None:
@@ -88,7 +86,7 @@ def test_allowed_findings_do_not_hide_other_findings() -> None:
     allowed = replace(first, findings=tuple(replace(finding, allowed=True) for finding in first.findings))
     steps = (allowed, step(10, "SYN213"), replace(allowed, step=20))
     decided = decide_over_steps(steps)
-    assert [finding.fails for group in decided for finding in group.findings] == [False, True, False]
+    assert list_fields(join_fields(decided, "findings"), "fails") == [False, True, False]
 
 
 def test_a_running_job_keeps_the_code() -> None:
@@ -97,7 +95,7 @@ def test_a_running_job_keeps_the_code() -> None:
     codes = []
     for group in (step(5, "SYN211"), step(10, "SYN213"), step(15), step(20, "SYN213")):
         report = state.decide(group.step or 0, Report(group.verdict, (replace(group, step=None),)))
-        codes.append([(finding.code, finding.alternatives) for finding in report.groups[0].findings])
+        codes.append(list_fields(report.groups[0].findings, "code", "alternatives"))
         assert report.groups[0].step is None
     assert codes == [[("SYN211", ())], [("SYN211", ("SYN213",))], [], [("SYN213", ())]]
 
@@ -126,7 +124,7 @@ def test_files_of_ranks_with_nearly_equal_batches(tmp_path: Path) -> None:
             if number in (4, 8, 12):
                 _save(tmp_path, number, rank, model, optimizer)
     report = syncheck.compare(tmp_path)
-    codes = {finding.code for group in report.groups for finding in group.findings}
+    codes = set(list_codes(report.findings))
     assert report.exit_code == 1
     assert len(codes) == 1
 
@@ -139,6 +137,6 @@ def test_converging_moments_are_a_single_event() -> None:
         for position, cosine in enumerate(cosines):
             group = step(10 * position + 10, "SYN211")
             steps.append(replace(group, tensors=(*group.tensors, *small_model.moments(cosine=cosine))))
-        decided = [finding for group in decide_over_steps(steps) for finding in group.findings]
-        events.append([any(fact.code is Event.CONVERGED for fact in finding.facts) for finding in decided])
+        decided = join_fields(decide_over_steps(steps), "findings")
+        events.append([Event.CONVERGED in list_codes(finding.facts) for finding in decided])
     assert events == [[True] * 3, [False] * 3, [False] * 3]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.listings import join_fields, list_fields
 
 import syncheck
 from syncheck.diagnose.rules import REPLICA_RULES
@@ -21,7 +22,7 @@ CODES = [rule.code for rule in REPLICA_RULES]
 def compare(folder: str) -> tuple[frozenset[str], int]:
     """Return the codes of all findings in a fixture, at any of its steps, and the number of its ranks."""
     groups = syncheck.compare(FIXTURES / folder).groups
-    return frozenset(finding.code for group in groups for finding in group.findings), len(groups[-1].replicas)
+    return frozenset(list_fields(join_fields(groups, "findings"), "code")), len(groups[-1].replicas)
 
 
 @pytest.mark.parametrize("code", CODES)

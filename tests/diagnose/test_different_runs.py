@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.groups import facts_of
+from support.listings import find_all, index_by, list_codes, list_fields
 from torch import nn
 
 import syncheck
@@ -45,13 +46,13 @@ def block(rank: int, **given: Any) -> dict[str, Any]:
 def diagnose(folder: Path, **options: Any) -> tuple[Group, dict[str, Finding]]:
     """Compare a folder with a single group; return it and its findings by code."""
     (group,) = syncheck.compare(folder, options=syncheck.Options(**options)).groups
-    return group, {finding.code: finding for finding in group.findings}
+    return group, index_by(group.findings, "code")
 
 
 def settings_of(finding: Finding) -> dict[str, dict[int, Any]]:
     """Return the differing settings in the evidence, by name."""
     first = next(parameters["setting"] for code, parameters in facts_of(finding).items() if "setting" in parameters)
-    settings = [first, *(fact for fact in finding.facts if fact.code is Text.SETTING)]
+    settings = [first, *find_all(finding.facts, code=Text.SETTING)]
     return {fact.parameters["name"]: fact.parameters["values"] for fact in settings}
 
 
@@ -101,13 +102,13 @@ def test_two_launches_paired_by_rank(tmp_path: Path) -> None:
             path.parent.mkdir(exist_ok=True)
             torch.save(content | {"syncheck": block(rank, **settings)}, path)
     for group in syncheck.compare(tmp_path, options=syncheck.Options(group_by=r"rank(\d)")).groups:
-        assert [finding.code for finding in group.findings] == ["SYN108"]
+        assert list_codes(group.findings) == ["SYN108"]
         assert group.evidence.repeated_ranks == (0,) or group.evidence.repeated_ranks == (1,)
     group, findings = diagnose(tmp_path, group_by="")
     assert set(findings) > {"SYN108"}
     assert findings["SYN108"].ranks == (0, 1, 2, 3)
     assert all(set(finding.ranks) <= {2, 3} for code, finding in findings.items() if code != "SYN108")
-    assert Note.TOO_MANY_RANKS in [note.code for note in group.notes]
+    assert Note.TOO_MANY_RANKS in list_codes(group.notes)
 
 
 def test_equal_runs_are_in_sync(tmp_path: Path) -> None:
@@ -166,9 +167,7 @@ def test_more_files_than_ranks(tmp_path: Path) -> None:
         torch.save(train(1) | {"syncheck": block(i % 2)}, tmp_path / f"{'abc'[i]}.pth")
     group, _ = diagnose(tmp_path, group_by="")
     assert group.verdict == "in_sync"
-    assert [note.parameters for note in group.notes if note.code is Note.TOO_MANY_RANKS] == [
-        {"files": 3, "world_size": 2}
-    ]
+    assert list_fields(find_all(group.notes, code=Note.TOO_MANY_RANKS), "parameters") == [{"files": 3, "world_size": 2}]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_files_that_claim_one_rank(tmp_path: Path, second: dict[str, Any], claim
     report = syncheck.compare(tmp_path)
     (group, *_) = report.groups
     assert group.evidence.claimed_twice == claimed
-    assert [note.parameters for note in group.notes if note.code is Note.RANKS_TWICE] == (
+    assert list_fields(find_all(group.notes, code=Note.RANKS_TWICE), "parameters") == (
         [{"ranks": claimed}] if claimed else []
     )
     if claimed:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import diagnose_case, diagnose_single
+from support.listings import find_all, list_fields
 from support.small_model import group, make_diff, moment
 
 from syncheck.diagnose import syn205_buffer_local_state as syn205
@@ -79,7 +80,7 @@ def in_model(*tensors: TensorDiff, ranks: int = 2, **fields: Any) -> Group:
         ),
         # Variances alone.
         (
-            [in_model(*(diff for diff in statistics("1", 3) if diff.kind == "bn_var"), ranks=3)],
+            [in_model(*find_all(statistics("1", 3), kind="bn_var"), ranks=3)],
             ("SYN204", "consistent", ("SYN205", "SYN201")),
         ),
     ],
@@ -145,7 +146,7 @@ def buffer(ranks: int = 2, odd: Any = None, name: str = "zeta", **given: Any) ->
 
 def of_buffer(*tensors: TensorDiff, ranks: int = 2, step: int = 10, **fields: Any) -> Group:
     """Return a group of a model with a buffer."""
-    more = {"zeta": "buffer"} | {diff.name: diff.kind for diff in tensors}
+    more = {"zeta": "buffer"} | dict(list_fields(tensors, "name", "kind"))
     return group(*tensors, more=more, ranks=ranks, step=step, **fields)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_fields
 
 from syncheck.diagnose.rules import RULES
 
@@ -67,9 +68,9 @@ def test_lines_that_equalize_tensors(syncheck_rank: Rank) -> None:
             "statistics": [buffer for buffer in model.buffers() if buffer.is_floating_point()],
             "state": list(model.state_dict().values()),
             "parameters": list(model.parameters()),
-            "gradients": [parameter.grad for parameter in model.parameters()],
+            "gradients": list_fields(model.parameters(), "grad"),
         }[part]
-        assert {number for tensor in tensors for number in tensor.flatten().tolist()} == {value}, code
+        assert set(torch.cat([tensor.flatten() for tensor in tensors]).tolist()) == {value}, code
     line = "dist.all_reduce(batch_sum); dist.all_reduce(batch_count)"
     space = run("SYN205", line, batch_sum=torch.ones(2), batch_count=torch.tensor(8 + syncheck_rank.rank))
     assert (space["batch_sum"].tolist(), int(space["batch_count"])) == ([2, 2], 17)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import diagnose_case, diagnose_single
 from support.groups import facts_of
+from support.listings import find_texts
 from support.small_model import (
     ADAM,
     DECAY,
@@ -160,13 +162,13 @@ def layers(odd: list[str], names: list[str], with_state: list[str]) -> Group:
 
 def test_212_by_a_name_component() -> None:
     """Differing adapters with a common name component are SYN212; layers without a common component are not."""
-    names = [f"layer{i}.attn.{name}.weight" for i in range(6) for name in ("base", "lora_A", "lora_B")]
-    lora = [name for name in names if "lora" in name]
+    names = [f"layer{i}.attn.{name}.weight" for i, name in product(range(6), ("base", "lora_A", "lora_B"))]
+    lora = find_texts(names, "lora")
     assert diagnose_single(layers(lora, names, lora)).code == "SYN211"  # the whole of the trained parameters
     fitted = diagnose_single(layers(lora, names, names))
     assert fitted.code == "SYN212"
     assert fitted.facts[0].parameters["modules"] == ("*.lora_A.*", "*.lora_B.*")
-    plain = [f"{part}{i}.weight" for i in range(6) for part in ("a", "b")]
+    plain = [f"{part}{i}.weight" for i, part in product(range(6), ("a", "b"))]
     assert "SYN212" not in diagnose_case(layers([f"a{i}.weight" for i in range(5)], plain, plain))
 
 

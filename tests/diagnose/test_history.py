@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.groups import make_group
+from support.listings import list_fields, list_names
 
 from syncheck.diagnose.history import difference_ratios, history_of, trend_of
 from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff
@@ -103,10 +104,10 @@ def test_statistics_and_momentum_beside_weights() -> None:
         return make_step(number, *statistics, make_diff("w", 0.5), *momentum)
 
     groups = [step(1, 1.0), step(2, 2.0)]
-    history = history_of({diff.name for diff in groups[0].tensors}, groups)
+    history = history_of(set(list_names(groups[0].tensors)), groups)
     assert (history.trend, history.tensors[0], len(history.tensors)) == ("constant", "w", 4)
-    assert [point.max_abs for point in history.points] == [0.5, 0.5]
-    assert [point.differing for point in history.points] == [4, 4]
+    assert list_fields(history.points, "max_abs") == [0.5, 0.5]
+    assert list_fields(history.points, "differing") == [4, 4]
 
 
 def test_sizes_of_all_steps_have_one_kind() -> None:
@@ -114,7 +115,7 @@ def test_sizes_of_all_steps_have_one_kind() -> None:
     momentum = make_diff("w.momentum", 3.0, kind="optimizer")
     groups = [make_step(1), make_step(2, momentum), make_step(3, momentum, make_diff("w", 0.5))]
     history = history_of({"w", "w.momentum"}, groups)
-    assert [point.max_abs for point in history.points] == [0.0, 3.0, 3.0]
+    assert list_fields(history.points, "max_abs") == [0.0, 3.0, 3.0]
     assert history.trend == "constant"
 
 

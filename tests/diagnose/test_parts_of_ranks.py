@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import index_by
 
 import syncheck
 
@@ -46,7 +47,7 @@ def save(folder: Path, ranks: list[Rank], **more: Any) -> None:
 
 def find(folder: Path) -> dict[str, Finding]:
     """Return the findings of the last step by code."""
-    return {finding.code: finding for finding in syncheck.compare(folder).groups[-1].findings}
+    return index_by(syncheck.compare(folder).groups[-1].findings, "code")
 
 
 def adamw(parameters: Any) -> Any:
@@ -63,7 +64,8 @@ def sgd(parameters: Any) -> Any:
 def test_exchanged_layers(tmp_path: Path, steps: int) -> None:
     """Two layers of rank 1 are exchanged: proved by equal bytes, and likely after more steps."""
     ranks = [Rank(adamw) for _ in range(RANKS)]
-    a, b = (ranks[1].model[name].weight for name in ("a", "b"))
+    a = ranks[1].model["a"].weight
+    b = ranks[1].model["b"].weight
     retained = a.detach().clone()
     with torch.no_grad():
         a.copy_(b)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from support.cases import diagnose_case, diff, group
+from support.listings import find_all, join_fields, list_fields, list_names, map_fields
 
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
@@ -38,7 +40,7 @@ EPOCH = ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress")
 RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", RULES, ids=attrgetter("code"))
 def test_every_rule_is_complete(rule: Any) -> None:
     """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
     assert re.fullmatch(r"SYN\d{3}", rule.code)
@@ -53,7 +55,7 @@ def test_every_rule_is_complete(rule: Any) -> None:
 def test_rules_are_listed_in_the_order_of_precedence() -> None:
     """RULES contains every module of the folder and every relation of two models once, in the order of precedence."""
     modules = [f"{rule.code.lower()}_{rule.slug.replace('-', '_')}" for rule in REPLICA_RULES]
-    assert sorted(modules) == sorted(path.stem for path in HOME.glob("syn*.py"))
+    assert sorted(modules) == sorted(list_fields(HOME.glob("syn*.py"), "stem"))
     codes = [rule.code[3:] for rule in RULES]
     assert len(set(codes)) == len(codes)
     covering = [code for code in codes if code not in ("103", "104", "105")]
@@ -233,7 +235,7 @@ def test_203() -> None:
     outlier = diff(COUNT.name, "bn_count", ((0, 1, 3), (2,)), max_abs=3)
     fitted = diagnose_case(group(outlier, diff(MEAN.name, "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
     # The statistics of ranks 0, 1 and 3 differ among themselves.
-    assert {code: finding.ranks for code, finding in fitted.items()} == {"SYN203": (2,), "SYN201": (0, 1, 3)}
+    assert map_fields(fitted, "ranks") == {"SYN203": (2,), "SYN201": (0, 1, 3)}
     size = Batches.BY_UP_TO(batches=3)
     assert fitted["SYN203"].facts[0] == Batches.SOME_RANKS(ranks=(2,), size=size, layers=1)
     assert diagnose_case(group(COUNT))["SYN203"].facts[0] == Batches.ALL_RANKS(size=size, layers=1)
@@ -257,8 +259,8 @@ def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
     values = (EPOCH, RATE, ValueDiff("note", {0: 1, 1: 2}, counts=False))
     case = group(*(d for d in pool if rng.random() < 0.6), values=tuple(v for v in values if rng.random() < 0.4))
     findings = diagnose_case(case).values()
-    assert sorted(n for f in findings for n in f.tensors) == sorted(d.name for d in case.tensors)
-    assert sorted(n for f in findings for n in f.values) == sorted(v.name for v in case.values if v.counts)
+    assert sorted(join_fields(findings, "tensors")) == sorted(list_names(case.tensors))
+    assert sorted(join_fields(findings, "values")) == sorted(list_names(find_all(case.values, counts=True)))
 
 
 def test_allowed_findings_do_not_fail() -> None:

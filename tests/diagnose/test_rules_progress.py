@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.cases import DIGEST, diagnose_case, diagnose_single
 from support.groups import facts_of
+from support.listings import find_all
 from support.progress_cases import STATE, batches, diff, group, missing, statistics, trained
 
 from syncheck.diagnose import syn106_different_progress
@@ -74,7 +75,8 @@ def test_214_mentions_lost_state(counts: dict[int, float], doubtful: bool) -> No
 def test_214_with_a_growing_lag() -> None:
     """If the lag was smaller at an earlier step, SYN214 reports repeated skips."""
     now = group(*trained({0: 100, 1: 98}))
-    growing, constant = (facts_of(diagnose_single(now, group(*trained({0: 50, 1: n}), step=50))) for n in (49, 48))
+    growing = facts_of(diagnose_single(now, group(*trained({0: 50, 1: 49}), step=50)))
+    constant = facts_of(diagnose_single(now, group(*trained({0: 50, 1: 48}), step=50)))
     assert growing[syn214.Text.REPEATED] == {"step": 50, "lag": 1}
     assert syn214.Text.REPEATED not in constant
 
@@ -151,7 +153,7 @@ def test_only_parameters_with_lagging_counters_are_covered() -> None:
 @pytest.mark.parametrize("lag", [1, 99])
 def test_counters_that_differ_alone(lag: int) -> None:
     """Differences in step counters alone are neither SYN214 nor SYN215."""
-    alone = [diff for diff in trained({0: 100, 1: 100 - lag}) if diff.kind == "optimizer_step"]
+    alone = find_all(trained({0: 100, 1: 100 - lag}), kind="optimizer_step")
     assert not {"SYN214", "SYN215"} & set(diagnose_case(group(*alone)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.cases import diagnose_case, diagnose_single
+from support.listings import list_codes
 from support.small_model import ADAM, HALF, MODEL, SGD, group, make_diff, model, moments, unreduced
 
 from syncheck.diagnose.syn107_settings_differ import Text
@@ -88,5 +89,5 @@ def test_107_lists_settings() -> None:
         )
     values = tuple(replace(HALF, name=f"optimizer.param_groups.{i}.lr") for i in range(5))
     facts = diagnose_single(group(values=values)).facts
-    assert [fact.code for fact in facts] == [Text.SETTINGS, Text.VALUE, Text.VALUE, Text.MORE]
+    assert list_codes(facts) == [Text.SETTINGS, Text.VALUE, Text.VALUE, Text.MORE]
     assert facts[-1].parameters == {"count": 2}

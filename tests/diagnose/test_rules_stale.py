@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.cases import DIGEST, diagnose_case, diagnose_single
 from support.groups import facts_of
+from support.listings import find_all, list_names
 from support.progress_cases import batches, counter, diff, group, scaler, statistics, trained
 
 from syncheck.diagnose import syn214_step_skipped as syn214
@@ -59,7 +60,7 @@ def test_217_covers_no_difference_between_other_ranks() -> None:
     stale = make_stale(4)
     second = diff("stem.weight", "parameter", {0: 1, 1: 2, 2: 1, 3: 3})
     fitted = diagnose_case(group(*stale.tensors, second, ranks=4, stale={3: 99}))
-    assert set(fitted["SYN217"].tensors) == {d.name for d in stale.tensors}
+    assert set(fitted["SYN217"].tensors) == set(list_names(stale.tensors))
 
 
 @OPTIMIZERS
@@ -79,7 +80,7 @@ TEN = trained({0: 20, 1: 10})
     ("tensors", "stale", "code"),
     [
         # Old parameters beside new optimizer state came from a gather, whatever BatchNorm counted.
-        ([d for d in trained({0: 100, 1: 99}) if d.kind == "parameter"], {1: 99}, "SYN217"),
+        (find_all(trained({0: 100, 1: 99}), kind="parameter"), {1: 99}, "SYN217"),
         # A rank ten steps behind is not SYN215, despite the large lag of its counters.
         ([*TEN, batches({0: 20, 1: 10})], {1: 10}, "SYN217"),
         (TEN, {1: 10}, "SYN214"),
@@ -196,7 +197,7 @@ def test_241_between_averages(step: int, ranks: int) -> None:
 
 def test_241_right_after_an_average() -> None:
     """Right after an average, differences in the momentum and in local statistics are SYN241."""
-    finding = diagnose_single(local_sgd(8, *(d for d in UNCOUNTED if d.kind == "optimizer"), *statistics(BOTH)))
+    finding = diagnose_single(local_sgd(8, *find_all(UNCOUNTED, kind="optimizer"), *statistics(BOTH)))
     assert finding.code == "SYN241"
     assert finding.facts[:4] == (
         syn241.Text.OWN_STATE(),

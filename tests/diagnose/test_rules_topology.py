@@ -11,6 +11,7 @@ from support.cases import DIGEST, diagnose_case, diff, group
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6
 from support.groups import facts_of
+from support.listings import get_failing, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
@@ -106,8 +107,8 @@ def test_folders_are_hosts_without_metadata(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         save_pth(folder / f"rank{rank}.pth", {"w": np.arange(8, dtype=np.float32) * (1 + rank // 2)})
     (compared,) = syncheck.compare(tmp_path).groups
-    assert [replica.host for replica in compared.replicas] == ["node0", "node0", "node1", "node1"]
-    assert [finding.code for finding in compared.findings] == ["SYN230"]
+    assert list_fields(compared.replicas, "host") == ["node0", "node0", "node1", "node1"]
+    assert list_codes(compared.findings) == ["SYN230"]
 
 
 TWO_BY_TWO = [{"dp": rank // 2, "tp": rank % 2} for rank in range(4)]
@@ -159,7 +160,7 @@ def test_231_covers_only_replicated_tensors() -> None:
     remaining = diff("fc.weight", "parameter", ONE), diff("bn.running_mean", "bn_mean", ALONG_TP)
     fitted = diagnose_case(group_with_field("mesh", TWO_BY_TWO, NORM, *remaining))
     assert fitted["SYN231"].tensors == (NORM.name,)
-    assert {diff.name for diff in remaining} <= set(fitted["SYN299"].tensors)
+    assert set(list_names(remaining)) <= set(fitted["SYN299"].tensors)
 
 
 REPLICATED = """
@@ -226,9 +227,9 @@ def test_files_are_compared_across_tensor_parallel_ranks(
 ) -> None:
     """Files with different shards are in sync, and a norm with differences along tp is SYN231."""
     group = compare(tmp_path / "good", good, meshes)
-    assert (group.verdict, {finding.code for finding in group.findings}) == ("in_sync", {"SYN104"})
+    assert (group.verdict, set(list_codes(group.findings))) == ("in_sync", {"SYN104"})
     if bad:
-        (finding,) = (finding for finding in compare(tmp_path / "bad", bad, meshes).findings if finding.fails)
+        finding = get_failing(compare(tmp_path / "bad", bad, meshes))
         assert (finding.code, finding.ranks, finding.tensors) == ("SYN231", ranks, ("l.0.input_layernorm.weight",))
 
 
@@ -241,6 +242,6 @@ def test_replicated_dtensors(tmp_path: Path) -> None:
             tmp_path / f"m_rank{rank}.pth", {"odd": dtensor(complete, ["R"], mesh), "w": dtensor(shard, ["S(0)"], mesh)}
         )
     (compared,) = syncheck.compare(tmp_path).groups
-    assert [replica.mesh for replica in compared.replicas] == [{"tp": 0}, {"tp": 1}]
-    (finding,) = (finding for finding in compared.findings if finding.fails)
+    assert list_fields(compared.replicas, "mesh") == [{"tp": 0}, {"tp": 1}]
+    finding = get_failing(compared)
     assert (finding.code, finding.tensors) == ("SYN231", ("odd",))

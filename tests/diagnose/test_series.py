@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import list_codes, list_fields
 
 import syncheck
 
@@ -44,7 +45,7 @@ def test_drift_without_a_number_is_ignored(tmp_path: Path, bad: torch.Tensor) ->
         save(tmp_path, "ddp-syncbn", rank, bad if rank else torch.zeros(2))
     report = syncheck.compare(tmp_path)
     assert report.verdict == "out_of_sync"
-    assert [point.run for point in report.drift] == ["ddp"]
+    assert list_fields(report.drift, "run") == ["ddp"]
     assert report.closures == ()
 
 
@@ -114,4 +115,4 @@ def test_lagging_optimizer_counters(tmp_path: Path, epoch: int | None, batches: 
         counted = None if batches is None else batches + rank
         save(tmp_path, "ddp", rank, torch.zeros(2), epoch=epoch, step=5.0 + rank, batches=counted)
     (group,) = syncheck.compare(tmp_path).groups
-    assert [finding.code for finding in group.findings] == [code]
+    assert list_codes(group.findings) == [code]

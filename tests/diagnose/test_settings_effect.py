@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import diagnose_case
+from support.listings import index_by, list_codes, list_fields
 from support.small_model import HALF, MODEL, group, model, moments
 
 import syncheck
@@ -81,7 +82,7 @@ def run(folder: Path, make: Callable[..., Any], settings: dict[str, Any], fault:
             each.zero_grad()
             torch.nn.functional.mse_loss(each(x), y).backward()
         for parameters in zip(*(each.parameters() for each in models), strict=True):
-            mean = sum(parameter.grad for parameter in parameters) / 3
+            mean = sum(list_fields(parameters, "grad")) / 3
             for parameter in parameters:
                 parameter.grad = mean.clone()
         fault(models[1], number)
@@ -90,7 +91,7 @@ def run(folder: Path, make: Callable[..., Any], settings: dict[str, Any], fault:
     for rank, (each, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         torch.save({"model": each.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"rank{rank}.pth")
     (compared,) = syncheck.compare(folder).groups
-    return {finding.code: finding for finding in compared.findings}
+    return index_by(compared.findings, "code")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_settings_without_effect(tmp_path: Path, make: Any, settings: dict[str, 
     assert findings["SYN107"].tensors == ()
     remaining = [finding for code, finding in findings.items() if code != "SYN107"]
     assert any("0.weight" in finding.tensors for finding in remaining)
-    assert {fact.code for fact in findings["SYN107"].facts} & {Text.ONLY_ROUNDING, Text.UNEXPLAINED}
+    assert set(list_codes(findings["SYN107"].facts)) & {Text.ONLY_ROUNDING, Text.UNEXPLAINED}
 
 
 @pytest.mark.parametrize("make", [adamw, sgd])

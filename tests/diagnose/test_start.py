@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.cases import diagnose_case, diagnose_single
 from support.groups import facts_of
+from support.listings import list_names
 from support.small_model import DECAY, HALF, SGD, by_digest, group, make_diff, model, moment, moments, start, unreduced
 
 from syncheck.diagnose import syn210_init_not_broadcast as syn210
@@ -92,7 +93,7 @@ def test_evidence_of_210(cases: list[Group], fact: Any) -> None:
     assert (finding is not None) is (fact is not None)
     if finding:
         assert fact in finding.facts
-        assert set(diagnose_single(*cases).tensors) == {diff.name for diff in cases[0].tensors}
+        assert set(diagnose_single(*cases).tensors) == set(list_names(cases[0].tensors))
 
 
 @SUSPECTS
@@ -171,9 +172,9 @@ def test_not_219() -> None:
 def test_cause_of_299() -> None:
     """The cause of SYN299 depends on the kinds of the differing tensors."""
     momenta = moments("momentum_buffer", cosine=0.98)
-    event, averaged, state = (
-        diagnose_single(group(*tensors, optimizer=SGD)) for tensors in (model(), [*model(), *momenta], momenta)
-    )
+    event = diagnose_single(group(*model(), optimizer=SGD))
+    averaged = diagnose_single(group(*model(), *momenta, optimizer=SGD))
+    state = diagnose_single(group(*momenta, optimizer=SGD))
     assert diagnose_single(group(*model())).cause.code is event.cause.code is syn299.Text.CAUSE_EVENT
     assert (averaged.cause.code, state.cause.code) == (syn299.Text.CAUSE_UNCOUNTED, syn299.Text.CAUSE_STATE)
     assert averaged.alternatives == ("SYN214", "SYN215", "SYN213")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes
 from torch import nn
 
 import syncheck
@@ -57,7 +58,7 @@ def block(rank: int, ranks: int, **given: Any) -> dict[str, Any]:
 
 def codes(group: Group) -> list[str]:
     """Return the codes of the findings."""
-    return [finding.code for finding in group.findings]
+    return list_codes(group.findings)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

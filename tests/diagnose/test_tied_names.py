@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_all, list_fields, list_names
 from test_tied_averages import Tied
 from torch import nn
 
@@ -61,9 +62,9 @@ def test_a_single_finding(tmp_path: Path, ranks: int, fault: str, cloned: bool) 
     (finding,) = [finding for finding in group.findings if finding.severity != "info"]
     assert finding.code in ("SYN214", "SYN215")
     assert {"embed.weight", "head.weight"} <= set(finding.tensors)
-    counts = [fact.parameters for fact in finding.facts if fact.code is Common.PARAMETERS]
+    counts = list_fields(find_all(finding.facts, code=Common.PARAMETERS), "parameters")
     # `frozen` agrees. If the optimizer numbers its parameters, nothing shows that two copies are one parameter.
-    assert [(fact["count"], fact["total"]) for fact in counts] == [(4, 5) if cloned else (3, 4)]
+    assert list_fields(counts, "count", "total") == [(4, 5) if cloned else (3, 4)]
 
 
 def test_a_frozen_parameter(tmp_path: Path) -> None:
@@ -76,5 +77,5 @@ def test_a_frozen_parameter(tmp_path: Path) -> None:
 def test_separate_copies_that_differ(tmp_path: Path) -> None:
     """If only one of two copies differs, the names are not one parameter."""
     group = compare(tmp_path, "embed alone", 2, cloned=True)
-    assert {diff.name for diff in group.tensors} == {"embed.weight"}
+    assert set(list_names(group.tensors)) == {"embed.weight"}
     assert all("head.weight" not in finding.tensors for finding in group.findings)

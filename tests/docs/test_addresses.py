@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.listings import find_texts
 
 from syncheck.report.words import SITE
 
@@ -50,7 +51,7 @@ def test_a_release_replaces_all_placeholders(clone: Path) -> None:
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"pyproject.toml", "docs/ci.md", "docs/site.py", "syncheck/report/words.py"}
     texts = {name: (clone / name).read_text(encoding="utf-8") for name in done.stdout.split()}
-    assert not any("syncheck.invalid" in text for text in texts.values())
+    assert not find_texts(texts.values(), "syncheck.invalid")
     assert 'SITE = "https://example.org/docs/latest"' in texts["syncheck/report/words.py"]
     assert "uses: octo/syncheck@v" in texts["docs/ci.md"]
     assert "git+https://github.com/octo/syncheck@v" in texts["docs/ci.md"]

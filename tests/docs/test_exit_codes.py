@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import list_codes, list_fields, map_fields
 
 from syncheck.cli import main
 
@@ -54,7 +55,7 @@ def test_exit_codes_of_commands(clone: Path, cli: Callable[..., Done]) -> None:
     commands = {command: code for _, code, command, _, _ in ROWS if command.startswith("syncheck")}
     assert len(commands) > 25
     ended = {command: cli(*split_command(command)) for command in commands}
-    assert {command: done.code for command, done in ended.items()} == commands
+    assert map_fields(ended, "code") == commands
     assert not any("Traceback" in done.err for done in ended.values())
     assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
@@ -62,7 +63,7 @@ def test_exit_codes_of_commands(clone: Path, cli: Callable[..., Done]) -> None:
 def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pytest command of the tables exits with its code, and an interrupted session with 2."""
     requested = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
-    assert {code for _, code in requested} == {0, 1, 4, 5}
+    assert set(list_fields(requested, 1)) == {0, 1, 4, 5}
     (clone / "interrupting.py").write_text(
         "import os, signal\n\ndef pytest_runtest_call(item):\n    os.kill(os.getpid(), signal.SIGINT)\n"
     )
@@ -74,7 +75,7 @@ def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPa
     from support.sessions import sessions
 
     ended = sessions(*((clone, ["-p", "no:cacheprovider", *words]) for words, _ in requested))
-    assert [session.code for session in ended] == [code for _, code in requested]
+    assert list_codes(ended) == list_fields(requested, 1)
     assert " passed" not in ended[-1].out
 
 
@@ -116,5 +117,5 @@ def test_shell_examples(clone: Path, folder: str, codes: list[int], says: str) -
     for script in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
         text = script.replace("ckpts/*.pth", f"fixtures/{folder}/*.pth")
         done.append(subprocess.run(["bash", "-ec", text], capture_output=True, text=True, env=environment, check=False))
-    assert [each.returncode for each in done] == codes
+    assert list_fields(done, "returncode") == codes
     assert done[0].stdout.splitlines() == [says]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.states import copy_values
 
 import syncheck
 from syncheck.testing import assert_in_sync
@@ -60,7 +61,7 @@ def test_default_tolerances_accept_different_weights() -> None:
 def test_assert_close_names_the_first_tensor_only() -> None:
     """For a state dict with two different tensors, the message contains only the first name."""
     first, second = small().state_dict(), small().state_dict()
-    first = {name: value.clone() for name, value in first.items()}
+    first = copy_values(first)
     second["0.weight"] += 1
     second["2.weight"] += 1
     with pytest.raises(AssertionError) as raised:

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from support.checkpoints import snapshot
+from support.listings import find_texts, list_fields
 
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas
@@ -20,7 +21,7 @@ REFERENCE = ROOT / "docs" / "reference"
 def rows(name: str, section: str) -> list[list[str]]:
     """Return the cells of the table in a section of a page, without the head."""
     text = (REFERENCE / name).read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = find_texts(text.splitlines(), start="|")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -58,7 +59,7 @@ FOLDERS = (
 
 def test_folders_are_recognized(tmp_path: Path) -> None:
     """A folder with empty files named as in a row has the format of this row."""
-    listing = dict(zip(dict(FOLDERS), (cells[1] for cells in rows("layouts.md", "Folders")), strict=True))
+    listing = dict(zip(dict(FOLDERS), list_fields(rows("layouts.md", "Folders"), 1), strict=True))
     for i, (name, files) in enumerate(FOLDERS):
         for file in files.split():
             location = tmp_path / str(i) / file

@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import jsonschema
 import pytest
+from support.listings import list_fields, list_files
 
 import syncheck
 from syncheck import live, testing
@@ -120,11 +122,11 @@ def test_every_finding_has_a_page() -> None:
     """Each finding has a page with its code and slug as the title; the pages link to incidents."""
     texts = [path.read_text(encoding="utf-8") for path in (REFERENCE / "findings").glob("*.md")]
     titles = [re.match(r"# (SYN\d{3}) ([a-z0-9-]+)\n", text) for text in texts]
-    assert {title.groups() for title in titles if title} == {(rule.code, rule.slug) for rule in RULES}
+    assert {title.groups() for title in titles if title} == set(list_fields(RULES, "code", "slug"))
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
 
 
-@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=attrgetter("stem"))
 def test_each_page_has_an_example(path: Path) -> None:
     """The example of a page prints this finding, with its fix."""
     text = path.read_text(encoding="utf-8")
@@ -141,7 +143,7 @@ def test_pages_of_findings_are_written_and_removed(copy: Path) -> None:
     done = run_make(copy, "--check")
     assert (done.returncode, sorted(re.findall(r"syn\d+", done.stdout))) == (1, ["syn201", "syn202", "syn999"])
     assert run_make(copy).returncode == 0
-    assert {path.name for path in folder.iterdir()} == {path.name for path in (REFERENCE / "findings").iterdir()}
+    assert set(list_files(folder)) == set(list_files(REFERENCE / "findings"))
 
 
 def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.listings import list_fields
 
 from syncheck.diagnose.rules import RULES
 
@@ -88,7 +89,7 @@ def test_released_versions(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "out" / "site"
     rows = json.loads((site / "versions.json").read_text(encoding="utf-8"))
-    assert [(row["version"], row["aliases"]) for row in rows] == [("0.2", ["latest"]), ("dev", [])]
+    assert list_fields(rows, "version", "aliases") == [("0.2", ["latest"]), ("dev", [])]
     for name in ("0.2", "dev", "latest"):
         assert (site / name / "reference" / "findings" / "syn304" / "index.html").exists()
     assert "url=latest/start/" in (site / "index.html").read_text(encoding="utf-8")

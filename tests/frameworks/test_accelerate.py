@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.libraries import need, train
+from support.listings import find_all, list_codes, map_fields
 
 import syncheck
 
@@ -39,8 +40,8 @@ def test_nodes_are_replicas(trained: Path) -> None:
         ("accelerate", 0, "node0"),
         ("accelerate", 1, "node1"),
     ]
-    assert {finding.code for finding in group.findings} == {"SYN201"}
-    kinds = {kind: counts.tensors for kind, counts in group.kinds.items()}
+    assert set(list_codes(group.findings)) == {"SYN201"}
+    kinds = map_fields(group.kinds, "tensors")
     assert (kinds["parameter"], kinds["bn_mean"], kinds["optimizer"], kinds["optimizer_step"]) == (6, 1, 12, 6)
     assert group.kinds["rng"].not_compared == kinds["rng"] > 0
     snapshot = syncheck.read(str(trained / "node0"))
@@ -60,7 +61,7 @@ def test_a_changed_moment(trained: Path, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "right" / "optimizer.bin")
     report = syncheck.compare(tmp_path / "left", tmp_path / "right")
     (group,) = report.groups
-    (diff,) = [diff for diff in group.tensors if diff.out_of_sync]
+    (diff,) = find_all(group.tensors, out_of_sync=True)
     # States have names only if the file has the model's order; safetensors is sorted by name.
     parameter = "1.bias" if (trained / "node0" / "pytorch_model.bin").exists() else "3"
     assert (diff.name, diff.index) == (f"optimizer.{parameter}.exp_avg", (5,))

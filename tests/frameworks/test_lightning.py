@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.libraries import need, train
+from support.listings import find_all, find_texts, index_by, list_fields
 
 import syncheck
 
@@ -35,7 +36,7 @@ def group_of(folder: Path, pattern: str = "last-rank*.ckpt") -> Any:
 def test_ranks_of_lightning(trained: Path) -> None:
     """Files of two ranks are one group with the finding of default DDP; optimizer state has names."""
     report = syncheck.compare(trained)
-    assert [(group.run, [r.rank for r in group.replicas]) for group in report.groups] == [
+    assert [(group.run, list_fields(group.replicas, "rank")) for group in report.groups] == [
         ("best", [0, 1]),
         ("last", [0, 1]),
     ]
@@ -50,10 +51,10 @@ def test_ranks_of_lightning(trained: Path) -> None:
 def test_callbacks_are_listed(trained: Path) -> None:
     """A different best score of a callback is listed as a value, and is not a failure."""
     group = group_of(trained)
-    listing = {diff.name: diff for diff in group.values}
-    scores = [name for name in listing if name.startswith("callbacks.ModelCheckpoint") and "best_model_score" in name]
+    listing = index_by(group.values, "name")
+    scores = find_texts(listing, "best_model_score", start="callbacks.ModelCheckpoint")
     assert len(scores) == 1
-    assert not any(diff.counts for diff in listing.values())
+    assert not any(list_fields(listing.values(), "counts"))
     assert all(isinstance(value, float) for value in listing[scores[0]].by_rank.values())
     assert not [diff for diff in group.tensors if diff.name.startswith("callbacks.")]
     assert syncheck.compare(trained / "last-rank*.ckpt", options=syncheck.Options(allow=("SYN201",))).exit_code == 0
@@ -62,7 +63,7 @@ def test_callbacks_are_listed(trained: Path) -> None:
 def test_unknown_classes_are_inert(trained: Path) -> None:
     """An object in the hyperparameters is listed as not compared; the tensor in it is compared."""
     snapshot = syncheck.read(str(trained / "last-rank0.ckpt"))
-    assert [stub for stub in snapshot.stubs if stub.endswith(".Preprocessing")]
+    assert find_texts(snapshot.stubs, end=".Preprocessing")
     assert "hyper_parameters.preprocessing.scale" in snapshot.tensors
     assert any("Preprocessing" in str(note) for note in group_of(trained).notes)
 
@@ -76,6 +77,6 @@ def test_a_changed_weight(trained: Path, tmp_path: Path) -> None:
         file.seek(tensor.offset + 4 * 11)
         file.write(struct.pack("<f", 7.0))
     group = group_of(tmp_path)
-    assert [(diff.name, diff.index, diff.mismatched) for diff in group.tensors if diff.out_of_sync] == [
+    assert list_fields(find_all(group.tensors, out_of_sync=True), "name", "index", "mismatched") == [
         ("net.2.weight", (1, 3), 1)
     ]

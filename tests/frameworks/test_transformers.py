@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.libraries import need, train
+from support.listings import find_first, list_codes
 
 import syncheck
 
@@ -42,7 +43,7 @@ def test_two_runs_are_replicas(trained: Path) -> None:
         (None, [(r, "huggingface", f"node{r}/sharded") for r in (0, 1)]),
     ]
     assert report.verdict == "in_sync"
-    group = next(group for group in report.groups if group.step == 4)
+    group = find_first(report.groups, step=4)
     assert group.counts.tensors == group.counts.identical + group.kinds["rng"].not_compared
     assert group.kinds["optimizer"].identical == 2 * group.kinds["parameter"].identical > 0
 
@@ -55,7 +56,7 @@ def test_the_folder_records_its_step(trained: Path) -> None:
     assert report.exit_code == 2  # moments of one replica
     options = syncheck.Options(group_by="run")
     report = syncheck.compare(trained / "node0/run/checkpoint-2", trained / "node0/run/checkpoint-4", options=options)
-    assert "SYN106" in {finding.code for finding in report.groups[0].findings}
+    assert "SYN106" in list_codes(report.groups[0].findings)
 
 
 def test_shards_are_one_model(trained: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ PAGES = sorted(GUIDE.glob("[0-9]*.md"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=attrgetter("stem"))
 def test_a_page_runs(path: Path, tmp_path: Path) -> None:
     """The commands of a page, typed in order, print its output and end with its exit codes."""
     for name in ("train", "syncheck", "fixtures", "pyproject.toml"):  # as in a clone
@@ -46,14 +47,14 @@ def test_a_page_runs(path: Path, tmp_path: Path) -> None:
         assert matches(step.printed, printed), f"$ {step.typed}\n{printed}\nthe page says\n" + "\n".join(step.printed)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=attrgetter("stem"))
 def test_a_page_is_whole(path: Path) -> None:
     """The test that runs a page uses all of its code, and the page links to code in train/."""
     assert read(path).others == []
     assert "](../../train/" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=attrgetter("stem"))
 def test_a_page_can_be_learned_from(path: Path) -> None:
     """A page begins with its aims and requirements, has a picture, and exercises with as many answers."""
     text = path.read_text(encoding="utf-8")

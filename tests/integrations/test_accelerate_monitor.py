@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.libraries import need
+from support.listings import list_fields
 from support.outcomes import Outcomes, assert_nothing_changed, assert_stopped_alike, assert_warned_once, outcomes
 
 from syncheck.errors import UsageError
@@ -45,7 +46,7 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 
 def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
     """A gradient scaler with another factor on rank 1 is reported as the cause."""
-    assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
+    assert list_fields(quick.of("scaled"), "codes") == [["SYN216"]] * 2
 
 
 def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:
@@ -62,7 +63,7 @@ def test_options_reach_the_monitor() -> None:
 def test_drift_of_batchnorm_is_found(quick: Outcomes) -> None:
     """Statistics that drift under DDP are found at each check."""
     assert quick.steps("drift") == [3, 6]
-    result = [(rank["codes"], rank["names"]) for rank in quick.of("drift")]
+    result = list_fields(quick.of("drift"), "codes", "names")
     assert result == [(["SYN201"], ["1.running_mean", "1.running_var"])] * 2
 
 

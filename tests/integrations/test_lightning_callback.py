@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.libraries import need
+from support.listings import list_fields, list_names
 from support.outcomes import (
     Outcomes,
     assert_not_checked_after_an_error,
@@ -59,7 +60,7 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 
 def test_scalars_go_to_tensorboard(quick: Outcomes) -> None:
     """Only rank 0 writes scalars of each check to the trainer's TensorBoard logger."""
-    first, second = (rank["scalars"] for rank in quick.of("healthy"))
+    first, second = list_fields(quick.of("healthy"), "scalars")
     assert ["syncheck/out_of_sync", 0, 5] in first
     assert ["syncheck/out_of_sync", 0, 6] in first
     assert second == []
@@ -73,7 +74,7 @@ def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:
 
 def test_a_desync_is_not_saved(quick: Outcomes) -> None:
     """The checkpoint after the batch of a failed check is not written; the previous checkpoint exists."""
-    assert [path.name for path in quick.folder.glob("weight.*.ckpt")] == ["weight.step=4.ckpt"]
+    assert list_names(quick.folder.glob("weight.*.ckpt")) == ["weight.step=4.ckpt"]
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_the_last_check_comes_before_the_last_validation(more: Outcomes) -> None
     more.ended_well()
     for case, step in (("two_epochs", 12), ("max_steps", 8)):
         assert more.steps(case) == [step]
-        matches = [(rank["codes"], rank["names"]) for rank in more.of(case)]
+        matches = list_fields(more.of(case), "codes", "names")
         assert matches == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
         # Known from DDP itself, which is watched and not the module in it.
         assert str(syn201_bn_local_stats.Text.SYNCHRONIZED()) in more.of(case)[0]["evidence"][0]
@@ -92,14 +93,14 @@ def test_the_last_check_comes_before_the_last_validation(more: Outcomes) -> None
 def test_a_stopped_fit_is_checked_at_its_end(more: Outcomes) -> None:
     """A fit that early stopping ends is checked after its last validation."""
     assert more.steps("stopped") == [6]
-    assert [rank["verdict"] for rank in more.of("stopped")] == ["in_sync"] * 2
+    assert list_fields(more.of("stopped"), "verdict") == ["in_sync"] * 2
 
 
 @pytest.mark.slow
 def test_manual_optimization(more: Outcomes) -> None:
     """With manual optimization, two optimizers in one batch make one step, and both states are compared."""
     assert more.steps("manual") == [3, 6]
-    assert [rank["tensors"] for rank in more.of("manual")] == [6 + 4] * 2
+    assert list_fields(more.of("manual"), "tensors") == [6 + 4] * 2
 
 
 @pytest.mark.slow
@@ -112,14 +113,14 @@ def test_a_resumed_fit_continues_counting(more: Outcomes) -> None:
 def test_the_scaler_of_mixed_precision_is_compared(more: Outcomes) -> None:
     """A gradient scaler with another factor on rank 1 is reported as the cause."""
     assert more.steps("scaled") == [3, 6]
-    assert [rank["codes"] for rank in more.of("scaled")] == [["SYN216"]] * 2
+    assert list_fields(more.of("scaled"), "codes") == [["SYN216"]] * 2
 
 
 @pytest.mark.slow
 def test_shards_are_not_compared(more: Outcomes) -> None:
     """Under FSDP2 each rank has its own shards: a warning about an undecided check, and no error."""
     assert more.steps("sharded") == [5, 6]
-    assert [(rank["verdict"], rank["codes"]) for rank in more.of("sharded")] == [("undecided", ["SYN104"])] * 2
+    assert list_fields(more.of("sharded"), "verdict", "codes") == [("undecided", ["SYN104"])] * 2
     assert "could not tell: every rank holds its own shards" in more.ended[0].output
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.libraries import need
+from support.listings import list_codes, list_fields
 from support.outcomes import outcomes
 from support.recipes import blocks
 
@@ -78,7 +79,7 @@ def test_a_loop_with_fsdp() -> None:
     (code,) = blocks()["FSDP2"]
     report = run(code)["report"]
     assert report.verdict == "undecided"
-    assert [finding.code for group in report.groups for finding in group.findings] == ["SYN104"]
+    assert list_codes(report.findings) == ["SYN104"]
 
 
 @SHARDS
@@ -125,4 +126,4 @@ def test_the_recipe_of_a_library(heading: str, tmp_path: Path) -> None:
     need(LIBRARIES[heading])
     result = outcomes("recipe.py", tmp_path, heading)
     result.ended_well()
-    assert [(rank["checks"], rank["verdict"]) for rank in result.of(heading)] == [(1, "in_sync")] * 2
+    assert list_fields(result.of(heading), "checks", "verdict") == [(1, "in_sync")] * 2

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.libraries import need
+from support.listings import list_fields
 from support.outcomes import (
     Outcomes,
     assert_not_checked_after_an_error,
@@ -51,7 +52,7 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> None:
     """BatchNorm drift is found after the last step, before the evaluation that would hide it."""
     assert quick.steps("evaluated") == [12]
-    result = [(rank["codes"], rank["names"]) for rank in quick.of("evaluated")]
+    result = list_fields(quick.of("evaluated"), "codes", "names")
     assert result == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
 
 
@@ -62,7 +63,7 @@ def test_a_resumed_training_continues_counting(quick: Outcomes) -> None:
 
 def test_the_accelerators_scaler_is_compared(quick: Outcomes) -> None:
     """A gradient scaler with another factor on rank 1 is reported as the cause."""
-    assert [rank["codes"] for rank in quick.of("scaled")] == [["SYN216"]] * 2
+    assert list_fields(quick.of("scaled"), "codes") == [["SYN216"]] * 2
 
 
 def test_an_injected_fault_stops_all_ranks(quick: Outcomes) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_all, list_fields, list_names
 
 import syncheck
 
@@ -36,7 +37,7 @@ def test_one_conversion_is_close(tmp_path: Path, again: Any) -> None:
     assert syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth").exit_code == 1
     report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
     assert (report.exit_code, report.counts.close, report.counts.identical) == (0, 2, 2)
-    assert {diff.tolerance for diff in report.groups[-1].tensors} == {"cast bfloat16"}
+    assert set(list_fields(report.groups[-1].tensors, "tolerance")) == {"cast bfloat16"}
     assert [diff.mismatched is None for diff in report.groups[-1].tensors] == [again is not torch.float32] * 2
 
 
@@ -55,7 +56,7 @@ def test_any_other_difference_is_out_of_sync(tmp_path: Path, fault: str) -> None
     report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
     name = "count" if fault == "integer" else "w"
     assert report.exit_code == 1
-    assert [diff.name for diff in report.groups[-1].tensors if diff.out_of_sync] == [name]
+    assert list_names(find_all(report.groups[-1].tensors, out_of_sync=True)) == [name]
 
 
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])

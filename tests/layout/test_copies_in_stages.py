@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import find_all, find_texts, list_fields, list_names
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -29,7 +31,7 @@ def compare_stages(
         position = {"pipeline": rank} if mesh is None else mesh[rank]
         block = syncheck.metadata(run="pp", rank=rank, world_size=len(models), step=1, mesh=position)
         block["tied"] = tied[rank] if isinstance(tied, list) else tied
-        block["buffers"] = [name for name in model if name.endswith("table")]
+        block["buffers"] = find_texts(model, end="table")
         block["optimizer_parameters"] = [name for name in model if name not in block["buffers"]]
         states = {index: {"momentum_buffer": value} for index, value in enumerate(model.values())}
         groups = [{"lr": 0.1, "params": list(range(len(model)))}]
@@ -55,12 +57,12 @@ def test_copies_are_compared_across_stages(tmp_path: Path) -> None:
     assert (group.verdict, group.counts.identical, group.counts.not_compared) == ("in_sync", 2, 4)
     group = compare_stages(tmp_path / "other", first(), last(2 * ONES), optimizer=True)
     assert group.verdict == "out_of_sync"
-    different = {diff.name for diff in group.tensors if diff.status == "different"}
+    different = set(list_names(find_all(group.tensors, status="different")))
     assert different == {"embed.weight", "optimizer.embed.weight.momentum_buffer"}
     # Four ranks: two copies of two stages, and one of four embeddings differs.
-    mesh = [{"pipeline": stage, "data": copy} for stage in range(2) for copy in range(2)]
+    mesh = [{"pipeline": stage, "data": copy} for stage, copy in product(range(2), range(2))]
     group = compare_stages(tmp_path / "copies", first(), first(), last(), last(2 * ONES), mesh=mesh)
-    assert [(diff.name, diff.minority) for diff in group.tensors if diff.out_of_sync] == [("embed.weight", (3,))]
+    assert list_fields(find_all(group.tensors, out_of_sync=True), "name", "minority") == [("embed.weight", (3,))]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +105,16 @@ def test_strange_lists_hide_no_difference(tmp_path: Path, tied: Any) -> None:
 def test_buffers_of_all_stages_are_known(tmp_path: Path) -> None:
     """The metadata of each stage lists the buffers of this stage only."""
     models = [{f"{layer}.table": ONES, f"{layer}.weight": ONES} for layer in (0, 0, 1, 1)]
-    mesh = [{"pipeline": stage, "data": copy} for stage in range(2) for copy in range(2)]
+    mesh = [{"pipeline": stage, "data": copy} for stage, copy in product(range(2), range(2))]
     group = compare_stages(tmp_path, *models, mesh=mesh)
-    assert group.evidence.names == {f"{layer}.{name}": kind for layer in (0, 1) for name, kind in KINDS.items()}
+    assert group.evidence.names == {f"{layer}.{name}": kind for layer, (name, kind) in product((0, 1), KINDS.items())}
 
 
 def test_copies_need_different_stages(tmp_path: Path) -> None:
     """Without a pipeline, a tensor under another name is missing, even if the metadata lists it as a copy."""
     group = compare_stages(tmp_path, first(), {"head.weight": ONES, "layers.0.weight": ONES}, mesh=[{}, {}])
     assert group.verdict == "out_of_sync"
-    assert {diff.name for diff in group.tensors if diff.reason == "missing"} == {"embed.weight", "head.weight"}
+    assert set(list_names(find_all(group.tensors, reason="missing"))) == {"embed.weight", "head.weight"}
 
 
 @pytest.mark.parametrize("tied", [["head.weight"], {"head.weight": 1}, {1: "embed.weight"}, "head.weight"])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checkpoints import snapshot
+from support.listings import list_fields
 
 from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from syncheck.layout.groups import ReplicaGroup
+    from syncheck.snapshots import Snapshot
 
 # A pattern with its numbers, and the sizes of the groups that its files make.
 REPLICAS = {
@@ -96,38 +100,73 @@ def expanded(pattern: str) -> list[str]:
             words[-1] += c
     if len(words) == 1 and "-" in inner and "{" not in inner:
         first, last = map(int, inner.split("-"))
-        words = [str(number) for number in range(first, last + 1)]
-    heads = itertools.chain.from_iterable(expanded(word) for word in words)
-    return [pattern[:start] + head + tail for head in heads for tail in expanded(pattern[end:])]
+        words = list(map(str, range(first, last + 1)))
+    return [pattern[:start] + head + tail for head, tail in product(expand_all(words), expanded(pattern[end:]))]
+
+
+def expand_all(patterns: Iterable[str]) -> list[str]:
+    """Expand the braces of patterns."""
+    return list(chain.from_iterable(map(expanded, patterns)))
 
 
 def groups(
     *patterns: str, group_by: str | None = None, roots: dict[str, str] | None = None
 ) -> tuple[ReplicaGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
-    paths = [path for pattern in patterns for path in expanded(pattern)]
-    result = group_replicas([snapshot(path) for path in paths], group_by, roots or {})
-    positions = [[paths.index(s.path) for _, s in group.ranks] for group in result]
-    assert all(group == sorted(group) for group in positions)
-    assert sorted(itertools.chain(*positions)) == list(range(len(paths)))
+    paths = expand_all(patterns)
+    result = group_replicas(list_snapshots(paths), group_by, roots or {})
+    for group_paths in members(result):
+        assert group_paths == sorted(group_paths, key=paths.index)
+    assert sorted(chain.from_iterable(members(result))) == sorted(paths)
     return result
 
 
 def by_step(found: tuple[ReplicaGroup, ...]) -> list[tuple[int | None, list[int]]]:
     """Return the step and the ranks of each group; ranks are in the order of the paths."""
-    return [(group.step, [rank for rank, _ in group.ranks]) for group in found]
+    return [(group.step, list_fields(group.ranks, 0)) for group in found]
 
 
 def members(found: tuple[ReplicaGroup, ...]) -> list[list[str]]:
     """Return the paths of each group."""
-    return [[s.path for _, s in group.ranks] for group in found]
+    return [list_paths(group) for group in found]
+
+
+def list_snapshots(paths: Iterable[str]) -> list[Snapshot]:
+    """Return a checkpoint without metadata for each path."""
+    return [snapshot(path) for path in paths]
+
+
+def list_paths(group: ReplicaGroup) -> list[str]:
+    """Return the paths of a group in the order of its ranks."""
+    return list_fields(list_fields(group.ranks, 1), "path")
+
+
+def list_hosts(group: ReplicaGroup) -> list[str]:
+    """Return the hosts of a group in the order of its ranks."""
+    return list_fields(list_fields(group.ranks, 1), "host")
+
+
+def list_sizes(found: Iterable[ReplicaGroup]) -> list[int]:
+    """Return the sorted numbers of replicas of groups."""
+    return sorted(len(group.ranks) for group in found)
+
+
+def map_first_folders(paths: Iterable[str]) -> dict[str, str]:
+    """Return the first folder of each path, as if the user passed these folders."""
+    return {path: path.partition("/")[0] for path in paths}
+
+
+def assert_ranks(group: ReplicaGroup, paths: list[str]) -> None:
+    """Assert that the ranks of a group count its files, and that the files have this order."""
+    assert list_fields(group.ranks, 0) == list(range(len(paths)))
+    assert list_paths(group) == paths
 
 
 @pytest.mark.parametrize("pattern", REPLICAS)
 @pytest.mark.parametrize("folder", ["", "/scratch/2026-11-22/run7/"])
 def test_sizes_of_groups(pattern: str, folder: str) -> None:
     """Names of trainers, launchers and users give groups of these sizes in any folder."""
-    assert sorted(len(group.ranks) for group in groups(folder + pattern)) == REPLICAS[pattern]
+    assert list_sizes(groups(folder + pattern)) == REPLICAS[pattern]
 
 
 # A pattern, and the step and ranks of each group.
@@ -214,7 +253,7 @@ def test_steps_and_ranks(pattern: str) -> None:
     """Paths give these steps and ranks, and the order of the files does not matter."""
     result = groups(pattern)
     assert by_step(result) == RANKS[pattern]
-    again = members(group_replicas([snapshot(path) for path in reversed(expanded(pattern))]))
+    again = members(group_replicas(list_snapshots(reversed(expanded(pattern)))))
     assert sorted(map(sorted, again)) == sorted(map(sorted, members(result)))
 
 
@@ -237,7 +276,7 @@ def test_steps_and_ranks(pattern: str) -> None:
 )  # fmt: skip
 def test_files_of_other_groups(paths: str, sizes: list[int]) -> None:
     """Files with other names, steps or parts, or with a rank that is present, are separate groups."""
-    assert sorted(len(group.ranks) for group in groups(paths)) == sizes
+    assert list_sizes(groups(paths)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -260,8 +299,8 @@ def test_files_of_other_groups(paths: str, sizes: list[int]) -> None:
 def test_steps_and_parts_are_not_replicas(pattern: str, grouping: Any) -> None:
     """Files that differ in the step, the part or the shard are not compared, and the reason is reported."""
     result = groups(pattern)
-    assert {len(group.ranks) for group in result} == {1}
-    assert {group.grouping for group in result} == {(grouping,)}
+    assert set(list_sizes(result)) == {1}
+    assert set(list_fields(result, "grouping")) == {(grouping,)}
 
 
 @pytest.mark.parametrize(
@@ -274,39 +313,38 @@ def test_steps_and_parts_are_not_replicas(pattern: str, grouping: Any) -> None:
 )
 def test_runs(pattern: str, runs: set[str]) -> None:
     """Each run is a group with the name of the run; steps of one run have one name."""
-    assert {group.run for group in groups(pattern)} == runs
+    assert set(list_fields(groups(pattern), "run")) == runs
     for steps in ("c/step_{0,1}.pth", "c/history/step_{10,2}/rank_{0,1}.pth"):
-        assert len({group.run for group in groups(steps)}) == 1
+        assert len(set(list_fields(groups(steps), "run"))) == 1
 
 
 def test_replicas_with_different_words() -> None:
     """If only words differ, files of one step and part are replicas, as in two copies of a run."""
     result = groups("{new,old}/checkpoint-{500,1000}/model-00001-of-00002.bin")
     assert by_step(result) == [(500, [0, 1]), (1000, [0, 1])]
-    assert {group.grouping for group in result} == {(Grouping.NO_RANKS_ONE_STEP(),)}
+    assert set(list_fields(result, "grouping")) == {(Grouping.NO_RANKS_ONE_STEP(),)}
 
 
 def test_copies_of_folders_are_sorted_by_rank() -> None:
     """If the folders that the user passed have ranks in their names, the replicas are in the order of the ranks."""
     paths = ["a_rank1/w.pt", "b_rank0/w.pt"]
-    roots = {path: path.partition("/")[0] for path in paths}
-    (group,) = group_replicas([snapshot(path) for path in paths], roots=roots)
+    (group,) = group_replicas(list_snapshots(paths), roots=map_first_folders(paths))
     assert group.grouping == (Grouping.FOLDER_COPIES(),)
-    assert [(rank, s.path) for rank, s in group.ranks] == [(0, "b_rank0/w.pt"), (1, "a_rank1/w.pt")]
+    assert_ranks(group, ["b_rank0/w.pt", "a_rank1/w.pt"])
 
 
 @pytest.mark.parametrize("pattern", ["c/rank{}.pth", "c/rank{:05}.pth", "c/{}.pth"])
 def test_natural_order_of_many_ranks(pattern: str) -> None:
     """1,024 replicas are sorted by rank, with and without padding."""
     paths = [pattern.format(i) for i in range(1024)]
-    (group,) = group_replicas([snapshot(path) for path in sorted(paths)])
-    assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
+    (group,) = group_replicas(list_snapshots(sorted(paths)))
+    assert_ranks(group, paths)
 
 
 def test_repeated_ranks_are_noted() -> None:
     """If two files have the same rank in their names, positions replace ranks, and the note is correct."""
     (group,) = groups("c/rank{0,1}.{pth,safetensors}")
-    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
+    assert list_fields(group.ranks, 0) == [0, 1, 2, 3]
     assert group.grouping == (Grouping.NUMBERED_BY_ORDER(),)
 
 
@@ -325,11 +363,12 @@ def test_repeated_ranks_are_noted() -> None:
 def test_coordinates_in_a_mesh(pattern: str, mesh: list[str]) -> None:
     """Files with mesh coordinates in their names are one group, in the order of the names."""
     (group,) = groups(pattern)
-    assert all(list(s.mesh) == mesh for _, s in group.ranks)
-    coordinates = [tuple(s.mesh.values()) for _, s in group.ranks]
+    meshes = list_fields(list_fields(group.ranks, 1), "mesh")
+    assert set(map(tuple, meshes)) == {tuple(mesh)}
+    coordinates = [tuple(coordinate.values()) for coordinate in meshes]
     assert coordinates == sorted(set(coordinates))
     if "dp" in mesh:
-        assert coordinates == list(itertools.product((0, 1), repeat=2))
+        assert coordinates == list(product((0, 1), repeat=2))
 
 
 @pytest.mark.parametrize(
@@ -351,15 +390,15 @@ def test_one_folder_per_host(pattern: str, hosts: tuple[str, str], described: st
         without = described == "no metadata" or (described == "some" and rank > 1)
         files.append(snapshot(pattern.format(host=hosts[rank // 2], rank=rank), **({} if without else block)))
     (group,) = group_replicas(files)
-    assert [rank for rank, _ in group.ranks] == [0, 1, 2, 3]
-    assert [s.host for _, s in group.ranks] == [hosts[0], hosts[0], hosts[1], hosts[1]]
+    assert list_fields(group.ranks, 0) == [0, 1, 2, 3]
+    assert list_hosts(group) == [hosts[0], hosts[0], hosts[1], hosts[1]]
 
 
 def test_hosts_of_several_runs_and_steps() -> None:
     """Hosts are joined within a run and a step; runs with equal ranks stay separate."""
     result = groups("{x,y}/{a/{100,200}/rank{0,1},b/{100,200}/rank{2,3}}.pt")
     assert [(group.run, *by_step((group,))[0]) for group in sorted(result, key=lambda g: (g.run, g.step or 0))] == [
-        (run, step, [0, 1, 2, 3]) for run in ("x", "y") for step in (100, 200)
+        (run, step, [0, 1, 2, 3]) for run, step in product(("x", "y"), (100, 200))
     ]
 
 
@@ -374,10 +413,10 @@ def test_hosts_of_several_runs_and_steps() -> None:
 @pytest.mark.parametrize("roots", [False, True])
 def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
     """Ranks counted within each node are one group, numbered over all nodes, and not steps."""
-    paths = [pattern.format(node, local) for node in range(2) for local in range(2)]
-    (group,) = groups(*paths, roots={p: p.partition("/")[0] for p in paths} if roots and "/" in pattern else {})
-    assert [(rank, s.path) for rank, s in group.ranks] == list(enumerate(paths))
-    hosts = [s.host for _, s in group.ranks]
+    paths = [pattern.format(node, local) for node, local in product(range(2), range(2))]
+    (group,) = groups(*paths, roots=map_first_folders(paths) if roots and "/" in pattern else {})
+    assert_ranks(group, paths)
+    hosts = list_hosts(group)
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
 
 
@@ -385,20 +424,20 @@ def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "depth", "expected"),
+    ("pattern", "expected"),
     [
-        ("c/{a,b}/x_rank0.pth", 1, ["c/a/x_rank0.pth", "c/b/x_rank0.pth"]),
-        ("hf/{a,b}/{best,final}", 1, ["hf/a/best hf/b/best", "hf/a/final hf/b/final"]),
-        ("{a,b}/rank{0,1}.pth", 1, ["a/rank0.pth b/rank0.pth", "a/rank1.pth b/rank1.pth"]),
-        ("step_{1,2}/rank_{0,1}.pth", 1, [f"step_{i}/rank_0.pth step_{i}/rank_1.pth" for i in (1, 2)]),
-        ("{a/rank{0,1},b/rank{0-2}}.p", 1, ["a/rank0.p a/rank1.p", "b/rank0.p b/rank1.p b/rank2.p"]),
+        ("c/{a,b}/x_rank0.pth", ["c/a/x_rank0.pth", "c/b/x_rank0.pth"]),
+        ("hf/{a,b}/{best,final}", ["hf/a/best hf/b/best", "hf/a/final hf/b/final"]),
+        ("{a,b}/rank{0,1}.pth", ["a/rank0.pth b/rank0.pth", "a/rank1.pth b/rank1.pth"]),
+        ("step_{1,2}/rank_{0,1}.pth", ["step_1/rank_0.pth step_1/rank_1.pth", "step_2/rank_0.pth step_2/rank_1.pth"]),
+        ("{a/rank{0,1},b/rank{0-2}}.p", ["a/rank0.p a/rank1.p", "b/rank0.p b/rank1.p b/rank2.p"]),
     ],
     ids=["two runs", "models in a folder", "copies of a run", "steps of a run", "other files"],
 )
-def test_folders(pattern: str, depth: int, expected: list[str]) -> None:
+def test_folders(pattern: str, expected: list[str]) -> None:
     """Folders with the same relative paths are copies, unless they are steps or runs of one searched folder."""
-    roots = {path: path.split("/")[depth - 1] for path in expanded(pattern)}
-    assert sorted(" ".join(sorted(group)) for group in members(groups(pattern, roots=roots))) == expected
+    result = groups(pattern, roots=map_first_folders(expanded(pattern)))
+    assert sorted(" ".join(sorted(paths)) for paths in members(result)) == expected
 
 
 # --- metadata ---
@@ -414,9 +453,12 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
     [
         ([("c/x_rank{}.pth", r, {"run_id": "one" if r < 2 else "two", "rank": r % 2}) for r in range(4)], [2, 2]),
         ([("c/ddp_rank{}.pth", r, {"step": 5 if r == 2 else 9}) for r in range(4)], [4]),
-        ([(f"c/{name}{{}}.pth", r, {"step": 9}) for name in ("ddp_rank", "h/step_9/rank_") for r in (0, 1)], [2, 2]),
+        (
+            [(f"c/{name}{{}}.pth", r, {"step": 9}) for name, r in product(("ddp_rank", "h/step_9/rank_"), (0, 1))],
+            [2, 2],
+        ),
         ([(f"node{r // 2}/local{r % 2}.pth", r, {"step": 9}) for r in range(4)], [4]),
-        ([(f"exp{e}/{'abc'[r]}.pth", r, {"run_id": f"{e}"}) for e in (0, 1, 2) for r in range(3)], [3, 3, 3]),
+        ([(f"exp{e}/{'abc'[r]}.pth", r, {"run_id": f"{e}"}) for e, r in product((0, 1, 2), range(3))], [3, 3, 3]),
         ([(f"{r}/model.pth", r, {"step": 9}) for r in range(4)], [4]),
     ],
     ids=[
@@ -431,14 +473,14 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
 def test_files_with_metadata(files: list[tuple[str, int, dict[str, Any]]], sizes: list[int]) -> None:
     """Launches are separate groups, and ranks of one launch with one path pattern are one group."""
     result = described(*({"path": path.format(rank), "rank": rank} | more for path, rank, more in files))
-    assert sorted(itertools.chain(*result)) == sorted(path.format(rank) for path, rank, _ in files)
+    assert sorted(chain.from_iterable(result)) == sorted(path.format(rank) for path, rank, _ in files)
     assert list(map(len, result)) == sizes
 
 
 def test_numbers_of_experiments_are_no_ranks() -> None:
     """Files of two experiments of one name are never paired, although their numbers equal ranks."""
-    files = [(f"exp{experiment}/{name}.pth", rank) for experiment in (0, 1) for rank, name in enumerate("ab")]
-    result = described(*({"path": path, "rank": rank, "step": 5} for path, rank in files))
+    files = product(("exp0", "exp1"), enumerate("ab"))
+    result = described(*({"path": f"{folder}/{name}.pth", "rank": rank, "step": 5} for folder, (rank, name) in files))
     assert result == [["exp0/a.pth", "exp0/b.pth"], ["exp1/a.pth", "exp1/b.pth"]]
 
 
@@ -446,29 +488,33 @@ def test_a_file_without_metadata_joins_its_group() -> None:
     """A file whose name contains a group's missing rank is compared; with a rank that is present, it is not."""
     files = [snapshot(f"c/ddp_rank{r}.pth", run="ddp", run_id="a", rank=r) for r in range(3)]
     (group,) = group_replicas([*files, snapshot("c/ddp_rank3.pth")])
-    assert members((group,)) == [[f"c/ddp_rank{r}.pth" for r in range(4)]]
+    assert members((group,)) == [expanded("c/ddp_rank{0-3}.pth")]
     assert group.grouping == (Grouping.METADATA(), Grouping.SOME_BY_NAME(ranks=(3,)))
     for second in ("c/ddp_rank2.safetensors", "c/other_rank3.pth", "d/ddp_rank2.pth"):
         result = members(group_replicas([*files, snapshot(second)]))
-        assert sorted(result, key=len) == [[second], [file.path for file in files]]
+        assert sorted(result, key=len) == [[second], list_fields(files, "path")]
 
 
 def test_metadata_ranks_precede_names() -> None:
     """The metadata's rank precedes the name's rank."""
-    (result,) = described(*({"path": f"c/rank{i}.pth", "rank": 1 - i, "step": 1} for i in range(2)))
+    files = {"path": "c/rank0.pth", "rank": 1, "step": 1}, {"path": "c/rank1.pth", "rank": 0, "step": 1}
+    (result,) = described(*files)
     assert result == ["c/rank1.pth", "c/rank0.pth"]
 
 
 def test_steps_and_runs_with_metadata() -> None:
     """Groups are sorted by step; two runs of one name get their folder as a prefix."""
     result = group_replicas(
-        [snapshot(f"c/h/step_{s}/rank_{r}.pth", run="ddp", run_id="a", rank=r, step=s) for s in (20, 3) for r in (0, 1)]
+        [
+            snapshot(f"c/h/step_{s}/rank_{r}.pth", run="ddp", run_id="a", rank=r, step=s)
+            for s, r in product((20, 3), (0, 1))
+        ]
     )
     assert [(group.run, *by_step((group,))[0]) for group in result] == [("ddp", 3, [0, 1]), ("ddp", 20, [0, 1])]
     result = group_replicas(
-        [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run in "ab" for r in (0, 1)]
+        [snapshot(f"{run}/ddp_rank{r}.pth", run="ddp", run_id=run, rank=r, step=1) for run, r in product("ab", (0, 1))]
     )
-    assert [group.run for group in result] == ["a/ddp", "b/ddp"]
+    assert list_fields(result, "run") == ["a/ddp", "b/ddp"]
 
 
 # --- the option --group-by ---

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save, save_pth
+from support.listings import list_fields
 
 import syncheck
 from syncheck.api import holds_checkpoint
@@ -31,7 +32,7 @@ def test_runs_and_steps_below_the_folder_given(tmp_path: Path) -> None:
         for step in (5, 10):
             checkpoint(tmp_path / "runs" / f"rank{rank}" / f"checkpoint-{step}", step)
     report = syncheck.compare(tmp_path)
-    assert [(group.step, [r.rank for r in group.replicas]) for group in report.groups] == [(5, [0, 1]), (10, [0, 1])]
+    assert [(group.step, list_fields(group.replicas, "rank")) for group in report.groups] == [(5, [0, 1]), (10, [0, 1])]
     assert report.verdict == "in_sync"
     assert report.skipped == 4 * 2  # settings and README of each
 
@@ -43,7 +44,7 @@ def test_copies_of_a_run_are_compared_path_by_path(tmp_path: Path) -> None:
             checkpoint(tmp_path / copy / f"checkpoint-{step}", step)
     save(tmp_path / "new" / "checkpoint-10" / "model.safetensors", changed(network(), "fc.bias"))
     report = syncheck.compare(tmp_path / "old", tmp_path / "new")
-    assert {group.name: group.verdict for group in report.groups} == {
+    assert dict(list_fields(report.groups, "name", "verdict")) == {
         "checkpoint-5": "in_sync",
         "checkpoint-10": "out_of_sync",
     }
@@ -72,7 +73,7 @@ def test_links_to_folders(tmp_path: Path) -> None:
     checkpoint(tmp_path / "runs" / "checkpoint-5")
     (tmp_path / "runs" / "latest").symlink_to("checkpoint-5")
     report = syncheck.compare(tmp_path / "runs")
-    assert [[r.path for r in group.replicas] for group in report.groups] == [[str(tmp_path / "runs/checkpoint-5")]]
+    assert [list_fields(group.replicas, "path") for group in report.groups] == [[str(tmp_path / "runs/checkpoint-5")]]
 
 
 def test_a_folder_of_settings_holds_no_checkpoint(tmp_path: Path) -> None:

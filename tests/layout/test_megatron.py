@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_all, find_texts, list_fields, list_names
+from support.states import omit, replace_in_names
 
 import syncheck
 from syncheck.cli import main
@@ -51,7 +53,7 @@ def test_the_ranks_are_the_distributed_checkpoint(model: str, layout: str, tenso
     """Megatron-Core loaded all parts of these ranks from the distributed checkpoint of one process."""
     report = syncheck.diff(ranks_of(model, layout), FIXTURES / model / "distributed")
     assert (report.exit_code, report.counts.identical, report.counts.tensors) == (0, tensors, tensors)
-    assert not [value.name for value in report.groups[-1].values if value.counts]
+    assert not list_names(find_all(report.groups[-1].values, counts=True))
 
 
 def test_two_layouts_of_the_ranks_are_one_model() -> None:
@@ -86,8 +88,8 @@ def test_one_flipped_bit(
     flip(folder, label, stored, element)
     report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
-    different = [diff for diff in report.groups[-1].tensors if diff.out_of_sync]
-    assert [(diff.name, diff.index) for diff in different] == [(name, index)]
+    different = find_all(report.groups[-1].tensors, out_of_sync=True)
+    assert list_fields(different, "name", "index") == [(name, index)]
     location = different[0].places[0]
     assert (location.path, location.rank) == (str(folder / label / FILE), rank)
 
@@ -110,7 +112,7 @@ def test_copies_that_differ(tmp_path: Path, model: str, label: str, stored: str,
     flip(folder, label, stored, 1)
     report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
-    assert [diff.name for diff in report.groups[0].tensors if diff.out_of_sync] == [name]
+    assert list_names(find_all(report.groups[0].tensors, out_of_sync=True)) == [name]
     assert len(report.groups) == 2
 
 
@@ -180,10 +182,10 @@ def test_missing_layers_and_other_layouts() -> None:
     lost = {name: tensor for name, tensor in snapshot.tensors.items() if ".layers.0." not in name}
     with pytest.raises(MalformedFile):
         megatron.split(replace(snapshot, tensors=lost))
-    half = {name.replace("_000.", "_000.model1."): tensor for name, tensor in snapshot.tensors.items()}
+    half = replace_in_names(snapshot.tensors, "_000.", "_000.model1.")
     with pytest.raises(MalformedFile):
         megatron.split(replace(snapshot, tensors=half))
-    named = {name.replace("linear_proj", "other"): tensor for name, tensor in snapshot.tensors.items()}
+    named = replace_in_names(snapshot.tensors, "linear_proj", "other")
     ranks = megatron.split(replace(snapshot, tensors=named))
     refused = {name for own_values in ranks.values() for name, tensor in own_values.tensors.items() if tensor.refused}
     assert refused == {f"decoder.layers.{i}.self_attention.other.weight" for i in range(4)}
@@ -210,10 +212,10 @@ def test_virtual_pipeline_stages_are_joined(model: str, are_global: bool) -> Non
     snapshot = syncheck.read(str(ranks_of(model, "tp2_pp2")))
     plain = join(megatron.split(snapshot), "plain")
     virtual = join(megatron.split(interleave(snapshot, are_global=are_global)), "virtual")
-    optimizer = {name for name in plain.tensors if name.startswith("optimizer.")}
-    assert {name: t for name, t in virtual.tensors.items() if ".optimizer." not in name and name in plain.tensors} == {
-        name: t for name, t in plain.tensors.items() if name not in optimizer
-    }
+    optimizer = set(find_texts(plain.tensors, start="optimizer."))
+    assert {
+        name: t for name, t in virtual.tensors.items() if ".optimizer." not in name and name in plain.tensors
+    } == omit(plain.tensors, *optimizer)
 
 
 def test_many_layers_take_bounded_time() -> None:

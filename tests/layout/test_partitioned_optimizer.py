@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import network as arrays
 from support.checkpoints import save_pth
+from support.listings import get_failing, join_fields, list_codes, list_failing, list_fields, list_names
+from support.states import copy_values
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,7 +60,7 @@ def save_zero_ranks(
         try:
             torch.manual_seed(0)
             model = make()
-            content: dict[str, Any] = {"model": {name: t.clone() for name, t in model.state_dict().items()}}
+            content: dict[str, Any] = {"model": copy_values(model.state_dict())}
             split: Any = model.parameters()
             if groups:
                 decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -78,7 +80,7 @@ def test_partitions_numbered_by_each_rank(tmp_path: Path, groups: dict[str, Any]
     """The local state dicts of ZeRO are sharded by design: the optimizer is not compared, and the model is in sync."""
     report = syncheck.compare(*save_zero_ranks(tmp_path, **groups))
     (group,) = report.groups
-    assert (report.exit_code, [finding.code for finding in group.findings]) == (0, ["SYN104"])
+    assert (report.exit_code, list_codes(group.findings)) == (0, ["SYN104"])
     assert group.kinds["optimizer"].compared == 0
 
 
@@ -89,7 +91,7 @@ def test_a_model_difference_beside_partitions_is_reported(tmp_path: Path) -> Non
         content["model"]["0.weight"][0, 0] += rank == 1
 
     (group,) = syncheck.compare(*save_zero_ranks(tmp_path, change)).groups
-    assert {name for finding in group.findings if finding.fails for name in finding.tensors} == {"0.weight"}
+    assert set(join_fields(list_failing(group), "tensors")) == {"0.weight"}
     assert group.verdict == "out_of_sync"
 
 
@@ -102,10 +104,10 @@ def test_a_lost_partition_is_reported(tmp_path: Path, groups: dict[str, Any]) ->
             content["optimizer"]["state"] = {}
 
     (group,) = syncheck.compare(*save_zero_ranks(tmp_path, change, **groups)).groups
-    failing = [finding for finding in group.findings if finding.fails]
+    failing = list_failing(group)
     assert group.verdict == "out_of_sync"
-    assert {finding.code for finding in failing} <= {"SYN101", "SYN215"}
-    assert {rank for finding in failing for rank in finding.ranks} == {2}
+    assert set(list_codes(failing)) <= {"SYN101", "SYN215"}
+    assert set(join_fields(failing, "ranks")) == {2}
 
 
 @pytest.mark.parametrize("odd", [False, True])
@@ -147,7 +149,7 @@ def test_lost_state_of_a_partial_optimizer_is_missing(tmp_path: Path, lose: str)
         torch.manual_seed(0)
         model = network()
         head = torch.optim.AdamW([*model[3].parameters(), *model[4].parameters()], lr=1e-3)
-        content = {"model": {k: t.clone() for k, t in model.state_dict().items()}}
+        content = {"model": copy_values(model.state_dict())}
         state = take_step(head, model).state_dict()
         if rank == 1:
             del state["state"][2], state["state"][3]
@@ -156,7 +158,7 @@ def test_lost_state_of_a_partial_optimizer_is_missing(tmp_path: Path, lose: str)
         torch.save(content | {"optimizer": state}, tmp_path / f"m_rank{rank}.pth")
     (group,) = syncheck.compare(tmp_path).groups
     # A shorter list of parameters is also a different setting.
-    codes = [finding.code for finding in group.findings if finding.fails]
+    codes = list_codes(list_failing(group))
     assert codes == (["SYN101", "SYN107"] if lose == "group" else ["SYN101"])
 
 
@@ -250,10 +252,10 @@ def test_lost_state_is_missing(tmp_path: Path, whose: str) -> None:
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
     (group,) = report.groups
-    (finding,) = (finding for finding in group.findings if finding.fails)
+    finding = get_failing(group)
     lost = {f"optimizer.{name}.exp_avg" for name in is_own[1]}  # no file holds state of fc.bias
     assert (finding.code, set(finding.tensors)) == ("SYN101", lost)
-    details = {diff.name: diff.detail for diff in group.tensors}
+    details = dict(list_fields(group.tensors, "name", "detail"))
     assert details["optimizer.fc.bias.exp_avg"] == Detail.OWN_PART_MISSING(rank=1)
     if whose == "shared":
         assert details["optimizer.fc.weight.exp_avg"] == Detail.MISSING(ranks=(1,))
@@ -273,7 +275,7 @@ def test_a_partition_flag_on_one_rank_only_is_ignored(tmp_path: Path) -> None:
     files = [rank_file(tmp_path, rank, moments(OWN[rank][0]), sharded=rank == 0) for rank in range(2)]
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
+    assert list_codes(report.groups[0].findings) == ["SYN101"]
 
 
 def test_state_on_both_ranks_is_compared(tmp_path: Path) -> None:
@@ -282,4 +284,4 @@ def test_state_on_both_ranks_is_compared(tmp_path: Path) -> None:
     files = [rank_file(tmp_path, rank, moments("fc.weight", rank), own=own_values) for rank in range(2)]
     (group,) = syncheck.compare(*files).groups
     assert group.verdict == "out_of_sync"
-    assert [diff.name for diff in group.tensors] == ["optimizer.fc.weight.exp_avg"]
+    assert list_names(group.tensors) == ["optimizer.fc.weight.exp_avg"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import list_fields
 
 import syncheck
 from syncheck.errors import SyncheckError
@@ -49,7 +50,7 @@ def test_parts_of_one_rank_are_no_replicas(tmp_path: Path) -> None:
     assert syncheck.compare(tmp_path / "rank_0").exit_code == 2
     assert syncheck.compare(*save(tmp_path / "ranks_r3", ["rank0_a.pth", "rank0_b.pth"])).exit_code == 2
     groups = syncheck.compare(*save(tmp_path / "exp_r3", ["m_rank0.pth", "m_rank1.pth"])).groups
-    assert [tuple(replica.rank for replica in group.replicas) for group in groups] == [(0, 1)]
+    assert [tuple(list_fields(group.replicas, "rank")) for group in groups] == [(0, 1)]
 
 
 @pytest.mark.parametrize("key", ["step", "global_step", "epoch", "iteration"])
@@ -59,15 +60,15 @@ def test_saved_steps_are_steps_of_one_run(tmp_path: Path, key: str, name: str) -
     for step in (100, 200):
         save(tmp_path, [name.format(step=step, rank=rank) for rank in (0, 1)], **{key: step})
     report = syncheck.compare(tmp_path)
-    assert (report.exit_code, len({group.run for group in report.groups})) == (0, 1)
-    assert [group.step for group in report.groups] == [100, 200]
+    assert (report.exit_code, len(set(list_fields(report.groups, "run")))) == (0, 1)
+    assert list_fields(report.groups, "step") == [100, 200]
 
 
 def test_numbers_other_than_the_step(tmp_path: Path) -> None:
     """Runs whose number is no step stay separate, and steps of one rank are no replicas."""
     for seed in (3, 4):
         save(tmp_path / "seeds", [f"s{seed}_rank{rank}.pt" for rank in (0, 1)], step=100)
-    assert len({group.run for group in syncheck.compare(tmp_path / "seeds").groups}) == 2
+    assert len(set(list_fields(syncheck.compare(tmp_path / "seeds").groups, "run"))) == 2
     for step in (100, 200):
         save(tmp_path / "steps", [f"s{step}.pt"], step=step)
     assert syncheck.compare(tmp_path / "steps").exit_code == 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6, save_ranks
+from support.listings import get_failing, list_codes, list_failing, list_fields
 
 import syncheck
 from syncheck.messages import Detail, Note
@@ -31,6 +32,11 @@ def hsdp(rank: int, shards: int = 2) -> Any:
     return np.split(ROWS, shards)[rank % shards]
 
 
+def hsdp_parts(ranks: int) -> dict[int, Any]:
+    """Return the rows of each rank in a (replicate, shard) mesh."""
+    return {rank: hsdp(rank) for rank in range(ranks)}
+
+
 def compare_dtensors(folder: Path, *arguments: Any, **more: Any) -> Report:
     """Compare ranks with a DTensor `w`, written by `save_ranks`."""
     save_ranks(folder, *arguments, **more)
@@ -39,7 +45,7 @@ def compare_dtensors(folder: Path, *arguments: Any, **more: Any) -> Report:
 
 def codes(group: Group) -> list[str]:
     """Return the codes of a group's findings."""
-    return [finding.code for finding in group.findings]
+    return list_codes(group.findings)
 
 
 def reasons(group: Group) -> list[tuple[Reason | None, Sentence | None]]:
@@ -56,7 +62,7 @@ def change_element(array: Any, index: tuple[int, int], by: float = 1.0) -> Any:
 
 def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
     """Four ranks with two copies of two shards are in sync, and the report lists the replica groups."""
-    report = compare_dtensors(tmp_path, {rank: hsdp(rank) for rank in range(4)}, ["R", "S(0)"], (2, 2))
+    report = compare_dtensors(tmp_path, hsdp_parts(4), ["R", "S(0)"], (2, 2))
     (group,) = report.groups
     assert (report.exit_code, group.counts.identical, codes(group)) == (0, 1, ["SYN104"])
     (shards,) = group.shards
@@ -69,8 +75,8 @@ def test_hsdp_is_compared_along_the_replicate_dimension(tmp_path: Path) -> None:
 
 def test_different_layouts_have_no_replicas(tmp_path: Path) -> None:
     """A DTensor sharded along different mesh dimensions on different ranks has no replicas and is SYN102."""
-    save_ranks(tmp_path, {rank: hsdp(rank) for rank in range(2)}, ["R", "S(0)"], (2, 2))
-    report = compare_dtensors(tmp_path, {rank: hsdp(rank // 2) for rank in (2, 3)}, ["S(0)", "R"], (2, 2))
+    save_ranks(tmp_path, hsdp_parts(2), ["R", "S(0)"], (2, 2))
+    report = compare_dtensors(tmp_path, {2: hsdp(1), 3: hsdp(1)}, ["S(0)", "R"], (2, 2))
     (diff,) = report.groups[0].tensors
     assert (report.exit_code, codes(report.groups[0])[0], diff.reason) == (1, "SYN102", Reason.SHAPE)
     assert diff.clusters == ((0, 1), (2, 3))
@@ -78,21 +84,21 @@ def test_different_layouts_have_no_replicas(tmp_path: Path) -> None:
 
 def test_a_difference_between_copies_of_a_shard_suspects_their_ranks(tmp_path: Path) -> None:
     """If rank 3's shard differs from its copy, the suspects are ranks 1 and 3, not ranks 0 and 2."""
-    parts = {rank: hsdp(rank) for rank in range(4)} | {3: change_element(hsdp(3), (2, 1), 0.5)}
+    parts = hsdp_parts(4) | {3: change_element(hsdp(3), (2, 1), 0.5)}
     report = compare_dtensors(tmp_path, parts, ["R", "S(0)"], (2, 2))
     (group,) = report.groups
     (diff,) = group.tensors
     assert (report.exit_code, diff.status) == (1, "different")
     assert (diff.max_abs, diff.index, diff.shape) == (0.5, (2, 1), (4, 3))
     assert (diff.replica_groups, diff.clusters, diff.minority) == (((0, 2), (1, 3)), ((1,), (3,)), ())
-    (finding,) = (finding for finding in group.findings if finding.fails)
+    finding = get_failing(group)
     assert finding.ranks == (1, 3)
     assert diff.detail.code is Detail.WITHIN_GROUPS
 
 
 def test_minorities_are_determined_within_each_group(tmp_path: Path) -> None:
     """With three copies of two shards, each group has its odd rank; the numbers are those of the worse group."""
-    parts = {rank: hsdp(rank) for rank in range(6)}
+    parts = hsdp_parts(6)
     parts |= {2: change_element(hsdp(2), (0, 0), 0.25), 5: change_element(hsdp(5), (1, 1), 4.0)}
     (diff,) = compare_dtensors(tmp_path, parts, ["R", "S(0)"], (3, 2)).groups[0].tensors
     assert diff.replica_groups == ((0, 2, 4), (1, 3, 5))
@@ -123,11 +129,11 @@ def test_a_missing_shard_in_a_renamed_file(tmp_path: Path) -> None:
 
 def test_shards_alone_are_undecided(tmp_path: Path) -> None:
     """FSDP shards alone give exit code 2 and a note; beside replicated buffers, shards only count as sharded."""
-    report = compare_dtensors(tmp_path / "alone", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,))
+    report = compare_dtensors(tmp_path / "alone", hsdp_parts(2), ["S(0)"], (2,))
     (group,) = report.groups
     assert (report.exit_code, reasons(group)) == (2, [(Reason.SHARDED, Detail.SHARDED)])
     assert Note.ONLY_SHARDS() in group.notes
-    report = compare_dtensors(tmp_path / "both", {rank: hsdp(rank) for rank in range(2)}, ["S(0)"], (2,), mean=BN)
+    report = compare_dtensors(tmp_path / "both", hsdp_parts(2), ["S(0)"], (2,), mean=BN)
     assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 1, 1)
     assert Note.ONLY_SHARDS() not in report.groups[0].notes
 
@@ -156,7 +162,7 @@ def test_partial_sums_are_not_compared(tmp_path: Path) -> None:
 
 def test_ranks_without_a_replica_are_not_compared(tmp_path: Path) -> None:
     """If rank 1 of a 2 x 2 mesh has no replica, the exit code is 2, unless a replicated buffer was compared."""
-    parts = {rank: hsdp(rank) for rank in range(4)}
+    parts = hsdp_parts(4)
     files = save_ranks(tmp_path / "shards", parts, ["R", "S(0)"], (2, 2))
     assert syncheck.compare(*files[:2]).exit_code == 2
     report = syncheck.compare(*files[:3])
@@ -169,11 +175,11 @@ def test_ranks_without_a_replica_are_not_compared(tmp_path: Path) -> None:
 
 def test_a_missing_shard(tmp_path: Path) -> None:
     """A tensor that one rank of the mesh lacks is SYN101 on this rank."""
-    parts = {rank: hsdp(rank) for rank in range(4)}
+    parts = hsdp_parts(4)
     save_ranks(tmp_path, parts, ["R", "S(0)"], (2, 2), mean=BN)
     save_pth(tmp_path / "m_rank3.pth", {"mean": BN[3]})
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN101", (3,))]
+    assert list_fields(list_failing(group), "code", "ranks") == [("SYN101", (3,))]
 
 
 def test_different_whole_shapes_are_a_mismatch(tmp_path: Path) -> None:
@@ -190,9 +196,9 @@ def test_different_whole_shapes_are_a_mismatch(tmp_path: Path) -> None:
 
 def test_copies_of_a_shard_with_different_shapes_are_a_mismatch(tmp_path: Path) -> None:
     """Copies of one shard with different shapes, which torch does not write, are SYN102 within their replica group."""
-    parts = {rank: hsdp(rank) for rank in range(4)} | {2: ROWS[:3]}
+    parts = hsdp_parts(4) | {2: ROWS[:3]}
     (group,) = compare_dtensors(tmp_path, parts, ["R", "S(0)"], (2, 2)).groups
-    assert [(f.code, f.ranks) for f in group.findings if f.fails] == [("SYN102", (0, 2))]
+    assert list_fields(list_failing(group), "code", "ranks") == [("SYN102", (0, 2))]
     (diff,) = group.tensors
     assert (diff.reason, diff.clusters) == (Reason.SHAPE, ((0,), (2,)))
     assert re.findall(r"\[.*?\]", str(diff.detail)) == ["[4, 3]", "[3, 3]"]
@@ -233,9 +239,9 @@ def test_a_missing_layer_within_a_stage(tmp_path: Path) -> None:
     content = {rank: {f"layers.{rank // 2}.weight": ROWS, "norm": ROWS[0]} for rank in range(4)}
     content[1] = {"norm": ROWS[0]}
     (group,) = model_parallel(tmp_path, content, PIPELINE).groups
-    (finding,) = (finding for finding in group.findings if finding.fails)
+    finding = get_failing(group)
     assert (finding.code, finding.tensors) == ("SYN101", ("layers.0.weight",))
-    assert [diff.detail for diff in group.tensors] == [Detail.MISSING(ranks=(1,))]
+    assert list_fields(group.tensors, "detail") == [Detail.MISSING(ranks=(1,))]
     assert set(finding.ranks) <= {0, 1}
 
 

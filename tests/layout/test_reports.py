@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import network, save_pth
 from support.dtensors import save_ranks
+from support.listings import list_codes, list_fields
 
 import syncheck
 from syncheck.cli import main
@@ -78,7 +79,7 @@ def test_json_names_the_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     jsonschema.validate(document, SCHEMA)
     (group,) = document["groups"]
     assert document["command"] == "diff"
-    assert [(r["label"], r["path"], r["files"]) for r in group["replicas"]] == [("A", a, 2), ("B", b, 1)]
+    assert list_fields(group["replicas"], "label", "path", "files") == [("A", a, 2), ("B", b, 1)]
     (tensor,) = group["tensors"]
     assert (tensor["name"], tensor["index"]) == ("w", [6, 2])
     plain = {"tensor": "", "index": None}
@@ -86,7 +87,7 @@ def test_json_names_the_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "0": {"path": f"{a}/m_rank1.pth", "rank": 1, **plain},
         "1": {"path": b, "rank": None, **plain},
     }
-    assert [finding["ranks"] for finding in group["findings"]] == [[]]
+    assert list_fields(group["findings"], "ranks") == [[]]
 
 
 def lose(state: dict[str, Any]) -> None:
@@ -163,7 +164,7 @@ def test_copies_from_larger_runs(tmp_path: Path) -> None:
         tmp_path, {**FULL, "syncheck": {**block, "rank": 0}}, {**FULL, "syncheck": {**block, "rank": 3}}
     )
     assert report.verdict == "in_sync"
-    assert Note.RANKS_ABSENT not in [note.code for note in report.groups[0].notes]
+    assert Note.RANKS_ABSENT not in list_codes(report.groups[0].notes)
 
 
 def test_subset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +191,7 @@ def test_subset_never_accepts_tensors_of_the_model(tmp_path: Path, name: str) ->
     """B may lack no parameter, buffer or part of an adapter, even if its name is that of another kind."""
     report = diff_files(tmp_path, {"w": W, name: W}, {"w": W}, subset=True)
     assert report.verdict == "out_of_sync"
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
+    assert list_codes(report.groups[0].findings) == ["SYN101"]
 
 
 def test_excluded_tensors_are_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from support.listings import list_rank_files
 from support.strategies import EXAMPLES, for_all
 
 import syncheck
@@ -75,7 +76,7 @@ def split(whole: Any, layout: Layout, mesh: Any, form: str) -> Any:
 def save(folder: Path, tensors: list[Any]) -> list[Path]:
     """Write one file per rank."""
     folder.mkdir(exist_ok=True)
-    files = [folder / f"m_rank{rank}.pth" for rank in range(len(tensors))]
+    files = list_rank_files(folder, "m_rank{}.pth", len(tensors))
     for file, tensor in zip(files, tensors, strict=True):
         torch.save({"w": tensor}, file)
     return files

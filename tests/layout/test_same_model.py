@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_codes, list_fields
 
 import syncheck
 from syncheck.errors import RankFailed, UsageError
@@ -121,7 +122,7 @@ def test_pipeline_stages_of_ranks_have_the_verdict_of_files(syncheck_rank: Rank,
         assert assert_same_model(stage, full).counts.identical == 4
     except OutOfSync as error:
         verdict = error.report.verdict
-        codes = [[finding.code for finding in report.groups[-1].findings] for report in (error.report, on_disk)]
+        codes = [list_codes(report.groups[-1].findings) for report in (error.report, on_disk)]
         assert codes[0] == codes[1]
     assert verdict == on_disk.verdict == ("out_of_sync" if change else "in_sync")
 
@@ -146,7 +147,7 @@ def test_a_failing_rank_fails_all(syncheck_rank: Rank) -> None:
             second[0].weight[3, 3] += 1
     with pytest.raises(OutOfSync) as differing:
         assert_same_model(second, model)
-    assert [group.verdict for group in differing.value.report.groups] == ["out_of_sync", "in_sync"]
+    assert list_fields(differing.value.report.groups, "verdict") == ["out_of_sync", "in_sync"]
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -160,4 +161,4 @@ def test_whole_and_sharded_tensors_of_ranks(syncheck_rank: Rank) -> None:
     mine = complete if syncheck_rank.rank == 2 else distribute_tensor(complete, mesh, [Shard(0)], src_data_rank=None)
     report = compare({"w": mine, "plain": complete}, across_ranks=True)
     assert report.exit_code == 2
-    assert [(diff.name, diff.status) for diff in report.groups[0].tensors] == [("w", "not_compared")]
+    assert list_fields(report.groups[0].tensors, "name", "status") == [("w", "not_compared")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from support.dtensors import save_ranks
+from support.listings import index_by, list_fields
 
 from syncheck.cli import main
 
@@ -25,7 +26,7 @@ def test_parts_and_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     files = list(map(str, save_ranks(tmp_path, parts, ["R", "S(0)"], [2, 2], plain=plain)))
     assert main(["show", "--shards", str(tmp_path), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    rows = {row["name"]: row for row in document["tensors"]}
+    rows = index_by(document["tensors"], "name")
     assert (document["files"], rows["w"]["shape"], rows["plain"]["dtype"]) == (4, [8, 3], "float32")
     assert rows["w"]["boxes"] == [
         {"start": [0, 0], "shape": [4, 3], "ranks": [0, 2], "files": [files[0], files[2]]},
@@ -38,7 +39,7 @@ def test_parts_and_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     save_ranks(tmp_path, dict.fromkeys(range(4), W), ["R", "P(sum)"], [2, 2])
     assert main(["show", "--shards", str(tmp_path), "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["tensors"]
-    assert [(box["start"], box["ranks"]) for box in row["boxes"]] == [(None, [rank]) for rank in range(4)]
+    assert list_fields(row["boxes"], "start", "ranks") == [(None, [rank]) for rank in range(4)]
 
 
 def test_several_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

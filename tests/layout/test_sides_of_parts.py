@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth, save_safetensors
+from support.states import add_prefix, replace_in_names
 
 import syncheck
 from syncheck.errors import CheckpointError, SyncheckError, UsageError
@@ -197,7 +198,7 @@ def test_parts_of_tensor_parallel_ranks_are_not_joined(tmp_path: Path) -> None:
     two, copy, first = save_neox(tmp_path / "two", 2), save_neox(tmp_path / "copy", 2), save_neox(tmp_path / "one", 1)
     names = ("input_layernorm.weight", "attention.dense.bias", "attention.dense.weight")
     layer = dict(zip(names, (EMBED[0], EMBED[1], FIRST), strict=True))
-    complete = save_pth(tmp_path / "full.pth", {"model": {f"gpt_neox.layers.0.{name}": t for name, t in layer.items()}})
+    complete = save_pth(tmp_path / "full.pth", {"model": add_prefix(layer, "gpt_neox.layers.0.")})
     rules = [f'[[rule]]\nname = "layer_02-model_00.{name}"\nparts = ["gpt_neox.layers.0.{name}"]\n' for name in names]
     (tmp_path / "map.toml").write_text("".join(rules))
     assert exit_codes(two, copy) == {0}
@@ -223,7 +224,7 @@ SECOND = ["original/consolidated.00.pth", "consolidated.safetensors", "pytorch_m
 def test_second_copies_of_weights(tmp_path: Path, second: str) -> None:
     """The model of a Hugging Face folder is compared without other copies of its weights, which are reported."""
     published, export = save_folder(tmp_path / "published"), save_folder(tmp_path / "export")
-    altered = {name.replace("layers", "blocks"): tensor for name, tensor in MODEL.items()}
+    altered = replace_in_names(MODEL, "layers", "blocks")
     (save_safetensors if second.endswith(".safetensors") else save_pth)(published / second, altered)
     report = syncheck.diff(published, export)
     assert (report.exit_code, report.counts.identical) == (0, len(MODEL))

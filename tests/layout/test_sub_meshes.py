@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names
+from support.states import pick
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -97,10 +99,10 @@ def test_a_tensor_missing_from_a_sibling_mesh(tmp_path: Path) -> None:
     def make(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
         contents = {name: local(HALVES[rank % 2], mesh, Shard(0)) for name in ("a", "b", "c")}
-        return contents if rank < 2 else {name: contents[name] for name in "ab"}
+        return contents if rank < 2 else pick(contents, "ab")
 
     (group,) = compare(tmp_path, make).groups
-    assert [(f.code, f.tensors) for f in group.findings if f.fails] == [("SYN101", ("c",))]
+    assert list_fields(list_failing(group), "code", "tensors") == [("SYN101", ("c",))]
 
 
 @pytest.mark.parametrize(("odd", "code"), [(None, 0), (1, 1), (3, 1)])
@@ -144,7 +146,7 @@ def test_shards_that_cannot_be_assembled_are_undecided(tmp_path: Path) -> None:
         save_pth(tmp_path / f"m_rank{rank}.pth", {"w": part, "mean": rows[0]})
         save_pth(tmp_path / f"m_rank{rank + 2}.pth", {"w": rows, "mean": rows[0]})
     report = syncheck.compare(tmp_path)
-    assert (report.exit_code, [diff.reason for diff in report.groups[0].tensors]) == (2, [Reason.AMBIGUOUS])
+    assert (report.exit_code, list_fields(report.groups[0].tensors, "reason")) == (2, [Reason.AMBIGUOUS])
 
 
 class Block(torch.nn.Module):
@@ -186,7 +188,7 @@ def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/m_rank{rank}.pth")
         dist.barrier()
         report = syncheck.compare(folder)
-        different = {diff.name: diff.replica_groups for diff in report.groups[0].tensors if diff.status == "different"}
+        different = dict(list_fields(find_all(report.groups[0].tensors, status="different"), "name", "replica_groups"))
         assert report.exit_code == int(outlier)
         assert different == ({"norm.weight": ((0, 1), (2, 3))} if outlier else {})
         dist.barrier()
@@ -215,8 +217,6 @@ def test_copies_along_the_expert_dimension(tmp_path: Path, odd: int | None, lost
 
     (group,) = compare(tmp_path, make).groups
     assert group.verdict == ("in_sync" if odd is lost is None else "out_of_sync")
-    assert "SYN107" not in {finding.code for finding in group.findings}
-    assert ("SYN101" in {finding.code for finding in group.findings}) is (lost is not None)
-    assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["router"] * (
-        odd is not None or lost is not None
-    )
+    assert "SYN107" not in list_codes(group.findings)
+    assert ("SYN101" in list_codes(group.findings)) is (lost is not None)
+    assert list_names(find_all(group.tensors, out_of_sync=True)) == ["router"] * (odd is not None or lost is not None)

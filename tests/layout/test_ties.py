@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.checkpoints import compare_ranks
+from support.listings import list_codes, list_fields
 
 import syncheck
 
@@ -64,7 +65,7 @@ def test_a_rank_without_the_tied_copy_is_no_evidence(tmp_path: Path) -> None:
     state = language_model(tied=False)
     del state["head.weight"]
     group = compare_states(tmp_path, language_model(tied=True), state)
-    assert [finding.code for finding in group.findings] == ["SYN101"]
+    assert list_codes(group.findings) == ["SYN101"]
 
 
 def test_a_format_without_ties_is_no_evidence(tmp_path: Path) -> None:
@@ -82,4 +83,4 @@ def test_a_partly_broken_tie(tmp_path: Path) -> None:
     first, second = language_model(tied=True), language_model(tied=True)
     first["third"], second["third"] = first["head.weight"], second["head.weight"].clone()
     group = compare_states(tmp_path, first, second)
-    assert [(tie.names, tie.ranks) for tie in group.ties] == [(("embed.weight", "head.weight", "third"), (0,))]
+    assert list_fields(group.ties, "names", "ranks") == [(("embed.weight", "head.weight", "third"), (0,))]

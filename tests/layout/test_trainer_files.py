@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_fields, list_rank_files
+from support.states import add_prefix, merge
 
 import syncheck
 
@@ -36,6 +38,11 @@ def gather(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gather_all(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole tensors by name."""
+    return {name: gather(tensor) for name, tensor in tensors.items()}
+
+
 def find_last_element(part: Any) -> tuple[int, ...]:
     """Return the index of the last element of this rank's part; a collective of the ranks that share the tensor."""
     marks = part.detach().clone().fill_(0)
@@ -49,20 +56,17 @@ def gather_state(rank: Rank, file: Path) -> tuple[dict[str, Any], dict[str, Any]
     content = torch.load(file, weights_only=False)
     names = content["syncheck"]["optimizer_parameters"]
     states = {names[i]: state for i, state in content["optimizer"]["state"].items()}
-    own_values = {
-        "model": {name: gather(tensor) for name, tensor in content["model"].items()},
-        "state": {name: {key: gather(tensor) for key, tensor in state.items()} for name, state in states.items()},
-    }
-    parts = rank.gather(own_values)
+    own_states = {name: gather_all(state) for name, state in states.items()}
+    parts = rank.gather((gather_all(content["model"]), own_states))[::-1]
     (group,) = content["optimizer"]["param_groups"]
-    model, state = ({name: t for part in parts[::-1] for name, t in part[key].items()} for key in ("model", "state"))
+    model, state = merge(list_fields(parts, 0)), merge(list_fields(parts, 1))
     for copy in content["syncheck"].get("tied", ()):
         state.pop(copy, None)  # a process alone has one parameter
     optimizer = {"state": state, "param_groups": [group | {"params": list(state)}]}
     complete = {"model": model, "optimizer": optimizer, "epoch": content["epoch"], "step": content["step"]}
-    flat = content["model"] | {
-        f"optimizer.{n}.{key}": t for n, source_value in states.items() for key, t in source_value.items()
-    }
+    flat = dict(content["model"])
+    for name, tensors in states.items():
+        flat |= add_prefix(tensors, f"optimizer.{name}.")
     return flat, complete
 
 
@@ -74,10 +78,10 @@ def check_method(rank: Rank, method: str) -> None:
         optimizer="adamw", save_per_rank=True, out=rank.shared,
     )  # fmt: skip
     train(settings, RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo"), Recorder())
-    files = [rank.shared / f"{settings.run}_rank{i}.pth" for i in range(rank.world_size)]
+    files = list_rank_files(rank.shared, f"{settings.run}_rank{{}}.pth", rank.world_size)
     tensors, complete = gather_state(rank, files[rank.rank])
     # A state of the optimizer, of which the last rank holds a part.
-    name = rank.gather([name for name in tensors if name.endswith("down.weight.exp_avg")][-1:])[-1][0]
+    name = rank.gather(find_texts(tensors, end="down.weight.exp_avg")[-1:])[-1][0]
     index = rank.gather(find_last_element(tensors[name]) if name in tensors else ())[-1]
     if not rank.rank:
         full, ranks = rank.shared / "full.pth", f"{rank.shared}/{settings.run}_rank*.pth"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_codes
 
 import syncheck
 from syncheck.messages import Note
@@ -216,7 +217,9 @@ def test_distributed_checkpoints(syncheck_rank: Rank) -> None:
     model: Any = Block()
     shard_fully(model)
     state = get_model_state_dict(model)
-    by_four, by_two, files = (shared_folder(rank, name) for name in ("by_four", "by_two", "files"))
+    by_four = shared_folder(rank, "by_four")
+    by_two = shared_folder(rank, "by_two")
+    files = shared_folder(rank, "files")
     dcp.save(state, checkpoint_id=str(by_four))
     torch.save(state, files / f"m_rank{rank.rank}.pth")
     pair = dist.new_group([0, 1])
@@ -271,7 +274,7 @@ def test_a_folder_of_transformers(tmp_path: Path, tied: bool) -> None:
     for a, b in (("full.pth", "export"), ("export", "full.pth")):
         report = syncheck.diff(tmp_path / a, tmp_path / b)
         assert (report.exit_code, report.counts.identical) == (0, len(model.state_dict()))
-        assert (Note.TIED in [note.code for note in report.groups[-1].notes]) == tied
+        assert (Note.TIED in list_codes(report.groups[-1].notes)) == tied
     name = "model.layers.1.mlp.down_proj.weight"
     part = syncheck.read(str(tmp_path / "export")).tensors[name]
     with Path(part.path).open("r+b") as file:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import join_fields, list_codes, list_fields
+from support.states import merge
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -69,7 +71,7 @@ def save(rank: Rank, make: Callable[[], nn.Module], split: Callable[[nn.Module],
     optimizer.consolidate_state_dict(to=0)
     rank.barrier()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    ordered = [names[parameter] for parameter in join_fields(optimizer.param_groups, "params")]
     state = {} if rank.rank else optimizer.state_dict()["state"]
     return {f"optimizer.{ordered[i]}.exp_avg": entry["exp_avg"].numpy().tobytes() for i, entry in state.items()}
 
@@ -84,11 +86,11 @@ def read_bytes(tensor: Tensor) -> bytes:
 def find_states(rank: Rank) -> dict[str, bytes]:
     """Compare the files of all ranks. Return the first moments by name."""
     report = syncheck.compare(rank.shared)
-    assert (report.exit_code, [finding.code for finding in report.groups[0].findings]) == (0, ["SYN104"])
+    assert (report.exit_code, list_codes(report.groups[0].findings)) == (0, ["SYN104"])
     assert report.groups[0].kinds["optimizer"].compared == 0
     files = sorted(rank.shared.iterdir())
     named, _ = detect_partitioning({i: syncheck.read(str(file)) for i, file in enumerate(files)})
-    tensors = {name: t for snapshot in named.values() for name, t in snapshot.tensors.items()}
+    tensors = merge(list_fields(named.values(), "tensors"))
     return {name: read_bytes(tensor) for name, tensor in tensors.items() if name.endswith(".exp_avg")}
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from support.agreement import all_pass, each_rank, flip, trained
+from support.listings import get_failing, list_codes, list_fields
 from torch import nn
 
 from syncheck.diagnose import syn214_step_skipped, syn215_optimizer_state_not_restored, syn222_nonfinite_on_some_ranks
 from syncheck.diagnose.syn201_bn_local_stats import Text as LocalStatistics
 from syncheck.live import check, resync
 from syncheck.testing import compare
-
-if TYPE_CHECKING:
-    from syncheck.records import Finding, Report
-
-
-def only(report: Report) -> Finding:
-    """Return the only finding of a report."""
-    (result,) = [finding for group in report.groups for finding in group.findings if finding.fails]
-    return result
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -33,7 +25,7 @@ def test_a_skipped_step_is_fixed_by_resync(syncheck_rank: Any) -> None:
         for state in optimizer.state.values():
             state["step"] -= 1
             state["exp_avg"] *= 0.9
-    result = only(all_pass(each_rank(check, model, optimizer)))
+    result = get_failing(all_pass(each_rank(check, model, optimizer)))
     assert (result.code, result.ranks) == ("SYN214", (2,))
     assert syn214_step_skipped.Text.STEP_UNKNOWN() not in result.facts
     assert result.fix.code is syn214_step_skipped.Text.IN_A_JOB
@@ -47,7 +39,7 @@ def test_a_nan_is_fixed_by_resync(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         with torch.no_grad():
             model.module.fc.weight[0, 0] = float("nan")
-    result = only(all_pass(each_rank(check, model, optimizer)))
+    result = get_failing(all_pass(each_rank(check, model, optimizer)))
     assert (result.code, result.ranks) == ("SYN222", (1,))
     assert result.fix.code is syn222_nonfinite_on_some_ranks.Text.IN_A_JOB
     assert "files" not in str(result.fix)
@@ -59,7 +51,7 @@ def test_restored_state_is_not_outvoted(syncheck_rank: Any) -> None:
     model, optimizer = trained()
     if syncheck_rank.rank > 0:
         optimizer.state.clear()
-    result = only(all_pass(each_rank(check, model, optimizer)))
+    result = get_failing(all_pass(each_rank(check, model, optimizer)))
     assert result.code == "SYN215"
     assert result.fix.code is syn215_optimizer_state_not_restored.Text.IN_A_JOB
     assert "source=RANK" in str(result.fix)
@@ -70,9 +62,9 @@ def test_restored_state_is_not_outvoted(syncheck_rank: Any) -> None:
 def test_ddp_itself_shows_whether_it_synchronizes_buffers(syncheck_rank: Any, wrapped: bool) -> None:
     """Given DDP's wrapper the cause is certain; without it, SYN201 asks for the wrapper and not for early steps."""
     model, _ = trained(norm=True)
-    result = only(all_pass(each_rank(check, model if wrapped else model.module)))
+    result = get_failing(all_pass(each_rank(check, model if wrapped else model.module)))
     assert result.code == "SYN201"
-    codes = {fact.code for fact in result.facts}
+    codes = set(list_codes(result.facts))
     assert not {LocalStatistics.SYNCHRONIZED_BY_METADATA, LocalStatistics.SAVE_EARLY_STEPS} & codes
     assert (LocalStatistics.SYNCHRONIZED in codes) == wrapped
     assert (LocalStatistics.USE_WRAPPER in codes) != wrapped
@@ -84,7 +76,7 @@ def test_objects_of_one_process_are_no_job() -> None:
     second.load_state_dict(model.state_dict())
     with torch.no_grad():
         second.weight[0, 0] = float("nan")
-    findings = only(compare(model, second))
+    findings = get_failing(compare(model, second))
     assert findings.code == "SYN222"
     assert findings.fix.code is syn222_nonfinite_on_some_ranks.Text.FIX
 
@@ -95,7 +87,7 @@ def test_allow_of_a_fix_can_be_pasted(syncheck_rank: Any) -> None:
     model, optimizer = trained(norm=True)
     report = all_pass(each_rank(check, model, optimizer, allow="SYN201"))
     assert report.verdict == "in_sync"
-    assert [(finding.code, finding.allowed) for finding in report.groups[0].findings] == [("SYN201", True)]
+    assert list_fields(report.groups[0].findings, "code", "allowed") == [("SYN201", True)]
     report = all_pass(each_rank(check, model, optimizer, only="params", exclude="*.bias"))
     assert set(report.groups[0].evidence.names) == {"fc.weight", "norm.weight", "head.weight"}
     assert resync(model, optimizer, allow="SYN201").before.verdict == "in_sync"
@@ -110,5 +102,5 @@ def test_optimizer_state_dict_beside_a_model(syncheck_rank: Any, saved: bool) ->
         flip(model.module.fc.weight)
     settings = model.module.state_dict() if saved else model
     report = all_pass(each_rank(check, settings, optimizer.state_dict()))
-    assert only(report).tensors == ("fc.weight",)
+    assert get_failing(report).tensors == ("fc.weight",)
     assert report.counts.tensors == 16

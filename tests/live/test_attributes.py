@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from support.listings import find_all, list_codes, list_fields, list_names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,9 +82,9 @@ def list_attributes(report: Report) -> dict[str, Any]:
     """Return the attributes that differ. The report must be in sync and name them in a note."""
     assert report.verdict == "in_sync"
     (group,) = report.groups
-    result = {value.name: value.by_rank for value in group.values if value.kind == "attribute"}
-    assert not any(value.counts for value in group.values)
-    codes = {note.code for note in group.notes}
+    result = dict(list_fields(find_all(group.values, kind="attribute"), "name", "by_rank"))
+    assert not any(list_fields(group.values, "counts"))
+    codes = set(list_codes(group.notes))
     assert (Note.ATTRIBUTES in codes or Note.METRICS in codes) == bool(result)
     return result
 
@@ -157,12 +158,12 @@ def test_a_trained_parameter_in_a_list_counts(syncheck_rank: Rank) -> None:
     optimizer = torch.optim.SGD([*net.parameters(), *net.state[0].parameters()], lr=0.1)
     report = check(net, optimizer)
     assert report.verdict == "out_of_sync"
-    assert {diff.name for diff in report.groups[0].tensors} == {"state.0.weight", "state.0.bias"}
+    assert set(list_names(report.groups[0].tensors)) == {"state.0.weight", "state.0.bias"}
     assert sorted(list_attributes(check(net))) == ["state.0.bias", "state.0.weight"]
 
 
 def find_settings(report: Report) -> Finding:
-    (finding,) = [finding for finding in report.groups[0].findings if finding.code == "SYN107"]
+    (finding,) = find_all(report.groups[0].findings, code="SYN107")
     return finding
 
 
@@ -189,7 +190,7 @@ def test_another_order_of_registration_fails_before_and_after_the_wrapper(synche
     ddp = DistributedDataParallel(model)
     ddp(torch.ones(4)).sum().backward()
     report = check(ddp)
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN107"]
+    assert list_codes(report.groups[0].findings) == ["SYN107"]
     assert (find_settings(report).ranks, set(find_settings(report).tensors)) == ((1,), {"a", "b"})
     assert compare(Rotary("ab"), Rotary("ba"), across_ranks=False).verdict == "in_sync"
 

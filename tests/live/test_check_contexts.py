@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import Net, all_pass, each_rank, flip, trained
+from support.listings import list_names
+from support.states import clone_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.live import check
@@ -60,7 +62,7 @@ def test_check_is_independent_of_torch_modes(fault: bool) -> None:
     items = model.module, optimizer, outlier
     usual = check(items, rng=True)
     assert usual.verdict == ("out_of_sync" if fault else "in_sync")
-    assert [diff.name for diff in usual.groups[0].tensors] == (["fc.weight", "wide"] if fault else [])
+    assert list_names(usual.groups[0].tensors) == (["fc.weight", "wide"] if fault else [])
     assert usual.groups[0].kinds["rng"].identical == 5
     for name, context in CONTEXTS.items():
 
@@ -96,7 +98,7 @@ def test_a_check_within_compiled_code(fault: bool) -> None:
 
     report = all_pass(each_rank(within))
     assert report.counts.tensors == 16
-    assert [diff.name for diff in report.groups[0].tensors] == (["fc.weight"] if fault else [])
+    assert list_names(report.groups[0].tensors) == (["fc.weight"] if fault else [])
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -116,7 +118,7 @@ def test_a_check_between_backward_and_step_and_inside_backward() -> None:
             if checked:
                 result.append(check(model, optimizer).verdict)
             optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
+        return clone_parameters(model)
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
     assert result == ["in_sync"] * 4

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_texts
 from support.mortal import PLACES, SHORT
 
 if TYPE_CHECKING:
@@ -83,4 +84,4 @@ def test_peers_of_a_killed_rank_raise(ended: Told, place: str) -> None:
 def test_peers_of_an_unresponsive_rank_raise(fell_silent: Told, place: str) -> None:
     """If a rank stops during a check or never calls it, both other ranks raise RankFailed at the group's timeout."""
     assert_raised(fell_silent[place], place)
-    assert any("Timed out" in text for text in fell_silent[place].values())
+    assert find_texts(fell_silent[place].values(), "Timed out")

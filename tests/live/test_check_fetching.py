@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, trained
+from support.listings import find_all, list_absent, list_failing, list_fields, list_names
 
 import syncheck
 from syncheck.live import check
@@ -40,14 +41,14 @@ def test_tensors_beyond_the_budget(syncheck_rank: Rank) -> None:
         assert report.verdict == "out_of_sync"
         assert (report.counts.different, report.counts.identical, report.counts.not_compared) == (3, 1, 0)
         group = report.groups[0]
-        assert {diff.name for diff in group.tensors if diff.reason == "digest"} == set(beyond), budget
+        assert set(list_names(find_all(group.tensors, reason="digest"))) == set(beyond), budget
         for diff in group.tensors:
             assert (diff.clusters, diff.minority) == (((0, 2), (1,)), (1,))
             assert (diff.max_abs, diff.mismatched) == ((None, None) if diff.name in beyond else (1.0, diff.numel))
-        assert [finding.ranks for finding in group.findings if finding.fails] == [(1,)]
+        assert list_fields(list_failing(group), "ranks") == [(1,)]
         text = message(report)
-        assert all(name in text for name in ("large", "middle", "small"))
-        over = [note.parameters for note in group.grouping if note.code is Grouping.OVER_BUDGET]
+        assert not list_absent(text, ("large", "middle", "small"))
+        over = list_fields(find_all(group.grouping, code=Grouping.OVER_BUDGET), "parameters")
         assert over == ([{"tensors": len(beyond), "budget": budget}] if beyond else [])
 
 
@@ -59,9 +60,9 @@ def test_excluded_tensors_use_no_budget(syncheck_rank: Rank) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(list_fields(model.parameters(), "nbytes"))
     report = all_pass(each_rank(check, model, optimizer, only="params", budget=size))
-    assert [(diff.kind, diff.reason) for diff in report.groups[0].tensors] == [("parameter", None)] * 4
+    assert list_fields(report.groups[0].tensors, "kind", "reason") == [("parameter", None)] * 4
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -113,7 +114,7 @@ def test_digests_of_other_algorithms_are_never_compared(syncheck_rank: Rank, mon
         # Beyond the budget, digests of the agreed algorithm are compared.
         untold = all_pass(each_rank(check, model, optimizer, budget=0))
     for result in (report, untold):
-        assert [(diff.name, diff.minority) for diff in result.groups[0].tensors] == [("head.weight", (2,))]
+        assert list_fields(result.groups[0].tensors, "name", "minority") == [("head.weight", (2,))]
     assert report.groups[0].tensors[0].max_ulp == 1
 
 
@@ -188,7 +189,7 @@ def test_a_tensor_that_changes_during_a_check(syncheck_rank: Rank, monkeypatch: 
             after_digests(patch, lambda state=state, then=then: state["w"].fill_(then))
             report = all_pass(each_rank(check, state))
         assert report.verdict == verdict
-        assert [diff.name for diff in report.groups[0].tensors if diff.status == "different"] == different
+        assert list_names(find_all(report.groups[0].tensors, status="different")) == different
         if different:
             assert report.groups[0].tensors[0].max_abs == 2.0
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import Net, all_pass, all_raise, each_rank
+from support.listings import find_all, list_fields, list_names
 from torch import nn
 
 from syncheck.live import check
@@ -92,7 +93,7 @@ PLANTED: dict[str, tuple[Callable[..., None], list[str]]] = {
 def named(report: Report) -> list[str]:
     """Return the names of all differences, tensors first."""
     group = report.groups[0]
-    return [diff.name for diff in group.tensors] + [value.name for value in group.values if value.counts]
+    return list_names(group.tensors) + list_names(find_all(group.values, counts=True))
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -115,7 +116,7 @@ def test_optimizer_states_by_name_and_groups_by_position(syncheck_rank: Any) -> 
     report = all_pass(each_rank(check, *parts))
     group = report.groups[0]
     assert (group.tensors, group.kinds["optimizer"].identical) == ((), 6)
-    assert {value.name for value in group.values} == {
+    assert set(list_names(group.values)) == {
         "optimizer.param_groups.0.params",
         "optimizer.param_groups.1.params",
     }
@@ -142,7 +143,7 @@ def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: st
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     outcomes = each_rank(check, state, rng=True)
     assert all_pass(outcomes).verdict == "out_of_sync"
-    assert [(diff.name, diff.kind) for diff in outcomes[0].report.groups[0].tensors] == [(f"rng.{generator}", "rng")]
+    assert list_fields(outcomes[0].report.groups[0].tensors, "name", "kind") == [(f"rng.{generator}", "rng")]
     assert f"rng.{generator}" in outcomes[0].findings[0].tensors
     assert all_pass(each_rank(check, state)).verdict == "in_sync"
     if generator == "python":
@@ -151,7 +152,7 @@ def test_random_states_are_compared_when_asked(syncheck_rank: Any, generator: st
             random.setstate((*random.getstate()[:2], 0.5))
         before = before[0], random.getstate(), before[2]
         report = all_pass(each_rank(check, state, rng=True))
-        assert [diff.name for diff in report.groups[0].tensors] == ["rng.python_gauss"]
+        assert list_names(report.groups[0].tensors) == ["rng.python_gauss"]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 

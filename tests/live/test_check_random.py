@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes
+from support.states import copy_values
 from torch import nn
 
 import syncheck
@@ -52,7 +54,7 @@ def state_of(chosen: random.Random) -> State:
         outlier[f"odd.{i}"] = values(chosen, chosen.choice(DTYPES), shape)
     if chosen.random() < 0.1:
         outlier["long"] = torch.arange(200_000.0)
-    result = {"model": {name: t.clone() for name, t in model.state_dict().items()} | outlier}
+    result = {"model": copy_values(model.state_dict()) | outlier}
     return result | ({"optimizer": optimizer.state_dict()} if chosen.random() < 0.7 else {}) | {"epoch": 3}
 
 
@@ -164,6 +166,6 @@ def test_check_agrees_with_compare(syncheck_rank: Rank, seeds: range) -> None:
         assert told(live) == told(stored_values), seed
         verdicts.add(live.verdict)
         if rank == 0:
-            print(seed, live.verdict, [f.code for f in live.groups[0].findings])
+            print(seed, live.verdict, list_codes(live.groups[0].findings))
     assert verdicts == {"in_sync", "out_of_sync"}
     assert len({repr(reports) for reports in syncheck_rank.gather(result)}) == 1

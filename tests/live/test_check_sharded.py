@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -73,8 +74,8 @@ def test_copies_of_shards_under_hsdp(syncheck_rank: Rank) -> None:
         [diff] = group.tensors
         assert (group.verdict, diff.name, diff.mismatched, diff.max_ulp) == ("out_of_sync", name, 1, 16)
         assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), tuple((rank,) for rank in pair))
-        failing = [finding for finding in group.findings if finding.fails]
-        assert [(finding.code, finding.ranks) for finding in failing] == [(code, pair)]
+        failing = list_failing(group)
+        assert list_fields(failing, "code", "ranks") == [(code, pair)]
         if syncheck_rank.rank == outlier:
             flip(local, index=local.numel() - 1, bit=4)
     assert all_pass(each_rank(check, model, optimizer)) == report
@@ -88,13 +89,13 @@ def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
     report = all_pass(each_rank(check, model, optimizer))
     counts = report.groups[0].kinds
     assert (report.verdict, counts["parameter"].compared, counts["optimizer"].compared) == ("in_sync", 0, 0)
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN104"]
+    assert list_codes(report.groups[0].findings) == ["SYN104"]
     assert all_pass(each_rank(check, model, optimizer, only="params")).verdict == "undecided"
     assert all_pass(each_rank(check, model, optimizer, exclude="norm.*")).verdict == "undecided"
     if syncheck_rank.rank == 1:
         flip(model.norm.running_mean)
     report = all_pass(each_rank(check, model, optimizer))
-    assert [diff.name for diff in report.groups[0].tensors if diff.status == "different"] == ["norm.running_mean"]
+    assert list_names(find_all(report.groups[0].tensors, status="different")) == ["norm.running_mean"]
 
 
 class Block(nn.Module):
@@ -138,7 +139,7 @@ def test_replicated_tensors_of_tensor_parallel_ranks(syncheck_rank: Rank, norms:
     if syncheck_rank.rank == 3:
         flip(weight)
     report = all_pass(each_rank(check, model, mesh=mesh))
-    [diff] = [diff for diff in report.groups[0].tensors if diff.status == "different"]
+    [diff] = find_all(report.groups[0].tensors, status="different")
     assert (report.verdict, diff.name, diff.minority) == ("out_of_sync", "norm.weight", (3,))
 
 
@@ -198,4 +199,4 @@ def test_flat_parameters_are_counted_as_sharded(syncheck_rank: Rank) -> None:
     assert report.verdict == "in_sync"
     assert (kinds["parameter"].not_compared, kinds["optimizer"].not_compared) == (6, 6)
     assert kinds["bn_mean"].identical == 1
-    assert {diff.reason for diff in report.groups[0].tensors} == {"sharded"}
+    assert set(list_fields(report.groups[0].tensors, "reason")) == {"sharded"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import Net, Outcome, all_pass, all_raise, each_rank
+from support.listings import find_all
 from torch import nn
 
 from syncheck.errors import UsageError
@@ -85,7 +86,7 @@ def test_different_structures_are_reported(syncheck_rank: Any, what: str) -> Non
     assert all_pass(outcomes).verdict == "out_of_sync"
     assert code in outcomes[0].codes
     if isinstance(says, tuple):
-        (finding,) = [finding for finding in outcomes[0].findings if finding.code == code]
+        (finding,) = find_all(outcomes[0].findings, code=code)
         assert finding.facts[0].parameters["ranks"] == says
     else:
         assert says in text_of(outcomes[0])
@@ -139,7 +140,7 @@ def test_only_the_members_of_a_subgroup_are_compared(syncheck_rank: Any) -> None
     outsider, *members = each_rank(check, state, group=group)
     report = all_pass(members)
     assert (report.verdict, report.groups[0].ranks) == ("in_sync", (1, 2))
-    assert not [note for note in report.groups[0].notes if note.code is Note.RANKS_ABSENT]
+    assert not find_all(report.groups[0].notes, code=Note.RANKS_ABSENT)
     assert (outsider.error, outsider.text) == (
         "UsageError",
         "rank 0 is not in group=; call this on its members only",

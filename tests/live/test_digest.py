@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from support.listings import list_fields
 
 from syncheck.errors import UsageError
 from syncheck.live.digest import COMMON, LANES, XXH3, Stream, digest_all, hash_digests
@@ -26,7 +27,7 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 def values(sources: Any, algorithm: str) -> list[bytes]:
     if algorithm == LANES:
         return start_digests(sources, add_eagerly).read()
-    return [value for _, value in digest_all(sources, algorithm)]
+    return list_fields(digest_all(sources, algorithm), 1)
 
 
 def value(source: Any, algorithm: str) -> bytes:

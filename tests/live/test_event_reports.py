@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_all, list_fields, list_names
 from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
@@ -52,7 +53,7 @@ def test_the_checks_of_a_run_are_its_steps(syncheck_rank: Rank, tmp_path: Path) 
         return
     report = read_events([path])
     assert report.verdict == "out_of_sync"
-    assert [group.step for group in report.groups] == [2, 4, 6, 8]
+    assert list_fields(report.groups, "step") == [2, 4, 6, 8]
     good, *_, last = report.groups
     assert (good.verdict, good.tensors, good.counts.different) == ("in_sync", (), 0)
     assert last.ranks == (0, 1, 2)
@@ -60,7 +61,7 @@ def test_the_checks_of_a_run_are_its_steps(syncheck_rank: Rank, tmp_path: Path) 
     assert finding.ranks == (2,)
     assert finding.history is not None
     assert (finding.history.agreed, finding.history.since) == (2, 4)
-    assert {diff.name for diff in last.tensors if diff.out_of_sync} == set(finding.tensors)
+    assert set(list_names(find_all(last.tensors, out_of_sync=True))) == set(finding.tensors)
     assert last.counts.tensors == last.counts.identical + last.counts.different > 0
     assert all(diff.minority == (2,) and diff.max_abs for diff in last.tensors)
     assert '<article class="finding error"' in html.render(report, "0")
@@ -80,7 +81,7 @@ def test_a_run_that_is_still_writing(tmp_path: Path) -> None:
     """An incomplete last line is skipped; a second run in the same file is a run of its own."""
     path = write(tmp_path / "run.jsonl", START, check(5), START, check(5, FINDING), end='{"event": "che')
     report = read_events([path])
-    assert [(group.run, group.step) for group in report.groups] == [("run", 5), ("run from line 3", 5)]
+    assert list_fields(report.groups, "run", "step") == [("run", 5), ("run from line 3", 5)]
 
 
 WORST = {
@@ -168,7 +169,7 @@ def test_in_sync_again_only_if_that_check_was_in_sync(tmp_path: Path) -> None:
     checks = [check(0), check(1, first, worst=[WORST]), check(2, second, worst=[WORST]), check(3), check(4, first)]
     (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
     assert finding.history is not None
-    assert [point.differing for point in finding.history.points] == [0, 1, 1, 0, 1]
+    assert list_fields(finding.history.points, "differing") == [0, 1, 1, 0, 1]
     text_of = finding_text.describe_history(finding)
     assert "in sync again at step 3" in text_of
     assert "step 2" not in text_of
@@ -197,7 +198,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Run) -> None:
     assert "SYN220" in done.out
     assert "SYN220" in (tmp_path / "live.html").read_text(encoding="utf-8")
     document = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))
-    assert [group["step"] for group in document["groups"]] == [1, 2]
+    assert list_fields(document["groups"], "step") == [1, 2]
     assert cli("report", str(tmp_path / "none.jsonl")).code == 2
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, all_raise, each_rank, flip, trained
+from support.listings import list_fields
+from support.states import clone_parameters
 
 from syncheck.diagnose import syn220_bit_flip
 from syncheck.live.exchange import fetching
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP ranks with their optimizers pass with two short messages, and nothing changes."""
     model, optimizer = trained()
-    before = [p.detach().clone() for p in model.parameters()]
+    before = clone_parameters(model)
     torch.manual_seed(syncheck_rank.rank)
     random = torch.get_rng_state()
     messages, gather = [], dist.all_gather_object
@@ -45,7 +47,7 @@ def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatc
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert report.counts.identical == report.counts.tensors == 4 + 3 * 4
-    assert [replica.rank for replica in report.groups[0].replicas] == [0, 1]
+    assert list_fields(report.groups[0].replicas, "rank") == [0, 1]
     assert len(messages) == 2
     assert sum(messages) < 2000  # the parameters alone are larger
 
@@ -132,7 +134,7 @@ def test_across_ranks_false_in_a_group(syncheck_rank: Any) -> None:
     """With across_ranks=False each rank compares alone: rank 0 passes while rank 1 raises."""
     first, second = {"w": torch.ones(1)}, {"w": torch.full((1,), 1.0 + syncheck_rank.rank)}
     outcomes = each_rank(assert_in_sync, first, second, across_ranks=False)
-    assert [outcome.error for outcome in outcomes] == ["", "OutOfSync"]
+    assert list_fields(outcomes, "error") == ["", "OutOfSync"]
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -141,7 +143,7 @@ def test_a_rank_is_the_reference(syncheck_rank: Any, values: tuple[int, ...]) ->
     """All ranks have the same report against the chosen rank; an unknown rank is an error, even without differences."""
     state = {"w": torch.full((2,), float(values[syncheck_rank.rank]))}
     (group,) = all_pass(each_rank(compare, state, reference=1)).groups
-    assert [(diff.max_abs, diff.minority) for diff in group.tensors] == ([(3.0, (0, 2))] if values[0] == 0 else [])
-    assert [replica.rank for replica in group.replicas] == [0, 1, 2]
+    assert list_fields(group.tensors, "max_abs", "minority") == ([(3.0, (0, 2))] if values[0] == 0 else [])
+    assert list_fields(group.replicas, "rank") == [0, 1, 2]
     outcome = all_raise(each_rank(compare, state, reference=7), "UsageError")
     assert "reference=7: no replica has this rank or path" in outcome.text

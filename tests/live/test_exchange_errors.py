@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import Net, all_pass, all_raise, each_rank, trained
+from support.listings import find_all, list_fields
 from torch import nn
 
 from syncheck.errors import RankFailed
@@ -126,18 +127,19 @@ def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeyp
     monkeypatch.setattr(manifest, "digest_all", short)
     for value in (0.0, float(syncheck_rank.rank)):
         report = each_rank(check, {"w": torch.full((2,), value)})[0].report
-        [note] = [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
+        [note] = find_all(report.groups[0].grouping, code=Grouping.SLOW_DIGESTS)
         assert note.parameters == {"ranks": (1,), "reason": "OutOfMemoryError: CUDA out of memory"}
     monkeypatch.undo()
     report = each_rank(check, {"w": torch.ones(2)})[0].report
-    assert not [note for note in report.groups[0].grouping if note.code is Grouping.SLOW_DIGESTS]
+    assert not find_all(report.groups[0].grouping, code=Grouping.SLOW_DIGESTS)
 
 
 def two_of_a_kind() -> dict[str, tuple[Any, Any]]:
     """Return pairs that are replicas outside a process group, and may be parts of one replica inside."""
     torch.manual_seed(0)  # the same on all ranks: across ranks nothing differs
     a, b = Net(norm=True), Net(norm=True)
-    first, two = (torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((a, 0.1), (b, 0.2)))
+    first = torch.optim.SGD(a.parameters(), lr=0.1)
+    two = torch.optim.SGD(b.parameters(), lr=0.2)
     return {
         "modules": (a, b),
         "state dicts": (a.state_dict(), b.state_dict()),
@@ -159,7 +161,7 @@ def test_two_of_a_kind_are_ambiguous(what: str) -> None:
     first, second = two_of_a_kind()[what]
     outcome = all_raise(each_rank(assert_in_sync, first, second), "UsageError")
     assert "across_ranks=True" in outcome.text
-    assert {o.error for o in each_rank(assert_in_sync, first, second, across_ranks=False)} == {"OutOfSync"}
+    assert set(list_fields(each_rank(assert_in_sync, first, second, across_ranks=False), "error")) == {"OutOfSync"}
     if what != "optimizers":  # without momentum there are no tensors
         all_pass(each_rank(assert_in_sync, first, second, across_ranks=True))
 

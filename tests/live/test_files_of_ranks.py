@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.agreement import all_pass, all_raise, each_rank
 from support.checkpoints import changed, network, save
+from support.listings import find_all, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.cli import rank_files
@@ -47,7 +48,7 @@ def last_files(folder: str) -> list[Path]:
     """Return the files of a fixture's last step by rank, without reading them."""
     result = sorted((FIXTURES / folder).rglob("*.*"), key=lambda file: (len(str(file)), str(file)))
     last = result[-1].parent
-    return [file for file in result if file.parent == last]
+    return find_all(result, parent=last)
 
 
 def cases() -> list[Any]:
@@ -130,7 +131,7 @@ def test_safetensors(syncheck_rank: Any) -> None:
     mine = written(syncheck_rank, "r_{}.safetensors", by=float(syncheck_rank.rank))
     report = all_pass(each_rank(collective, mine))
     assert report.verdict == "out_of_sync"
-    assert {replica.format for replica in report.groups[0].replicas} == {"safetensors"}
+    assert set(list_fields(report.groups[0].replicas, "format")) == {"safetensors"}
     assert told(report)["groups"][0]["tensors"] == told(syncheck.compare(mine.parent))["groups"][0]["tensors"]
 
 
@@ -140,9 +141,9 @@ def test_hosts_are_those_of_the_training(syncheck_rank: Any) -> None:
     node = syncheck_rank.rank // 2
     mine = written(syncheck_rank, "rank_{}.pth", by=0.5 * node, run="mine", step=5, host=f"gpu{node}")
     report = all_pass(each_rank(collective, mine))
-    assert "SYN230" in [finding.code for finding in report.groups[0].findings]
-    assert [replica.host for replica in report.groups[0].replicas] == ["gpu0", "gpu0", "gpu1", "gpu1"]
-    assert [replica.path for replica in report.groups[0].replicas] == [
+    assert "SYN230" in list_codes(report.groups[0].findings)
+    assert list_fields(report.groups[0].replicas, "host") == ["gpu0", "gpu0", "gpu1", "gpu1"]
+    assert list_fields(report.groups[0].replicas, "path") == [
         str(syncheck_rank.shared / f"rank_{rank}.pth") for rank in range(4)
     ]
 
@@ -165,8 +166,8 @@ def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
     syncheck_rank.barrier()
     mine = syncheck_rank.shared / f"rank_{syncheck_rank.rank}"
     report = all_pass(each_rank(collective, mine))
-    assert [(diff.name, diff.mismatched, diff.max_abs) for diff in report.groups[0].tensors] == [("fc.bias", 4, 1.0)]
-    assert {replica.format for replica in report.groups[0].replicas} == {"dcp"}
+    assert list_fields(report.groups[0].tensors, "name", "mismatched", "max_abs") == [("fc.bias", 4, 1.0)]
+    assert set(list_fields(report.groups[0].replicas, "format")) == {"dcp"}
     refused = all_raise(each_rank(collective, syncheck_rank.shared), "UsageError").text
     assert refused == f"{syncheck_rank.shared}: 2 checkpoints; expected the checkpoint of this rank"
 
@@ -198,7 +199,7 @@ def test_excluded_tensors_are_not_read(syncheck_rank: Any, monkeypatch: pytest.M
     assert len(read) == 4
     counts = report.groups[0].counts
     assert (counts.tensors, counts.identical, counts.different, report.groups[0].left_out) == (4, 3, 1, 10)
-    assert [diff.name for diff in report.groups[0].tensors] == ["fc.weight"]
+    assert list_names(report.groups[0].tensors) == ["fc.weight"]
     assert all_pass(each_rank(collective, mine, exclude=("*weight",))).verdict == "in_sync"
 
 

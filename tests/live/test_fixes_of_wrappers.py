@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank, needs_fsdp2
+from support.listings import get_failing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +48,7 @@ def train(model: Any, forward: Any = None, steps: int = STEPS) -> torch.optim.Op
 def only(report: Report) -> tuple[Group, Finding]:
     """Return the only group and its only finding that fails."""
     (group,) = report.groups
-    (finding,) = [finding for finding in group.findings if finding.fails]
+    finding = get_failing(group)
     return group, finding
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.listings import get_failing, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -19,7 +21,7 @@ from syncheck.live import check
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncheck.records import Finding, Report
+    from syncheck.records import Finding
 
 DECAY = 0.9
 
@@ -53,12 +55,12 @@ class EMAModel:
 
 def averaged_model(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    return ema, lambda: ema.update_parameters(model)
+    return ema, partial(ema.update_parameters, model)
 
 
 def derived(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
     ema = TeacherModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
-    return ema, lambda: ema.update_parameters(model)
+    return ema, partial(ema.update_parameters, model)
 
 
 def ema_pytorch(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
@@ -88,18 +90,27 @@ def torch_ema(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
 def timm_v2(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
     library = pytest.importorskip("timm.utils")
     ema = library.ModelEmaV2(model, decay=DECAY)
-    return ema, lambda: ema.update(model)
+    return ema, partial(ema.update, model)
 
 
 def timm_v3(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
     library = pytest.importorskip("timm.utils")
     ema = library.ModelEmaV3(model, decay=DECAY)
-    return ema, lambda: ema.update(model)
+    return ema, partial(ema.update, model)
+
+
+def update_from(ema: Any, model: nn.Module) -> None:
+    """Update a copy that takes the parameters at each step."""
+    ema.step(model.parameters())
+
+
+def skip_update() -> None:
+    """Leave a copy as it is."""
 
 
 def diffusers(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
     ema = EMAModel(model.parameters())
-    return ema, lambda: ema.step(model.parameters())
+    return ema, partial(update_from, ema, model)
 
 
 LIBRARIES = [
@@ -136,12 +147,6 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
-def only(report: Report) -> Finding:
-    """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
-    return finding
-
-
 def run_fix(finding: Finding, ema: Any, rank: int) -> None:
     """Run the code in a fix."""
     start = "state = [ema.state_dict()]"
@@ -156,10 +161,10 @@ def test_updates_on_rank_0_only(syncheck_rank: Any, library: Callable[..., Any])
     model = DistributedDataParallel(make_net())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     ema, update = library(model.module)
-    train(model, optimizer, update if syncheck_rank.rank == 0 else lambda: None)
+    train(model, optimizer, update if syncheck_rank.rank == 0 else skip_update)
     for call in CALLS.values():
         report = all_pass(each_rank(check, *call(model, optimizer, ema)))
-        finding = only(report)
+        finding = get_failing(report)
         assert finding.code == "SYN219"
         assert {name.rpartition(".")[2] for name in finding.tensors} >= {"weight", "bias"} or "shadow" in str(finding)
 
@@ -178,7 +183,7 @@ def test_selected_kinds_include_copies(syncheck_rank: Any, library: Callable[...
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     ema, update = library(model)
-    train(model, optimizer, update if syncheck_rank.rank == 0 else lambda: None)
+    train(model, optimizer, update if syncheck_rank.rank == 0 else skip_update)
     assert all_pass(each_rank(check, model, optimizer, ema, only=selected)).verdict == "out_of_sync"
 
 
@@ -205,8 +210,8 @@ def test_a_copy_inside_the_model(syncheck_rank: Any, library: Callable[..., Any]
     model = WithTeacher(library)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-    train(wrapped, optimizer, model.update if syncheck_rank.rank == 1 else lambda: None)
-    finding = only(all_pass(each_rank(check, wrapped, optimizer)))
+    train(wrapped, optimizer, model.update if syncheck_rank.rank == 1 else skip_update)
+    finding = get_failing(all_pass(each_rank(check, wrapped, optimizer)))
     assert finding.code == "SYN219"
     assert all(name.startswith("slow.") for name in finding.tensors)
 
@@ -221,7 +226,7 @@ def test_a_copy_created_before_the_broadcast(syncheck_rank: Any, library: Callab
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     train(model, optimizer, update)
-    finding = only(all_pass(each_rank(check, model, optimizer, ema)))
+    finding = get_failing(all_pass(each_rank(check, model, optimizer, ema)))
     assert finding.code == "SYN219"
     assert finding.cause.code is (Text.CAUSE if library is timm_v3 else Text.CAUSE_START)
     run_fix(finding, ema, rank=0)
@@ -237,7 +242,7 @@ def test_three_different_starts(syncheck_rank: Any) -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     train(model, optimizer, update)
-    finding = only(all_pass(each_rank(check, model, optimizer, ema)))
+    finding = get_failing(all_pass(each_rank(check, model, optimizer, ema)))
     assert finding.code == "SYN219"
     assert finding.cause.code is Text.CAUSE_START
     assert finding.certainty == "consistent"
@@ -267,8 +272,8 @@ def test_a_frozen_reference_model_is_no_average(syncheck_rank: Any) -> None:
         for parameter in reference.parameters():
             parameter.add_(torch.randn(parameter.shape) * syncheck_rank.rank)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    train(model, optimizer, lambda: None)
+    train(model, optimizer, skip_update)
     report = all_pass(each_rank(check, {"policy": model, "reference": reference}, optimizer))
     assert report.verdict == "out_of_sync"
-    assert "SYN219" not in {finding.code for finding in report.groups[0].findings}
+    assert "SYN219" not in list_codes(report.groups[0].findings)
     dist.barrier()

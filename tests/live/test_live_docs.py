@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import each_rank, trained
+from support.listings import list_fields
 from support.monitored import flip_at
 from torch import nn
 
@@ -47,8 +48,8 @@ def test_examples_of_the_guide_run(syncheck_rank: Rank) -> None:
         return last
 
     outcomes = each_rank(run)
-    assert [outcome.text for outcome in outcomes] == ["", ""]
-    assert [outcome.codes for outcome in outcomes] == [["SYN201"]] * 2
+    assert list_fields(outcomes, "text") == ["", ""]
+    assert list_fields(outcomes, "codes") == [["SYN201"]] * 2
     assert names["report"].verdict == "out_of_sync"
     assert names["monitor"].checks == 2
 
@@ -60,6 +61,6 @@ def test_the_function_of_the_guide_stops_on_errors(syncheck_rank: Rank) -> None:
     flip_at(1, rank=1)(1, names["model"].module)
     exec("from syncheck.live import SyncMonitor", names)
     outcomes = each_rank(lambda: exec(FUNCTION, names))  # type: ignore[arg-type, return-value]
-    assert [outcome.error for outcome in outcomes] == ["OutOfSync"] * 2
+    assert list_fields(outcomes, "error") == ["OutOfSync"] * 2
     assert outcomes[0].text.startswith("stopped by ")
     assert "SYN220" in outcomes[0].text

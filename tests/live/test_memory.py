@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from support.listings import find_all, list_fields, list_names, map_fields
 from torch import nn
 
 import syncheck
@@ -69,7 +71,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def whole(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     """Return all fields of each tensor of a snapshot, with its bytes."""
-    shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
+    shapes = map_fields(snapshot.tensors, "shape")
     parameters = [name for name, tensor in snapshot.tensors.items() if tensor.parameter]
     kinds, guessed, _ = classify_tensors(shapes, snapshot.metadata, parameters=parameters)
     result: dict[str, tuple[Any, ...]] = {"guessed": (guessed,)}
@@ -159,7 +161,7 @@ def layouts() -> Any:
 CHECKPOINTS = [plain, nested, two_groups, tied, described, with_helpers, dtypes, layouts]
 
 
-@pytest.mark.parametrize("make", CHECKPOINTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", CHECKPOINTS, ids=attrgetter("__name__"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_snapshot_equals_the_snapshot_of_the_file(make: Callable[[], Any], tmp_path: Path) -> None:
     """Names, order, kinds, dtypes, shapes, bytes and values equal the snapshot of the file."""
@@ -214,7 +216,7 @@ def test_a_submodule_may_have_any_name(name: str) -> None:
     with torch.no_grad():
         second[name].weight[0] += 1
     report = compare(first, second, only="params")
-    assert [(diff.name, diff.kind, diff.status) for diff in report.groups[0].tensors] == [
+    assert list_fields(report.groups[0].tensors, "name", "kind", "status") == [
         (f"{name}.weight", "parameter", "different")
     ]
     assert compare(first, second).groups[0].kinds["bn_mean"].identical == 1
@@ -230,7 +232,7 @@ def test_wrappers_are_taken_off_before_comparing() -> None:
     kinds = report.groups[0].kinds
     assert kinds["buffer"].identical == 2
     assert kinds["optimizer"].identical == 2 * 6  # exp_avg and exp_avg_sq of all parameters but the frozen bias
-    assert not [note for note in report.groups[0].notes if note.code is Note.KINDS_GUESSED]
+    assert not find_all(report.groups[0].notes, code=Note.KINDS_GUESSED)
 
 
 @pytest.mark.parametrize("name", ["conv.bias", "bn.running_mean", "scale", "mask", "head.weight"])
@@ -243,7 +245,7 @@ def test_any_changed_bit_of_a_module_is_found(name: str) -> None:
     tensor.detach().view(torch.int32).flatten()[1] ^= 1
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(model, second)
-    assert [diff.name for diff in caught.value.report.groups[0].tensors] == [name]
+    assert list_names(caught.value.report.groups[0].tensors) == [name]
 
 
 def test_optimizer_states_are_named_by_identity() -> None:

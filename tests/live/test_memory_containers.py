@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.listings import find_all
 from torch import nn
 
 from syncheck.live.memory import snapshot
@@ -176,7 +177,8 @@ def states(make: Callable[[Any], Any], where: str) -> tuple[Any, Any]:
         "in an object": lambda made: {"same": torch.zeros(1), "outer": Plain(made)},
         "in slots": lambda made: {"same": torch.zeros(1), "outer": Slotted(made)},
     }
-    first, second = (wrap[where](make(torch.tensor([value, 1.0, 2.0]))) for value in (0.0, 1.0))
+    first = wrap[where](make(torch.tensor([0.0, 1.0, 2.0])))
+    second = wrap[where](make(torch.tensor([1.0, 1.0, 2.0])))
     return first, second
 
 
@@ -201,7 +203,7 @@ def test_a_tensor_that_cannot_be_read_is_counted(what: str, where: str) -> None:
     """The tensor is counted as not compared, and no note claims otherwise."""
     report = compare(*states(COUNTED[what], where))
     assert report.counts.not_compared == 1, report.groups[0].notes
-    [hidden] = [diff for diff in report.groups[0].tensors if diff.status == "not_compared"]
+    [hidden] = find_all(report.groups[0].tensors, status="not_compared")
     assert hidden.detail
     notes = report.groups[0].notes
     if what != "array of objects":  # refused because of its dtype

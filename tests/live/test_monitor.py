@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, all_raise, each_rank, trained
+from support.listings import list_fields
 from support.monitored import Watched, flip_at
+from support.states import copy_values, list_differing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +29,7 @@ def test_a_flipped_bit_is_found_at_the_next_check(syncheck_rank: Rank) -> None:
     watched = Watched(plant=flip_at(3, rank=1))
     outcome = all_raise(each_rank(watched.run, 8))
     assert outcome.text.startswith("step 4 (in sync at step 2): replicas are out of sync: SYN220\n")
-    assert [(finding.code, finding.ranks) for finding in outcome.findings] == [("SYN220", (1,))]
+    assert list_fields(outcome.findings, "code", "ranks") == [("SYN220", (1,))]
     assert watched.monitor.last == outcome.report
     assert watched.monitor.checks == 2
     assert sorted(watched.returned) == [1, 2, 3]
@@ -52,7 +54,7 @@ def test_a_function_gets_the_report_on_all_ranks(syncheck_rank: Rank) -> None:
     watched = Watched(plant=flip_at(1, rank=0))
     all_pass(each_rank(watched.run, 4, on_desync=heard.append))
     assert heard == [watched.returned[2], watched.returned[4]]
-    assert {report.verdict for report in heard} == {"out_of_sync"}
+    assert set(list_fields(heard, "verdict")) == {"out_of_sync"}
 
 
 class Own(Exception):
@@ -69,7 +71,7 @@ def test_no_rank_continues_if_a_function_raises(syncheck_rank: Rank, failing: tu
             raise Own("disk full")
 
     outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 4, on_desync=action)
-    assert [outcome.error for outcome in outcomes] == ["Own" if rank in failing else "RankFailed" for rank in range(3)]
+    assert list_fields(outcomes, "error") == ["Own" if rank in failing else "RankFailed" for rank in range(3)]
     assert outcomes[2].text == "disk full"
     if 0 not in failing:
         assert outcomes[0].text == "on_desync raised Own: 'disk full' on rank 2"
@@ -151,10 +153,10 @@ def test_training_is_the_same_bits_with_a_monitor(syncheck_rank: Rank) -> None:
     def end(every: int) -> tuple[dict[str, Any], torch.Tensor]:
         watched = Watched(norm=True)
         watched.run(4, every=every, on_desync="warn")
-        return {k: v.clone() for k, v in watched.model.state_dict().items()}, torch.get_rng_state()
+        return copy_values(watched.model.state_dict()), torch.get_rng_state()
 
     (with_it, state), (without, second) = end(1), end(1000)
-    assert all(torch.equal(with_it[name], without[name]) for name in without)
+    assert not list_differing(without, with_it)
     assert torch.equal(state, second)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.agreement import Net
 from support.groups import make_finding, make_group
+from support.listings import list_fields
 from support.monitored import printer
 
 import syncheck
@@ -81,7 +82,7 @@ def test_importing_it_loads_neither_torch_nor_rich() -> None:
 
 def found(*findings: Finding) -> Report:
     """Return a report with findings, in sync unless one fails."""
-    verdict = "out_of_sync" if any(finding.fails for finding in findings) else "in_sync"
+    verdict = "out_of_sync" if any(list_fields(findings, "fails")) else "in_sync"
     return Report(verdict, (make_group("model", None, verdict, (), Counts(1), findings=findings),))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.listings import find_texts, list_fields, read_json_lines
 from support.monitored import Watched, flip_at, printer
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ def test_events_are_lines_of_json(syncheck_rank: Rank, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "of an earlier run"}\n')
     Watched(plant=flip_at(3, rank=2)).run(5, on_desync="warn", events=path)
-    _, *events = [json.loads(line) for line in path.read_text().splitlines()]
+    _, *events = read_json_lines(path)
     if syncheck_rank.rank:
         assert events == []
         return
-    assert [event["event"] for event in events] == ["start", "check", "check", "desync", "check", "end"]
+    assert list_fields(events, "event") == ["start", "check", "check", "desync", "check", "end"]
     start, good, bad, desync, last, end = events
     assert (start["every"], start["on_desync"], start["ranks"]) == (2, "warn", [0, 1, 2])
     assert (good["step"], good["verdict"], good["findings"]) == (2, "in_sync", [])
@@ -97,10 +98,10 @@ def test_the_end_event_names_the_exception(syncheck_rank: Rank, tmp_path: Path) 
     """If the check at the end of the context raises, the last event has the exception's name."""
     path = tmp_path / "events.jsonl"
     outcomes = each_rank(Watched(plant=flip_at(1, rank=0)).run, 1, events=path)
-    assert [outcome.error for outcome in outcomes] == ["OutOfSync"] * 2
+    assert list_fields(outcomes, "error") == ["OutOfSync"] * 2
     if syncheck_rank.rank == 0:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [event["event"] for event in events] == ["start", "check", "desync", "end"]
+        events = read_json_lines(path)
+        assert list_fields(events, "event") == ["start", "check", "desync", "end"]
         assert events[-1]["exception"] == "OutOfSync"
 
 
@@ -128,7 +129,7 @@ def test_findings_are_detailed_once(syncheck_rank: Rank) -> None:
     if syncheck_rank.rank:
         assert lines == []
         return
-    starts = [line for line in lines if line.startswith("syncheck: step ")]
+    starts = find_texts(lines, start="syncheck: step ")
     assert starts[0].startswith("syncheck: step 2: in sync; 16 of 16 tensors compared on 2 ranks, ")
     assert starts[1].startswith("syncheck: step 4: OUT OF SYNC (in sync at step 2): SYN220 bit-flip on ")
     assert starts[2].startswith("syncheck: step 6: OUT OF SYNC (still, since step 4): SYN220 bit-flip on ")
@@ -189,7 +190,7 @@ def test_output_errors_are_reported_once(syncheck_rank: Rank, what: str, tmp_pat
     options: dict[str, Any] = {"events": paths[what]} if what in paths else {what: broken}
     report = all_pass(each_rank(Watched().run, 6, **{"console": console, **options}))
     assert report.verdict == "in_sync"
-    warnings = [line for line in out.getvalue().splitlines() if "warning" in line]
+    warnings = find_texts(out.getvalue().splitlines(), "warning")
     assert len(warnings) == int(syncheck_rank.rank == 0 and what != "console")
     assert all(line.endswith("; this output is disabled") for line in warnings)
     assert broken.asked == (what not in paths and syncheck_rank.rank == 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, all_raise, each_rank
+from support.listings import find_all, list_codes, list_fields, read_json_lines
 from support.monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def _codes(watched: Watched) -> list[tuple[str, str]]:
     assert watched.monitor.last is not None
-    findings = [finding for group in watched.monitor.last.groups for finding in group.findings]
-    return [(finding.code, finding.severity) for finding in findings]
+    findings = list(watched.monitor.last.findings)
+    return list_fields(findings, "code", "severity")
 
 
 def _round_at(step: int, rank: int) -> Any:
@@ -47,9 +47,9 @@ def test_local_statistics_do_not_stop_a_run(syncheck_rank: Rank, tmp_path: Path)
     assert watched.monitor.checks == 3
     assert (report.verdict, _codes(watched)) == ("out_of_sync", [("SYN201", "warning")])
     if syncheck_rank.rank == 0:
-        rows = [json.loads(line) for line in events.read_text().splitlines()]
-        assert [row["verdict"] for row in rows if row["event"] == "check"] == ["out_of_sync"] * 3
-        assert [row["exception"] for row in rows if row["event"] == "end"] == [None]
+        rows = read_json_lines(events)
+        assert list_fields(find_all(rows, event="check"), "verdict") == ["out_of_sync"] * 3
+        assert list_fields(find_all(rows, event="end"), "exception") == [None]
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -57,7 +57,7 @@ def test_warnings_stop_a_run_that_asks_for_it(syncheck_rank: Rank) -> None:
     """With stop_at="warning" the same run stops at its first check on all ranks."""
     watched = Watched(norm=True)
     outcome = all_raise(each_rank(watched.run, 6, stop_at="warning"))
-    assert [finding.code for finding in outcome.findings] == ["SYN201"]
+    assert list_codes(outcome.findings) == ["SYN201"]
     assert watched.monitor.checks == 1
 
 
@@ -66,7 +66,7 @@ def test_a_warning_beside_an_error_stops(syncheck_rank: Rank) -> None:
     """A bit flip beside local statistics is an error, and stops the run."""
     watched = Watched(norm=True, plant=flip_at(3, rank=1))
     outcome = all_raise(each_rank(watched.run, 6))
-    assert {finding.severity for finding in outcome.findings} >= {"error"}
+    assert set(list_fields(outcome.findings, "severity")) >= {"error"}
     assert watched.monitor.checks == 2
 
 

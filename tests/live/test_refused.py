@@ -59,7 +59,8 @@ def test_uncompared_tensors_fail_an_assertion(what: str) -> None:
 
     A refused tensor alone is undecided.
     """
-    first, second = ({"good": GOOD, "odd": odd(value)[what]} for value in (1.0, 2.0))
+    first = {"good": GOOD, "odd": odd(1.0)[what]}
+    second = {"good": GOOD, "odd": odd(2.0)[what]}
     assert snapshot(first).tensors["odd"].refused == ODD[what]
     alone = compare(first, second, include="odd")
     assert (alone.verdict, alone.counts.not_compared) == ("undecided", 1)

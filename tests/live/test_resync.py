@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.agreement import Net, all_pass, each_rank, flip, on_all, trained
 from support.healing import bits, healed
+from support.listings import list_fields, list_names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +59,7 @@ def test_independent_faults_have_a_healthy_source(syncheck_rank: Any) -> None:
     if syncheck_rank.rank < 2:
         flip(model.module.fc.bias if syncheck_rank.rank else model.module.fc.weight)
     done = healed(model, optimizer, bad=(0, 1), source=2)
-    assert [(source_value.name, source_value.source, source_value.ranks) for source_value in done.copied] == [
+    assert list_fields(done.copied, "name", "source", "ranks") == [
         ("fc.weight", 2, (0,)),
         ("fc.bias", 2, (1,)),
     ]
@@ -99,7 +100,8 @@ def test_lost_optimizer_state_is_created(
 ) -> None:
     """Rank 2 lost its optimizer state: after resync it trains bit by bit like the other ranks."""
     torch.manual_seed(0)
-    model, twin = (DistributedDataParallel(net) for net in (Net(), Net()))
+    model = DistributedDataParallel(Net())
+    twin = DistributedDataParallel(Net())
     twin.load_state_dict(model.state_dict())
     optimizer, complete = make(model), make(twin)
     train(model, optimizer, 3, seed=syncheck_rank.rank)
@@ -108,7 +110,7 @@ def test_lost_optimizer_state_is_created(
     if syncheck_rank.rank == 2:
         optimizer.state.clear()
     done = healed(model, optimizer, bad=(2,), source=0)
-    assert {source_value.ranks for source_value in done.created} == {(2,)}
+    assert set(list_fields(done.created, "ranks")) == {(2,)}
     assert (len(done.created), len(done.copied), done.removed) == (states, states, ())
     train(model, optimizer, 3, seed=10 + syncheck_rank.rank)
     train(twin, complete, 3, seed=10 + syncheck_rank.rank)
@@ -151,7 +153,7 @@ def test_a_learning_rate_is_set(syncheck_rank: Any) -> None:
     done = healed(model, optimizer, bad=(1,), source=0)
     assert (group["lr"], group["betas"], "warm" in group) == (1e-2, (0.9, 0.999), False)
     assert optimizer.param_groups[0] is group
-    assert {(source_value.name, source_value.ranks) for source_value in done.values} == {
+    assert set(list_fields(done.values, "name", "ranks")) == {
         (f"optimizer.param_groups.0.{name}", (1,)) for name in ("lr", "betas", "warm")
     }
     assert "0 tensors, 0 bytes, 3 values, on rank 1" in done.summary
@@ -169,7 +171,7 @@ def test_a_scaler_and_a_scheduler_are_set(syncheck_rank: Any) -> None:
     done: Any = all_pass(each_rank(resync, (model, scheduler), optimizer, scaler))
     assert on_all(bits(optimizer, scaler, scheduler)) == [bits(optimizer, scaler, scheduler)] * 3
     assert (scaler.get_scale(), scheduler.last_epoch) == (1024.0, 0)
-    assert {source_value.name for source_value in done.values} == {
+    assert set(list_names(done.values)) == {
         "scaler.scale",
         "scaler._growth_tracker",
         "lr_scheduler.last_epoch",
@@ -202,10 +204,10 @@ def test_buffers_and_extra_states_are_repaired(syncheck_rank: Any) -> None:
         flip(model.table)
         model.extra = {"scale": 2.5, "seen": torch.arange(1, 4)}
     done = healed(model, bad=(1,), source=0)
-    assert [source_value.name for source_value in done.copied] == ["table"]
+    assert list_names(done.copied) == ["table"]
     assert model.extra["scale"] == 1.5
     assert torch.equal(model.extra["seen"], torch.arange(3))
-    assert {(source_value.name, source_value.ranks) for source_value in done.values} == {
+    assert set(list_fields(done.values, "name", "ranks")) == {
         ("_extra_state.scale", (1,)),
         ("_extra_state.seen", (1,)),
     }

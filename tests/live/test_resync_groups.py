@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all
 from support.groups import make_group
+from support.listings import list_fields
 
 from syncheck.errors import UsageError
 from syncheck.live import resync
@@ -40,7 +41,7 @@ def jobs(size: int, source: int | str, *found: TensorDiff | ValueDiff, shards: t
         shards=shards,
     )  # fmt: skip
     plan = plan_repair(Report("out_of_sync", (group,)), source)
-    return [(job.name, job.source, job.targets, job.sends_bytes, job.sets_entry) for job in plan]
+    return list_fields(plan, "name", "source", "targets", "sends_bytes", "sets_entry")
 
 
 def test_each_replica_group_has_a_source_of_its_own() -> None:
@@ -153,7 +154,7 @@ def test_three_copies_of_shards_have_a_majority(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 0:
         flip(model.fc.weight.to_local())
     done: Any = all_pass(each_rank(resync, model, optimizer))
-    assert {(source_value.source, source_value.ranks) for source_value in done.copied} == {(1, (0,))}
+    assert set(list_fields(done.copied, "source", "ranks")) == {(1, (0,))}
     assert on_all(local_bits(model, optimizer)) == before
 
 

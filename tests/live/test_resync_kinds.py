@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2, on_all, trained
 from support.healing import bits, healed
+from support.listings import list_names
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +58,7 @@ def test_every_dtype_and_layout_is_repaired(syncheck_rank: Any) -> None:
     model = holding(**tensors)
     strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
     done = healed(model, bad=(1,), source=0)
-    assert {source_value.name for source_value in done.copied} == tensors.keys() - {"empty"}
+    assert set(list_names(done.copied)) == tensors.keys() - {"empty"}
     assert {name: tensor.stride() for name, tensor in model.state_dict().items()} == strides
     assert done.bytes == sum(t.numel() * t.element_size() for t in tensors.values())
 
@@ -94,7 +95,7 @@ def test_wrapped_models_are_repaired(syncheck_rank: Any, wrap: Callable[[nn.Modu
         flip(inner.fc.weight)
         optimizer.state.pop(inner.head.weight)
     done = healed(model, optimizer, bad=(2,), source=0)
-    assert {source_value.name for source_value in done.copied} == {
+    assert set(list_names(done.copied)) == {
         "fc.weight", "optimizer.head.weight.step", "optimizer.head.weight.sum",
     }  # fmt: skip
 
@@ -159,8 +160,8 @@ def test_numbers_and_nested_state_are_repaired(syncheck_rank: Any) -> None:
         flip(optimizer.state[model.fc.bias]["history"][1])
         optimizer.param_groups[0]["nested"] = {"decay": 0.25}
     done = healed(model, optimizer, bad=(1,), source=0)
-    assert [source_value.name for source_value in done.copied] == ["optimizer.fc.bias.history.1"]
-    assert {source_value.name for source_value in done.values} == {
+    assert list_names(done.copied) == ["optimizer.fc.bias.history.1"]
+    assert set(list_names(done.values)) == {
         "optimizer.fc.bias.step",
         "optimizer.param_groups.0.nested.decay",
     }
@@ -239,7 +240,7 @@ def test_two_optimizers(syncheck_rank: Any) -> None:
         del optimizers[1].state[models[1].fc.bias]
     done: Any = all_pass(each_rank(resync, models, optimizers))
     assert on_all(bits(*models, *optimizers)) == [bits(*models, *optimizers)] * 3
-    assert {source_value.name for source_value in (*done.values, *done.created)} == {
+    assert set(list_names((*done.values, *done.created))) == {
         "optimizer.1.param_groups.0.lr", "optimizer.1.model.1.fc.bias.sum", "optimizer.1.model.1.fc.bias.step",
     }  # fmt: skip
 
@@ -282,7 +283,7 @@ def test_a_tensor_learning_rate_is_repaired(syncheck_rank: Any) -> None:
         optimizer.param_groups[1]["lr"] = 0.2
     done = healed(model, optimizer, bad=(2,), source=0)
     assert optimizer.param_groups[0]["lr"] is first
-    assert [source_value.name for source_value in done.created] == ["optimizer.param_groups.1.lr"]
+    assert list_names(done.created) == ["optimizer.param_groups.1.lr"]
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -320,7 +321,7 @@ def test_shards_do_not_change(syncheck_rank: Any) -> None:
     model.norm.running_mean += syncheck_rank.rank
     optimizer.param_groups[0]["lr"] = 0.1 + syncheck_rank.rank
     done: Any = all_pass(each_rank(resync, model, optimizer, source=1))
-    assert [source_value.name for source_value in done.copied] == ["norm.running_mean"]
+    assert list_names(done.copied) == ["norm.running_mean"]
     assert optimizer.param_groups[0]["lr"] == 1.1
     assert all(torch.equal(p.to_local(), shards[name]) for name, p in model.named_parameters())
     assert all(optimizer.state[p][key] is states[p][key] for p in states for key in states[p])
@@ -344,7 +345,7 @@ def test_replicated_dtensors_are_repaired(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         flip(local)
     done: Any = all_pass(each_rank(resync, model, optimizer))
-    assert [source_value.name for source_value in done.copied] == ["weight"]
+    assert list_names(done.copied) == ["weight"]
     assert torch.equal(model.weight.to_local(), torch.arange(8.0))
     if syncheck_rank.rank == 1:
         optimizer.state.clear()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.agreement import Net, all_raise, each_rank, flip, on_all, trained
 from support.healing import bits, healed, untouched
+from support.listings import list_fields, list_names
 from torch import nn
 
 from syncheck.live import resync
@@ -56,7 +57,7 @@ def test_batchnorm_of_plain_ddp_is_refused_with_a_hint(syncheck_rank: Any) -> No
         flip(model.module.head.bias)
     statistics = bits(model.module.norm)
     done: Any = each_rank(resync, model, optimizer, only=("params", "optimizer"))[0].report
-    assert [source_value.name for source_value in done.copied] == ["head.bias"]
+    assert list_names(done.copied) == ["head.bias"]
     assert bits(model.module.norm) == statistics
     assert len({str(contents) for contents in on_all(statistics)}) == 3
 
@@ -69,7 +70,7 @@ def test_allowed_differences_remain(syncheck_rank: Any) -> None:
         optimizer.param_groups[0]["lr"] = 0.5
     statistics = bits(model.module.norm)
     done: Any = each_rank(resync, model, optimizer, allow=("SYN201",))[0].report
-    assert [source_value.name for source_value in done.values] == ["optimizer.param_groups.0.lr"]
+    assert list_names(done.values) == ["optimizer.param_groups.0.lr"]
     assert done.copied == ()
     assert bits(model.module.norm) == statistics
 
@@ -147,7 +148,7 @@ def test_a_subgroup_repairs_only_its_members(syncheck_rank: Any) -> None:
     model = nn.Linear(2, 2)
     before = on_all(bits(model))
     outcomes = each_rank(resync, model, group=group, source=0)
-    assert {outcome.error for outcome in outcomes} == {"UsageError"}
+    assert set(list_fields(outcomes, "error")) == {"UsageError"}
     assert "source=0 is not in the group; choose from ranks 1, 2" in outcomes[1].text
     assert "rank 0 is not in group=" in outcomes[0].text
     each_rank(resync, model, group=group, source=2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.agreement import all_pass, all_raise, each_rank
+from support.listings import find_all, list_names
 from torch import nn
 
 from syncheck.live.memory import snapshot
@@ -53,11 +54,13 @@ def hooked(value: float) -> nn.Module:
 @pytest.mark.parametrize("make", [Keeps, Adds, hooked])
 def test_custom_saved_tensors_are_compared(make: Any, tmp_path: Path) -> None:
     """A difference in a custom-saved tensor is found, also in submodules and files."""
-    first, is_same, second = (nn.Sequential(nn.ReLU(), make(value)) for value in (1.0, 1.0, 2.0))
+    first = nn.Sequential(nn.ReLU(), make(1.0))
+    is_same = nn.Sequential(nn.ReLU(), make(1.0))
+    second = nn.Sequential(nn.ReLU(), make(2.0))
     assert_in_sync(first, is_same)
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(first, second)
-    assert [diff.name for diff in caught.value.report.groups[0].tensors] == ["1.table"]
+    assert list_names(caught.value.report.groups[0].tensors) == ["1.table"]
     torch.save(make(1.0).state_dict(), tmp_path / "saved.pth")
     assert_in_sync(make(1.0), tmp_path / "saved.pth")
 
@@ -79,5 +82,5 @@ def test_custom_state_across_ranks(syncheck_rank: Any) -> None:
     """Custom state is compared across ranks; a state_dict() that may communicate is not called but reported."""
     assert "table" in all_raise(each_rank(assert_in_sync, Keeps(float(syncheck_rank.rank)))).text
     report = all_pass(each_rank(assert_in_sync, Adds(float(syncheck_rank.rank))))
-    [note] = [note for note in report.groups[0].notes if note.code is Note.NOT_READ_IN_FULL]
+    [note] = find_all(report.groups[0].notes, code=Note.NOT_READ_IN_FULL)
     assert "Adds.state_dict()" in note.parameters["objects"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.listings import get_failing, join_fields, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.records import Finding, Report
-
-
-def only(report: Report) -> Finding:
-    """Return the only finding that fails."""
-    (finding,) = [finding for group in report.groups for finding in group.findings if finding.fails]
-    return finding
 
 
 def run_fix(finding: Finding, **names: Any) -> None:
@@ -105,7 +100,7 @@ def test_masks(syncheck_rank: Any, mask: Callable[[Net, int], None], ranks: tupl
     model = Net()
     wrapper, optimizer = train(model)
     mask(model, syncheck_rank.rank)
-    finding = only(all_pass(each_rank(check, wrapper, optimizer)))
+    finding = get_failing(all_pass(each_rank(check, wrapper, optimizer)))
     assert (finding.code, finding.ranks, finding.certainty) == ("SYN226", ranks, "likely")
     run_fix(finding, model=model, optimizer=optimizer, rank=0)
     assert all_pass(each_rank(check, wrapper, optimizer)).verdict == "in_sync"
@@ -130,7 +125,7 @@ def test_zeros_that_are_no_mask(syncheck_rank: Any, change: str) -> None:
                 model.last.weight.add_(0.1)
     report = all_pass(each_rank(check, wrapper, optimizer))
     assert report.verdict == "out_of_sync"
-    assert "SYN226" not in {finding.code for finding in report.groups[0].findings}
+    assert "SYN226" not in list_codes(report.groups[0].findings)
 
 
 def add_queue(model: Net) -> Callable[[int], None]:
@@ -179,7 +174,7 @@ def test_buffers_of_some_ranks(syncheck_rank: Any, add: Callable[..., Any], upda
     wrapper, optimizer = train(model)
     if syncheck_rank.rank in updated:
         update(syncheck_rank.rank)
-    finding = only(all_pass(each_rank(check, wrapper, optimizer)))
+    finding = get_failing(all_pass(each_rank(check, wrapper, optimizer)))
     assert (finding.code, finding.ranks) == ("SYN205", updated)
     from_own_data = Text.CAUSE_QUEUE if add is add_queue else Text.CAUSE
     assert finding.cause.code is (Text.CAUSE_SOME if len(updated) == 1 else from_own_data)
@@ -195,12 +190,12 @@ def test_a_count_of_zero_shows_the_rank_without_updates(syncheck_rank: Any) -> N
     wrapper, optimizer = train(model)
     if syncheck_rank.rank == 1:
         update(1)
-    finding = only(all_pass(each_rank(check, wrapper, optimizer)))
+    finding = get_failing(all_pass(each_rank(check, wrapper, optimizer)))
     assert (finding.code, finding.cause.code) == ("SYN205", Text.CAUSE_SOME)
 
 
 def has_note(report: Report) -> bool:
-    return any(note.code is Note.EQUAL_RNG for group in report.groups for note in group.notes)
+    return Note.EQUAL_RNG in list_codes(join_fields(report.groups, "notes"))
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -221,7 +216,7 @@ def test_equal_rng_states_are_a_note(syncheck_rank: Any) -> None:
     random.seed(syncheck_rank.rank)
     np.random.seed(syncheck_rank.rank)
     report = all_pass(each_rank(check, net, rng=True, only="rng"))
-    finding = only(report)
+    finding = get_failing(report)
     assert (finding.code, finding.cause.code) == ("SYN299", Unexplained.CAUSE_RNG)
     assert not has_note(report)
     run_fix(finding, seed=5, numpy=np)

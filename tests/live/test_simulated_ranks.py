@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import on_all
+from support.listings import list_fields, map_fields
 
 from syncheck.live import check
 
@@ -62,7 +63,7 @@ def test_simulated_and_real_ranks_send_the_same(syncheck_rank: Any) -> None:
         messages.append(max(on_all(traffic.sent)))
     simulated: list[Any] = [played() if syncheck_rank.rank == 0 else None]
     dist.broadcast_object_list(simulated)
-    assert [source_value["sent"] for source_value in simulated[0]] == messages
+    assert list_fields(simulated[0], "sent") == messages
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,7 @@ def test_simulated_messages_reach_their_receiver() -> None:
         return [*(float(value) for value in result), float(reports), float(letter)]
 
     done = play(Kinds({"a": 0, "b": 1}, ["a", "b", "b", "a"]), work)
-    assert {kind: source_value.result for kind, source_value in done.items()} == {
-        key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"
-    }
+    assert map_fields(done, "result") == {key: [1.0, 2.0, 2.0, 1.0, 7.0, 9.0] for key in "ab"}
     # Sent: 4 bytes to all, then bytes from one of the two ranks. Received: from three peers, and bytes for one rank
     # only.
     assert [(done[kind].sent, done[kind].received) for kind in "ab"] == [(8, 16), (8, 16)]

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("benchmarks")
 
 
-def sent(call: Callable[[], Any]) -> int:
+def sent(call: Callable[..., Any], *arguments: Any) -> int:
     """Return the bytes that this rank passed to collectives in a call."""
     from benchmarks.traffic import counted
 
     with counted() as traffic:
-        call()
+        call(*arguments)
     return traffic.sent
 
 
@@ -36,11 +36,11 @@ def small(tensors: int) -> torch.nn.Module:
 def test_every_collective_is_counted_once(syncheck_rank: Any) -> None:
     """An all_gather counts its input, as a list or one tensor; an object at least its pickle; a barrier nothing."""
     row = torch.zeros(100, dtype=torch.float32)
-    both = [torch.zeros(100) for _ in range(2)]
-    assert sent(lambda: dist.all_gather(both, row)) == 400
-    assert sent(lambda: dist.all_gather_into_tensor(torch.zeros(200), row)) == 400
-    assert sent(lambda: dist.all_reduce(row)) == 400
-    assert 1000 < sent(lambda: on_all(b"x" * 1000)) < 1200
+    both = [torch.zeros(100), torch.zeros(100)]
+    assert sent(dist.all_gather, both, row) == 400
+    assert sent(dist.all_gather_into_tensor, torch.zeros(200), row) == 400
+    assert sent(dist.all_reduce, row) == 400
+    assert 1000 < sent(on_all, b"x" * 1000) < 1200
     assert sent(dist.barrier) == 0
 
 
@@ -49,15 +49,18 @@ def test_one_way_messages_count_at_the_sender(syncheck_rank: Any) -> None:
     """A broadcast counts at its source and a message at its sender only."""
     rank = syncheck_rank.rank
     row = torch.zeros(100, dtype=torch.float32)
-    assert sent(lambda: dist.broadcast(row, 1)) == (400 if rank == 1 else 0)
-    assert sent(lambda: dist.send(row, 1) if rank == 0 else dist.recv(row, 0)) == (400 if rank == 0 else 0)
+    assert sent(dist.broadcast, row, 1) == (400 if rank == 1 else 0)
+    if rank == 0:
+        assert sent(dist.send, row, 1) == 400
+    else:
+        assert sent(dist.recv, row, 0) == 0
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_traffic_in_sync_is_independent_of_model_size(syncheck_rank: Any) -> None:
     """In sync, the bytes sent do not depend on the number of tensors, and are below 64 per tensor for 10."""
     few, many = small(10), small(400)
-    first, second = sent(lambda: check(few)), sent(lambda: check(many))
+    first, second = sent(check, few), sent(check, many)
     assert first == second
     assert 0 < first <= 64 * 10
 
@@ -70,7 +73,7 @@ def test_a_difference_costs_sixteen_bytes_per_tensor(syncheck_rank: Any) -> None
         model = small(tensors)
         if syncheck_rank.rank == 1:
             flip(model["p0003"])
-        spent.append(sent(lambda model=model: check(model)))  # type: ignore[misc]
+        spent.append(sent(check, model))
     # Rank 0 also sends the report, which counts equal tensors without listing them.
     assert 16 * 200 <= spent[1] - spent[0] <= 48 * 200
 
@@ -98,7 +101,7 @@ def test_reading_reads_every_word() -> None:
 
     tensors = [torch.zeros(16), torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)]
     read = reading(tensors)
-    assert [int(total) for total in read()] == [0, 0, 0]
+    assert list(map(int, read())) == [0, 0, 0]
     tensors[1].view(-1)[-1] = 1
     tensors[2][0] = 5
-    assert [int(total) for total in read()] == [0, 0x3F80 << 48, 5]
+    assert list(map(int, read())) == [0, 0x3F80 << 48, 5]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.agreement import Net, all_pass, each_rank, flip
+from support.listings import find_all, list_codes, list_fields, list_names
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +32,7 @@ def test_partitioned_states_are_no_difference() -> None:
     report = all_pass(each_rank(check, *trained()))
     assert report.verdict == "in_sync"
     assert (report.counts.identical, report.counts.not_compared) == (4, 12)
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN104"]
+    assert list_codes(report.groups[0].findings) == ["SYN104"]
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -41,12 +42,12 @@ def test_a_fault_beside_partitioned_states(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
     outcomes = each_rank(check, model, optimizer)
-    assert [outcome.codes for outcome in outcomes] == [["SYN220", "SYN104"]] * 2
+    assert list_fields(outcomes, "codes") == [["SYN220", "SYN104"]] * 2
     if syncheck_rank.rank == 1:
         flip(model.module.fc.weight)
         optimizer.param_groups[0]["lr"] = optimizer.optim.param_groups[0]["lr"] = 0.5
     outcomes = each_rank(check, model, optimizer)
-    (settings,) = (found_codes for found_codes in outcomes[0].findings if found_codes.code == "SYN107")
+    (settings,) = find_all(outcomes[0].findings, code="SYN107")
     assert settings.values == ("optimizer.param_groups.0.lr",)
 
 
@@ -59,8 +60,8 @@ def test_settings_of_both_optimizers_are_set(syncheck_rank: Any) -> None:
     if syncheck_rank.rank == 1:
         groups[0]["lr"] = groups[1]["lr"] = 0.5
     done: Any = all_pass(each_rank(resync, model, optimizer))
-    assert [value.name for value in done.values] == ["optimizer.param_groups.0.lr"]
-    assert [group["lr"] for group in groups] == [0.01, 0.01]
+    assert list_names(done.values) == ["optimizer.param_groups.0.lr"]
+    assert list_fields(groups, "lr") == [0.01, 0.01]
     assert [list(map(id, group["params"])) for group in groups] == members
     optimizer.step()
     assert check(model, optimizer).verdict == "in_sync"
@@ -76,5 +77,5 @@ def test_a_lost_partition_is_found(syncheck_rank: Any) -> None:
     assert (report.verdict, report.groups[0].findings[0].code) == ("out_of_sync", "SYN101")
     assert report.groups[0].findings[0].ranks == (1,)
     outcomes = each_rank(resync, model, optimizer)
-    assert [outcome.error for outcome in outcomes] == ["UsageError"] * 3
+    assert list_fields(outcomes, "error") == ["UsageError"] * 3
     assert outcomes[0].text.startswith("no other rank has a copy of optimizer.")

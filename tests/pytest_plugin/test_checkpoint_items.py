@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_pth
+from support.listings import find_texts, measure_width
 from support.sessions import find_failure, session, sessions
 
 from syncheck import metadata
@@ -53,7 +55,7 @@ def test_failures_have_no_traceback(drifted: Path) -> None:
     assert text.count("running_var") == 3  # two rows, and the evidence
     assert "fc.weight" not in text
     assert "rank 1: ckpts/ddp_rank1.pth (torch-zip, " in text
-    summary = next(line for line in wide.lines if line.startswith("FAILED "))
+    summary = find_texts(wide.lines, start="FAILED ")[0]
     assert summary.startswith("FAILED ckpts::ddp::bn-stats - SYN201 bn-local-stats (warning, likely) on ranks 0-1: ")
     assert uncached.code == short.code == native.code == 1
     for ended in (wide, uncached, short, native):
@@ -70,7 +72,7 @@ def test_texts_are_bounded(tmp_path: Path) -> None:
     text = find_failure(session(tmp_path, "--syncheck", "*.pth").out, "syncheck .::ddp::parameters")
     assert text.count(".weight  parameter ") == 10
     assert "... and 20 more; output=FILE.html lists all" in text
-    assert max(map(len, text.splitlines())) < 1000
+    assert measure_width(text.splitlines()) < 1000
 
 
 def test_one_group_per_run_and_step(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
         (tmp_path, ["--collect-only", "-q", "--syncheck", "history/ddp/step_2"]),
     )
     items = ("parameters", "bn-stats", "values")
-    ids = [f"history/ddp::ddp-step-{step}::{item}" for step in (2, 10) for item in items]
+    ids = [f"history/ddp::ddp-step-{step}::{item}" for step, item in product((2, 10), items)]
     assert both.lines[:6] == ids
     assert "6 tests collected" in both.out
     assert first.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
@@ -119,7 +121,7 @@ def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) ->
         (tmp_path, [*base, "-v", "-n", "2", "--junitxml", "spread.xml"]),
         (tmp_path, [*base, "--collect-only", "-q"]),
     )
-    ids = [line for line in listing.lines if "::" in line]
+    ids = find_texts(listing.lines, "::")
     assert len(set(ids)) == len(ids) == 5
     assert all(nodeid.isprintable() and nodeid.count("::") == 2 and "[" not in nodeid for nodeid in ids), ids
     assert set(spread.outcomes()) == set(ids), spread.out
@@ -160,13 +162,13 @@ def test_junit_has_the_numbers(drifted: Path) -> None:
             for case in ET.parse(drifted / name).getroot().findall(".//testcase")
         }
         assert set(cases) == {
-            (f"ckpts.{run}", item) for run in ("ddp", "ddp-syncbn") for item in ("parameters", "bn-stats")
+            (f"ckpts.{run}", item) for run, item in product(("ddp", "ddp-syncbn"), ("parameters", "bn-stats"))
         }
         failed, passed = cases["ckpts.ddp", "bn-stats"], cases["ckpts.ddp-syncbn", "bn-stats"]
         properties = {each.get("name"): each.get("value") for each in failed.findall(".//property")}
         assert properties.pop("syncheck_notes") == str(KINDS_GUESSED)
         assert properties.pop("syncheck_worst") in {
-            f"layer{i}.bn.{source_value}" for i in range(2) for source_value in BN
+            f"layer{i}.bn.{source_value}" for i, source_value in product(range(2), BN)
         }
         assert properties == {
             "syncheck_verdict": "out_of_sync",

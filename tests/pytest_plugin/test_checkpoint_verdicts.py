@@ -11,7 +11,9 @@ import pytest
 from support.checkpoints import changed, network, save, save_pth
 from support.dtensors import save_ranks
 from support.groups import make_finding, make_group
+from support.listings import find_texts, list_fields
 from support.sessions import session, sessions
+from support.states import omit
 
 import syncheck
 from syncheck import api
@@ -51,7 +53,7 @@ def empty(folder: Path) -> None:
 
 def without(state: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a state dict without a tensor."""
-    return {key: value for key, value in state.items() if key != name}
+    return omit(state, name)
 
 
 SAME = ranks(network(), network())
@@ -151,7 +153,7 @@ def test_items_are_planned_from_names(tmp_path: Path, name: str) -> None:
         kinds = set(api.kinds_in(replicas, options))
         if group.verdict != "alone":
             assert kinds - {"value"} == set(group.kinds) - (set() if "rng" in options.only else {"rng"})
-        if any(value.counts for value in group.values):
+        if any(list_fields(group.values, "counts")):
             assert "value" in kinds
 
 
@@ -285,10 +287,10 @@ def test_shards_do_not_change_the_verdict(tmp_path: Path) -> None:
     save_ranks(tmp_path / "alone", parts, ["S(0)"], (2,))
     both, alone = sessions((folder, ["--syncheck", "."]), (tmp_path / "alone", ["--syncheck", "."]))
     assert (both.code, syncheck.compare(folder).exit_code) == (0, 0)
-    (line,) = (line for line in both.lines if "parameters 1/1 not compared" in line)
+    (line,) = find_texts(both.lines, "parameters 1/1 not compared")
     assert line.startswith("IN SYNC")
     assert (alone.code, syncheck.compare(tmp_path / "alone").exit_code) == (1, 2)
-    (line,) = (line for line in alone.lines if "parameters 1/1 not compared" in line)
+    (line,) = find_texts(alone.lines, "parameters 1/1 not compared")
     assert line.startswith("COULD NOT TELL")
 
 
@@ -300,7 +302,7 @@ def test_unjudged_tensors_are_counted(tmp_path: Path) -> None:
         save_pth(tmp_path / f"ddp_rank{rank}.pth", tree)
     ended = session(tmp_path, "--syncheck", "*.pth", "--syncheck-exclude", "fc.*", "--junitxml=j.xml", "-n", "1")
     assert ended.code == 0, ended.out
-    (line,) = [line for line in ended.lines if line.startswith("IN SYNC")]
+    (line,) = find_texts(ended.lines, start="IN SYNC")
     assert line.endswith("; rng 1/1 not compared; 2 tensors excluded by options")
     assert "    values that differ: temperature: 0.5 on rank 0, 1.5 on rank 1" in ended.lines
     junit = (tmp_path / "j.xml").read_text()

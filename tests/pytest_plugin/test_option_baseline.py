@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save
+from support.listings import find_texts
 from support.sessions import sessions
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
     (run,) = sessions((tmp_path, [*FILES, *spread, "--junitxml=r.xml"]))
     assert run.code == 1
     assert [nodeid for nodeid, ended in run.outcomes().items() if ended == "FAILED"] == [".::more::bn-stats"]
-    assert any("same: parameters 8 agree; bn-stats 2/6 differ (SYN201 accepted)" in line for line in run.lines)
+    assert find_texts(run.lines, "same: parameters 8 agree; bn-stats 2/6 differ (SYN201 accepted)")
     assert "not in the baseline: layer1.bn.running_var" in " ".join(run.out.split())
-    fixed = [line for line in run.lines if line.startswith("fixed: ")]
+    fixed = find_texts(run.lines, start="fixed: ")
     assert len(fixed) == 1
     assert "SYN201 on layer1.bn.running_mean; " in fixed[0]
     assert "options in effect: baseline known.json" in run.lines

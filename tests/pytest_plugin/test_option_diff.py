@@ -32,8 +32,8 @@ def write(folder: Path) -> Path:
 def test_a_test_for_each_pair(tmp_path: Path) -> None:
     """A pair in sync passes, a difference and an incomplete model fail, and no other test is collected."""
     (write(tmp_path) / "test_other.py").write_text("def test_other(): assert False\n")
-    pairs = [["ranks", "full.pth"], ["full.pth", "changed.pth"], ["half", "full.pth"]]
-    arguments = [word for pair in pairs for word in ("--syncheck-diff", *pair)]
+    option = "--syncheck-diff"
+    arguments = [option, "ranks", "full.pth", option, "full.pth", "changed.pth", option, "half", "full.pth"]
     (run, spread, subset) = sessions(
         (tmp_path, ["-v", *arguments]),
         (tmp_path, ["-v", *arguments, "-n", "2", "test_other.py"]),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from support.states import omit
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -34,7 +36,7 @@ def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> No
 def test_import_is_a_small_part_of_pytests(tmp_path: Path) -> None:
     """Importing the plugin takes less than a tenth of the import of pytest, in the best of five processes."""
     # As in an installed package, all processes but the first find bytecode.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = omit(os.environ, "PYTHONDONTWRITEBYTECODE")
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     assert any(measure_share(environment) < 0.1 for _ in range(5))
 

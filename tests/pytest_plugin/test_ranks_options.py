@@ -7,6 +7,7 @@ import textwrap
 from importlib import util
 
 import pytest
+from support.listings import list_names
 
 SUITE = """
 import os, time
@@ -86,7 +87,7 @@ def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
     result = suite.runpytest_subprocess("--cov=measured", "--cov-report=term-missing", "-k", "first", *workers)
     result.assert_outcomes(passed=1, deselected=0 if workers else 2)
     result.stdout.re_match_lines([r"measured\.py +6 +1 +2 +0 +88% +7"])
-    assert [path.name for path in suite.path.glob(".coverage*")] == [".coverage"]
+    assert list_names(suite.path.glob(".coverage*")) == [".coverage"]
 
 
 @pytest.mark.parametrize("option", ["--pdb", pytest.param("--trace", marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from support.listings import find_all, list_fields, read_json_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,7 +141,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def entries(done: tuple[Path, str]) -> list[dict[str, Any]]:
     """Return the records of the tests."""
-    records = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
+    records = read_json_lines(done[0] / "log.jsonl")
     return [entry | {"test": entry["test"].partition("::")[2]} for entry in records]
 
 
@@ -156,18 +156,18 @@ def test_outcomes_are_counted_once(done: tuple[Path, str]) -> None:
 def test_folder_and_seed_of_ranks(entries: list[dict[str, Any]]) -> None:
     """Each rank has its own tmp_path and random numbers, drawn from a known seed."""
     ready = [entry for entry in entries if "tmp_path" in entry]
-    assert len({entry["tmp_path"] for entry in ready}) == len({entry["pid"] for entry in ready}) == 2
-    assert sorted(entry["seed"] for entry in ready)[0] + 1 == sorted(entry["seed"] for entry in ready)[1]
-    drawn = [entry["drawn"] for entry in ready]
+    assert len(set(list_fields(ready, "tmp_path"))) == len(set(list_fields(ready, "pid"))) == 2
+    assert sorted(list_fields(ready, "seed"))[0] + 1 == sorted(list_fields(ready, "seed"))[1]
+    drawn = list_fields(ready, "drawn")
     assert not set(drawn[0]) & set(drawn[1])
-    assert {entry["device"] for entry in ready} == {"cpu"}
+    assert set(list_fields(ready, "device")) == {"cpu"}
 
 
 def test_fixtures_are_set_up_in_the_ranks_only(entries: list[dict[str, Any]]) -> None:
     """The outer session sets up no fixtures of tests on ranks."""
-    (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
+    (outer,) = set(list_fields(find_all(entries, test="test_without_ranks"), "pid"))
     fixtures = [entry for entry in entries if entry.get("fixture")]
-    assert [entry["test"] for entry in fixtures if entry["pid"] == outer] == ["test_without_ranks"]
+    assert list_fields(find_all(fixtures, pid=outer), "test") == ["test_without_ranks"]
     assert sum(entry["fixture"] == "each" for entry in fixtures) == 2
 
 
@@ -189,8 +189,8 @@ def test_the_test_can_create_the_group(entries: list[dict[str, Any]]) -> None:
 
 def test_processes_are_reused(entries: list[dict[str, Any]]) -> None:
     """Consecutive passing tests run in the same processes."""
-    (outer,) = {entry["pid"] for entry in entries if entry["test"] == "test_without_ranks"}
-    assert len({entry["pid"] for entry in entries} - {outer}) == 3
+    (outer,) = set(list_fields(find_all(entries, test="test_without_ranks"), "pid"))
+    assert len(set(list_fields(entries, "pid")) - {outer}) == 3
 
 
 def test_properties_in_junit(done: tuple[Path, str]) -> None:

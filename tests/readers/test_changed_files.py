@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save
+from support.listings import list_fields
 
 import syncheck
 from syncheck import api
@@ -45,7 +46,7 @@ def change(path: Path, how: str) -> None:
 def check_undecided(report: Report, path: Path, reason: str) -> None:
     """Assert an undecided report because of one unreadable file."""
     assert report.verdict == "undecided"
-    assert [file.path for file in report.unreadable] == [str(path)]
+    assert list_fields(report.unreadable, "path") == [str(path)]
     assert report.unreadable[0].reason.startswith(reason)
 
 
@@ -167,9 +168,9 @@ def test_intact_files_are_read_at_most_twice(
         elif how == "cut":
             os.truncate(path, 1000)
     report = api.judge(findings)
-    assert {file.path for file in report.unreadable} == broken
+    assert set(list_fields(report.unreadable, "path")) == broken
     assert report.verdict == "undecided"
-    assert [replica.rank for replica in report.groups[0].replicas] == list(range(1, 20, 2))
+    assert list_fields(report.groups[0].replicas, "rank") == list(range(1, 20, 2))
     assert report.counts.identical == 1
     assert max(bytes_read[str(path)] for path in paths[1::2]) <= most * 4 << 17
 

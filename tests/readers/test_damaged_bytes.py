@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from malformed.torch_parts import DATA, INTACT
+from support.listings import list_codes, list_fields, list_pairs
 
 import syncheck
 
@@ -26,10 +27,10 @@ def outcome(folder: Path, data: bytes, intact: bytes) -> tuple[int, str, tuple[s
     began = time.process_time()
     report = syncheck.compare(folder)
     assert time.process_time() - began < 5
-    why = "; ".join(first.reason for first in report.unreadable)
+    why = "; ".join(list_fields(report.unreadable, "reason"))
     assert why.isprintable()
     assert len(why) < 2000
-    return report.exit_code, why, tuple(first.code for group in report.groups for first in group.findings)
+    return report.exit_code, why, tuple(list_codes(report.findings))
 
 
 def flipped(data: bytes, at: int, bit: int) -> bytes:
@@ -123,7 +124,7 @@ def test_every_cut_and_a_flip_in_every_byte(name: str, tmp_path: Path) -> None:
         position: range(8) if start <= position < start + len(DATA) else [random.randrange(8)]
         for position in range(size)
     }
-    observed = check(name, tmp_path, range(size), [(position, bit) for position in bits for bit in bits[position]])
+    observed = check(name, tmp_path, range(size), list_pairs(bits))
     assert observed["cut, cannot be read"] == size
     assert observed["data flipped, out of sync"] == 8 * len(DATA) - 1
     assert observed["data flipped, in sync"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_result_equals_a_count_of_every_element(examples: int) -> None:
 def test_many_chunks_take_linear_time() -> None:
     """A grid of 64 x 64 chunks is checked quickly, and constructions with quadratic time are refused."""
     began = time.perf_counter()
-    assert find_fault((640, 640), [((10 * i, 10 * j), (10, 10)) for i in range(64) for j in range(64)]) == ""
+    assert find_fault((640, 640), [((10 * i, 10 * j), (10, 10)) for i, j in product(range(64), range(64))]) == ""
     stairs = [((i, 0), (20_000 - i, 1)) for i in range(20_000)]
     assert "too many boxes" in find_fault((20_000, 20_000), stairs)
     assert time.perf_counter() - began < 20

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_fields, map_fields
 
 torch = pytest.importorskip("torch")
 
@@ -190,7 +191,7 @@ def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
     report = api.judge(findings)
     assert len(report.unreadable) == 1
     assert str(remaining[1]) in report.unreadable[0].path
-    assert [replica.path for replica in report.groups[0].replicas] == [str(remaining[0]), str(remaining[2])]
+    assert list_fields(report.groups[0].replicas, "path") == [str(remaining[0]), str(remaining[2])]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
 
     change(folder, edit)
     tensors = syncheck.read(str(folder)).tensors
-    assert {name: tensor.refused for name, tensor in tensors.items()} == {
+    assert map_fields(tensors, "refused") == {
         "w": None,
         "v": None,
         "note": Refusal.UNKNOWN_RECORD(),
@@ -246,7 +247,8 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
 @pytest.mark.parametrize(("damaged", "code"), [(4, 2), (None, 1)], ids=["its beginning", "all of it"])
 def test_a_damaged_object_is_reported(tmp_path: Path, damaged: int | None, code: int) -> None:
     """If an object is intact in only one folder, this is an error or a difference, never just a note."""
-    remaining, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
+    remaining = save(tmp_path / "rank_0", {"w": torch.ones(2), "epoch": 3})
+    right = save(tmp_path / "rank_1", {"w": torch.ones(2), "epoch": 3})
     assert syncheck.compare(remaining, right).exit_code == 0
     record = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
     with (right / record.relative_path).open("r+b") as file:
@@ -254,8 +256,8 @@ def test_a_damaged_object_is_reported(tmp_path: Path, damaged: int | None, code:
         file.write(bytes(damaged or record.length))
     report = syncheck.compare(remaining, right)
     assert report.exit_code == code
-    texts = [file.reason for file in report.unreadable] + [repr(group.findings) for group in report.groups]
-    assert any("epoch" in text for text in texts)
+    texts = list_fields(report.unreadable, "reason") + [repr(group.findings) for group in report.groups]
+    assert find_texts(texts, "epoch")
 
 
 # --- cuts and flipped bits anywhere, beside an intact folder ---
@@ -282,7 +284,8 @@ def outcome(left: Path, right: Path) -> int:
 @pytest.mark.parametrize("name", FILES)
 def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
     """A truncated `.metadata` or chunk file gives an undecided result."""
-    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    remaining = save(tmp_path / "rank_0", STATE)
+    right = save(tmp_path / "rank_1", STATE)
     complete = (right / name).read_bytes()
     for length in range(0, len(complete), step):
         (right / name).write_bytes(complete[:length])
@@ -295,7 +298,8 @@ def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bit_in_any_byte(tmp_path: Path, name: str, step: int) -> None:
     """A flipped bit gives out of sync or a one-line error, unless no compared byte changed."""
-    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    remaining = save(tmp_path / "rank_0", STATE)
+    right = save(tmp_path / "rank_1", STATE)
     complete = (right / name).read_bytes()
     draw, observed = random.Random(step), Counter[int]()
     for position in range(draw.randrange(step), len(complete), step):
@@ -309,7 +313,8 @@ def test_flipped_bit_in_any_byte(tmp_path: Path, name: str, step: int) -> None:
 
 def test_flipped_bit_in_tensor_bytes(tmp_path: Path) -> None:
     """A flipped bit in a tensor's bytes is out of sync."""
-    remaining, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    remaining = save(tmp_path / "rank_0", STATE)
+    right = save(tmp_path / "rank_1", STATE)
     path = right / "__0_0.distcp"
     complete = path.read_bytes()
     places = {index.fqn: info for index, info in metadata(right).storage_data.items()}

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import reject
 from hypothesis import strategies as st
+from support.listings import find_texts
+from support.states import pick
 from support.strategies import (
     DTYPES,
     EXAMPLES,
@@ -173,7 +175,7 @@ def trainings(draw: Any) -> Any:
         "epoch": 3,
     }
     retained = draw(st.lists(st.sampled_from(sorted(extras)), unique=True))
-    saved = {key: model.state_dict(), "optimizer": optimizer.state_dict()} | {name: extras[name] for name in retained}
+    saved = {key: model.state_dict(), "optimizer": optimizer.state_dict()} | pick(extras, retained)
     return model, optimizer, "" if key != "encoder" else "encoder.", saved
 
 
@@ -190,7 +192,7 @@ def check_training(case: Any) -> None:
         torch.save(saved, path)
         snapshot = syncheck.read(str(path))
         result = found_in(path)
-    aside = {name for name in result if name.startswith(("ema.", "rng."))}
+    aside = set(find_texts(result, start=("ema.", "rng.")))
     assert {name: result[name] for name in result if name not in aside} == expected
     assert len(aside) == ("ema" in saved) * len(model.state_dict()) + ("rng" in saved) * 2
     assert snapshot.values.get("epoch") == saved.get("epoch")

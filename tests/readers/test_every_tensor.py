@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.checkpoints import Call, Global, save_pth
 from support.dtensors import dtensor, mesh_of_2_6
+from support.listings import find_all, list_fields
 
 import syncheck
 from syncheck.readers.pickles.tree import LOST
@@ -104,8 +105,8 @@ def test_a_tensor_in_an_odd_place_is_compared(tmp_path: Path, where: str, legacy
         torch.save(tree, tmp_path / f"m_rank{rank}.pth", _use_new_zipfile_serialization=not legacy)
     assert syncheck.compare(tmp_path / "m_rank0.pth", tmp_path / "m_rank1.pth").exit_code == 0
     (group,) = syncheck.compare(tmp_path).groups
-    different = [diff for diff in group.tensors if diff.status == "different"]
-    assert [(diff.name, diff.minority) for diff in different] == [(name, (2,))]
+    different = find_all(group.tensors, status="different")
+    assert list_fields(different, "name", "minority") == [(name, (2,))]
 
 
 def test_tensors_outside_the_tree_are_named(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Pa
         created = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, kind, arguments, state))
         save_pth(tmp_path / f"a_rank{rank}.pth", {"w": created})
     (group,) = syncheck.compare(tmp_path).groups
-    assert {diff.name: diff.status for diff in group.tensors} == {"w": "not_compared", "w.int_data": "different"}
+    assert dict(list_fields(group.tensors, "name", "status")) == {"w": "not_compared", "w.int_data": "different"}
     assert group.counts.identical == 1
 
 
@@ -180,5 +181,5 @@ def test_numpy_records_and_times_are_compared_as_bytes(tmp_path: Path, protocol:
         torch.save({"w": W, "rows": rows, "times": times}, tmp_path / f"m_rank{rank}.pth", pickle_protocol=protocol)
     assert syncheck.compare(tmp_path / "m_rank0.pth", tmp_path / "m_rank1.pth").exit_code == 0
     (group,) = syncheck.compare(tmp_path).groups
-    different = {diff.name: diff.minority for diff in group.tensors if diff.status == "different"}
+    different = dict(list_fields(find_all(group.tensors, status="different"), "name", "minority"))
     assert different == {"rows.bytes": (2,), "times.bytes": (2,)}

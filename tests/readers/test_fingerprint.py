@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.checkpoints import network, save_pth, save_safetensors
+from support.listings import find_texts, list_fields
+from support.states import omit
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -108,7 +110,7 @@ def test_values_and_metadata_survive(tmp_path: Path) -> None:
     assert after.metadata == before.metadata
     assert after.metadata is not None
     assert after.metadata.buffers == ()
-    retained = {name: value for name, value in before.values.items() if name != "comment"}
+    retained = omit(before.values, "comment")
     assert dict(after.values) == retained | {"step": 12}
     assert after.values["optimizer.param_groups.0.lr"] == math.inf
 
@@ -140,7 +142,7 @@ def test_the_text_is_reproducible(tmp_path: Path) -> None:
     assert text == fingerprint(syncheck.read(str(path)))
     assert text.isascii()
     assert "secret-folder" not in text
-    assert len([line for line in text.splitlines() if '"digest"' in line]) == 2
+    assert len(find_texts(text.splitlines(), '"digest"')) == 2
     assert json.loads(text)["source"] == {"name": "a.pth", "format": "torch-zip", "bytes": path.stat().st_size}
 
 
@@ -172,16 +174,14 @@ def test_output_paths(tmp_path: Path) -> None:
     """In an output folder, fingerprints keep the names of their checkpoints and the folders that distinguish them."""
     paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
     chosen = choose_output_paths([syncheck.read(str(path)) for path in paths], "out")
-    assert [output for _, output in chosen] == [
+    assert list_fields(chosen, 1) == [
         "out/node0/rank_0.fingerprint.json",
         "out/node1/rank_1.fingerprint.json",
     ]
     first = syncheck.read(str(paths[0]))
-    assert [output for _, output in choose_output_paths([first], "x.json")] == ["x.json"]
-    assert [output for _, output in choose_output_paths([first], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
-    assert [output for _, output in choose_output_paths([first], str(tmp_path))] == [
-        str(tmp_path / "rank_0.fingerprint.json")
-    ]
+    assert list_fields(choose_output_paths([first], "x.json"), 1) == ["x.json"]
+    assert list_fields(choose_output_paths([first], f"out{os.sep}"), 1) == ["out/rank_0.fingerprint.json"]
+    assert list_fields(choose_output_paths([first], str(tmp_path)), 1) == [str(tmp_path / "rank_0.fingerprint.json")]
 
 
 def test_digests_do_not_depend_on_the_layout(tmp_path: Path) -> None:
@@ -199,7 +199,8 @@ def test_digests_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     torch.save(
         {name: t.contiguous().resolve_conj().resolve_neg().clone() for name, t in state.items()}, tmp_path / "b.pth"
     )
-    a, b = (read_back(syncheck.read(str(tmp_path / f"{name}.pth")), tmp_path / f"{name}.json") for name in "ab")
+    a = read_back(syncheck.read(str(tmp_path / "a.pth")), tmp_path / "a.json")
+    b = read_back(syncheck.read(str(tmp_path / "b.pth")), tmp_path / "b.json")
     assert a.tensors.keys() == state.keys()
     for name in state:
         assert a.tensors[name].digest == b.tensors[name].digest, name

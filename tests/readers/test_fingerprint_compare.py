@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save_pth, save_safetensors
+from support.listings import list_codes, list_fields
+from support.states import copy_values
 
 import syncheck
 from syncheck.api import Options, compare
@@ -65,7 +67,7 @@ def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
     """One flipped bit in any block of a tensor is found, and no other tensor is reported."""
     state = {"big": np.zeros(600_000, np.float32), "small": np.ones(3, np.float32)}
     for position in (0, 262_144, 599_999):
-        flipped = {name: array.copy() for name, array in state.items()}
+        flipped = copy_values(state)
         flipped["big"].view(np.uint32)[position] ^= 1
         diff = only(compare(*replicas(tmp_path / str(position), [state, flipped], {0})))
         assert (diff.name, diff.status) == ("big", "different")
@@ -140,7 +142,7 @@ def test_shapes_and_missing_tensors_are_reported(tmp_path: Path) -> None:
     a = {"s": np.zeros(6, np.float32), "d": np.zeros(2, np.float32), "m": np.zeros(1)}
     b = {"s": np.zeros((2, 3), np.float32), "d": np.zeros(1, np.float64)}
     report = compare(*replicas(tmp_path, [a, b | {"w": np.zeros(1)}], {0}))
-    assert {diff.name: diff.reason for diff in report.groups[0].tensors} == {
+    assert dict(list_fields(report.groups[0].tensors, "name", "reason")) == {
         "s": "shape",
         "d": "shape",
         "m": "missing",
@@ -154,7 +156,7 @@ def test_values_are_compared(tmp_path: Path) -> None:
     state = {"w": np.ones(2), "epoch": 1, "comment": "only in the file"}
     assert compare(*replicas(tmp_path / "a", [state, state], {0})).verdict == "in_sync"
     report = compare(*replicas(tmp_path / "b", [state, state | {"epoch": 2}]))
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN106"]
+    assert list_codes(report.groups[0].findings) == ["SYN106"]
 
 
 def test_other_algorithms_are_never_compared(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_reports_omit_unknown_numbers(tmp_path: Path) -> None:
         assert "0 of " not in drawn
         assert "None" not in drawn.partition("<script")[0]
     tensors = json.loads(json_document.render(report, "1"))["groups"][0]["tensors"]
-    assert {tensor["mismatched"] for tensor in tensors} == {None}
+    assert set(list_fields(tensors, "mismatched")) == {None}
     assert report.drift == ()
 
 
@@ -213,4 +215,4 @@ def test_disjoint_fingerprints_are_out_of_sync(tmp_path: Path) -> None:
     """Fingerprints without a common tensor are out of sync, like checkpoints."""
     report = compare(*replicas(tmp_path, [{"a": np.ones(2)}, {"b": np.ones(2)}]))
     assert report.verdict == "out_of_sync"
-    assert {diff.reason for diff in report.groups[0].tensors} == {"missing"}
+    assert set(list_fields(report.groups[0].tensors, "reason")) == {"missing"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import list_pairs
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile, UnsupportedFormat
@@ -77,7 +78,7 @@ WRONG: dict[str, list[Any]] = {
 LOCATIONS = {"tensors.w": "tensor 'w'", "values.step": "value 'step'", "metadata": "metadata block"}
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(("field", "value"), list_pairs(WRONG))
 def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], field: str, value: Any) -> None:
     """A wrong field is a one-line error with file and location, and no other exception."""
     entry = document

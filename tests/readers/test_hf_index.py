@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_safetensors
+from support.listings import list_codes, list_fields, list_names
+from support.states import merge, pick, replace_in_names
 
 import syncheck
 
@@ -26,7 +28,7 @@ def write(folder: Path, state: dict[str, Any], files: int = 3, ending: str = "sa
     weight_map = {}
     for i in range(files):
         name = f"{stem}-{i + 1:05}-of-{files:05}.{ending}"
-        part = {tensor: state[tensor] for tensor in list(state)[i::files]}
+        part = pick(state, list(state)[i::files])
         save(folder / name, part)
         weight_map |= dict.fromkeys(part, name)
     write_index(folder, weight_map, f"{stem}.{ending}.index.json")
@@ -58,10 +60,10 @@ def test_a_folder_is_one_snapshot(tmp_path: Path, ending: str) -> None:
     snapshot = syncheck.read(str(folder))
     assert (snapshot.path, snapshot.format) == (str(folder), "huggingface")
     assert snapshot.tensors.keys() == network().keys()
-    assert len({tensor.path for tensor in snapshot.tensors.values()}) == 3
+    assert len(set(list_fields(snapshot.tensors.values(), "path"))) == 3
     assert snapshot.bytes == sum(file.stat().st_size for file in folder.iterdir() if file.name != "config.json")
     report = syncheck.compare(tmp_path)
-    assert [[r.path for r in group.replicas] for group in report.groups] == [[str(folder)]]
+    assert [list_fields(group.replicas, "path") for group in report.groups] == [[str(folder)]]
     assert (report.skipped, report.exit_code) == (1, 2)  # config.json
 
 
@@ -74,7 +76,7 @@ def test_the_number_of_files_does_not_matter(tmp_path: Path, files: int) -> None
         assert (report.verdict, report.counts.identical) == ("in_sync", len(network()))
     write(right, changed(network(), "fc.bias"), files)
     (group,) = syncheck.compare(remaining, right).groups
-    assert [diff.name for diff in group.tensors] == ["fc.bias"]
+    assert list_names(group.tensors) == ["fc.bias"]
 
 
 def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
         parts = {f"model-{i}.safetensors": dict(list(state.items())[i::files]) for i in range(files)}
         for name, part in parts.items():
             save_safetensors(folder / name, part, {"format": "pt", "part": name})
-        write_index(folder, {tensor: name for name, part in parts.items() for tensor in part})
+        write_index(folder, merge(dict.fromkeys(part, name) for name, part in parts.items()))
         result.append(syncheck.read(str(folder)).values)
     assert result[0] == {"format": "pt", "part": "model-0.safetensors"}
     remaining = {f"part#{i}": f"model-{i - 1}.safetensors" for i in (2, 3)}
@@ -97,7 +99,7 @@ def listed(**changes: Any) -> Callable[[Path], None]:
     """Return a fault: other entries in the weight map, with `__` for dots in names; None removes an entry."""
 
     def plant(folder: Path) -> None:
-        entries = weight_map(folder) | {name.replace("__", "."): file for name, file in changes.items()}
+        entries = weight_map(folder) | replace_in_names(changes, "__", ".")
         write_index(folder, {name: file for name, file in entries.items() if file is not None})
 
     return plant
@@ -206,8 +208,8 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": 5}))
     save(tmp_path / "node0" / "checkpoint-5" / "model.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(replica.rank, replica.format) for replica in group.replicas] == [(0, "huggingface"), (1, "huggingface")]
-    assert [(finding.code, finding.ranks) for finding in group.findings] == [("SYN101", (0, 1))]
+    assert list_fields(group.replicas, "rank", "format") == [(0, "huggingface"), (1, "huggingface")]
+    assert list_fields(group.findings, "code", "ranks") == [("SYN101", (0, 1))]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
@@ -222,7 +224,7 @@ def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> N
     (group,) = syncheck.compare(*folders[:2]).groups
     assert [diff.name.endswith("fc.bias") for diff in group.tensors] == [True]
     report = syncheck.compare(folders[0], folders[2])
-    assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
+    assert list_codes(report.groups[0].findings) == ["SYN101"]
     (folders[1] / name).write_bytes(b"broken")
     assert syncheck.compare(*folders[:2]).exit_code == 2
 
@@ -242,4 +244,4 @@ def test_a_folder_with_one_plain_file_is_an_ordinary_folder(tmp_path: Path) -> N
     save(tmp_path / "rank0" / "model.safetensors", network())
     save(tmp_path / "rank1" / "model.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(replica.format, replica.rank) for replica in group.replicas] == [("safetensors", 0), ("safetensors", 1)]
+    assert list_fields(group.replicas, "format", "rank") == [("safetensors", 0), ("safetensors", 1)]

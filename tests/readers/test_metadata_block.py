@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_pth
+from support.listings import find_all
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -100,7 +101,7 @@ def test_absent_ranks_are_noted(tmp_path: Path) -> None:
         block = syncheck.metadata(run="r", rank=rank, world_size=100_000, step=1, run_id="x")
         save_pth(tmp_path / f"rank{rank}.pth", {"w": W, "syncheck": block})
     (group,) = syncheck.compare(tmp_path).groups
-    (note,) = [note for note in group.notes if note.code is Note.RANKS_ABSENT]
+    (note,) = find_all(group.notes, code=Note.RANKS_ABSENT)
     assert len(note.parameters["ranks"]) == 99_998
     assert len(str(note)) < 100
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_all
 
 from syncheck.readers.formats import read_file
 
@@ -28,7 +29,7 @@ def net(*sizes: tuple[int, int], buffers: tuple[tuple[str, tuple[int, ...]], ...
 def names(model: nn.Sequential, path: Path, *, split: bool = False) -> set[str]:
     """Train one step, save, and return the parameters whose first moments are read from the file."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]] if split else [trained]
+    groups = [[p for p in trained if p.ndim > 1], find_all(trained, ndim=1)] if split else [trained]
     optimizer = torch.optim.AdamW([{"params": part} for part in groups])
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import save_header, save_safetensors
+from support.listings import find_all, list_fields, list_names
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile
@@ -26,13 +27,13 @@ def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
         }
         save_header(tmp_path / f"rank{rank}.safetensors", header, bytes(6))
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(diff.name, diff.status, diff.detail) for diff in group.tensors] == [
+    assert list_fields(group.tensors, "name", "status", "detail") == [
         ("odd", "not_compared", Detail.REFUSED(refusal=Refusal.IN_PARTS(refusal=Refusal.DTYPE(name="F4"))))
     ]
     assert group.verdict == "in_sync"
     save_header(tmp_path / "rank1.safetensors", header, b"\0\1" + bytes(4))
     (group,) = syncheck.compare(tmp_path).groups
-    assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["odd.bytes"]
+    assert list_names(find_all(group.tensors, out_of_sync=True)) == ["odd.bytes"]
 
 
 def test_metadata_block(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name, header, data, length, message", DEFECTS, ids=[defect[0] for defect in DEFECTS])
+@pytest.mark.parametrize("name, header, data, length, message", DEFECTS, ids=list_fields(DEFECTS, 0))
 def test_every_defect_has_a_line(
     tmp_path: Path, name: str, header: Any, data: bytes, length: int | None, message: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import Call, Global, save_pth
 from support.dtensors import new
+from support.listings import find_all, list_codes, list_fields, map_fields
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
@@ -73,9 +74,9 @@ def check_comparison(folder: Path) -> None:
     """Check that shards are sharded by design, and that buffers and step counters are compared."""
     report = syncheck.compare(folder)
     (group,) = report.groups
-    assert (report.exit_code, [finding.code for finding in group.findings]) == (0, ["SYN104"])
+    assert (report.exit_code, list_codes(group.findings)) == (0, ["SYN104"])
     assert (report.counts.identical, report.counts.not_compared) == (3 + 8, 8 + 2 * 8)
-    assert {diff.reason for diff in group.tensors} == {"sharded"}
+    assert set(list_fields(group.tensors, "reason")) == {"sharded"}
     assert not [note for note in group.notes if "torch.distributed" in str(note)]
 
 
@@ -96,7 +97,7 @@ def test_shards_of_three_ranks_equal_dtensors(syncheck_rank: Rank) -> None:
     meshed, _ = save(syncheck_rank, device_mesh=init_device_mesh("cpu", (3,)))
     file = f"m_rank{syncheck_rank.rank}.pth"
     layouts = [
-        {name: (t.shape, t.sharding) for name, t in syncheck.read(str(source_value / file)).tensors.items()}
+        map_fields(syncheck.read(str(source_value / file)).tensors, "shape", "sharding")
         for source_value in (folder, meshed)
     ]
     assert layouts[0] == layouts[1]
@@ -105,7 +106,8 @@ def test_shards_of_three_ranks_equal_dtensors(syncheck_rank: Rank) -> None:
 @pytest.mark.syncheck(ranks=4)
 def test_replicas_under_hybrid_sharding(syncheck_rank: Rank) -> None:
     """With HYBRID_SHARD, ranks with the same shard are compared, and a changed element is out of sync."""
-    shards, copies = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    shards = [dist.new_group(ranks) for ranks in [[0, 1], [2, 3]]]
+    copies = [dist.new_group(ranks) for ranks in [[0, 2], [1, 3]]]
     groups = shards[syncheck_rank.rank // 2], copies[syncheck_rank.rank % 2]
     options = {"process_group": groups, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     folder, _ = save(syncheck_rank, **options)
@@ -116,7 +118,7 @@ def test_replicas_under_hybrid_sharding(syncheck_rank: Rank) -> None:
     assert {t.sharding.ranks for t in file.tensors.values() if t.sharding} == {own_values}
     folder, _ = save(syncheck_rank, odd=3, **options)
     (group,) = syncheck.compare(folder).groups
-    assert [(diff.name, diff.index) for diff in group.tensors if diff.out_of_sync] == [("2.weight", (1, 2))]
+    assert list_fields(find_all(group.tensors, out_of_sync=True), "name", "index") == [("2.weight", (1, 2))]
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from malformed.torch_parts import mapping, storage, tensor, torch_legacy, whole
+from support.listings import find_texts, list_fields, map_fields
 from support.strategies import content
 
 import syncheck
@@ -31,7 +32,7 @@ def test_unreadable_storages_are_skipped(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint32)
     tree = {"q": quantized, "sparse": torch.eye(3).to_sparse(), "after": torch.ones(3)}
     tensors = syncheck.read(save(tmp_path / "f.pth", tree)).tensors
-    assert {name: t.refused for name, t in tensors.items()} == {
+    assert map_fields(tensors, "refused") == {
         "q": Refusal.IN_PARTS(refusal=Refusal.QUANTIZED()),
         "sparse": Refusal.IN_PARTS(refusal=Refusal.SPARSE()),
         **dict.fromkeys(("after", "q.int_repr", "sparse.indices", "sparse.values")),
@@ -62,8 +63,8 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
 def test_a_whole_module_is_read(tmp_path: Path) -> None:
     """A module pickled with its source gives its tensors, and its class is inert."""
     snapshot = syncheck.read(save(tmp_path / "f.pth", torch.nn.Linear(2, 3)))
-    assert sorted(tensor.shape for tensor in snapshot.tensors.values()) == [(3,), (3, 2)]
-    assert any(stub.endswith("Linear") for stub in snapshot.stubs)
+    assert sorted(list_fields(snapshot.tensors.values(), "shape")) == [(3,), (3, 2)]
+    assert find_texts(snapshot.stubs, end="Linear")
 
 
 def viewing(*views: Any) -> bytes:

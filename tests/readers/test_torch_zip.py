@@ -13,6 +13,8 @@ import pytest
 import torch
 from support.checkpoints import Call, Global, _Stored, save_pth, save_safetensors
 from support.dcp_folders import assemble
+from support.listings import list_codes, list_fields, list_rank_files, map_fields
+from support.states import pick
 from support.strategies import found_in, from_bytes, loaded, noise
 
 import syncheck
@@ -110,7 +112,7 @@ def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None
             "meta": torch.zeros(size, device="meta"),
         }
         torch.save({"w": torch.ones(2), **outlier}, tmp_path / f"m_rank{rank}.pth")
-    paths = [tmp_path / f"m_rank{rank}.pth" for rank in range(3)]
+    paths = list_rank_files(tmp_path, "m_rank{}.pth", 3)
     assert all(syncheck.read(str(paths[0])).tensors[name].refused for name in outlier)
     equal = syncheck.compare(paths[0], paths[2])
     components = 2 + 3 + 3 + 1  # of coo, csr, bsr and q
@@ -120,7 +122,7 @@ def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None
     assert syncheck.compare(paths[0], paths[2], options=syncheck.Options(exclude=("meta",))).exit_code == 0
     (group,) = syncheck.compare(*paths[:2]).groups
     result = {diff.name: diff for diff in group.tensors if diff.name in outlier}
-    assert {diff.reason for diff in result.values()} == {Reason.SHAPE}
+    assert set(list_fields(result.values(), "reason")) == {Reason.SHAPE}
     assert {name: re.findall(r"\[.*?\]", str(diff.detail)) for name, diff in result.items()} == {
         "coo": ["[3, 3]", "[4, 4]"],
         "csr": ["[3, 3]", "[4, 4]"],
@@ -128,7 +130,7 @@ def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None
         "q": ["[3, 2]", "[4, 2]"],
         "meta": ["[3]", "[4]"],
     }
-    assert [finding.code for finding in group.findings] == ["SYN102"]
+    assert list_codes(group.findings) == ["SYN102"]
 
 
 def test_unreadable_tensors_can_be_missing(tmp_path: Path) -> None:
@@ -136,8 +138,8 @@ def test_unreadable_tensors_can_be_missing(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
     torch.save({"w": torch.ones(2)}, tmp_path / "m_rank1.pth")
     (group,) = syncheck.compare(tmp_path).groups
-    assert [(diff.name, diff.detail) for diff in group.tensors] == [("meta", Detail.MISSING(ranks=(1,)))]
-    assert [(finding.code, finding.tensors) for finding in group.findings] == [("SYN101", ("meta",))]
+    assert list_fields(group.tensors, "name", "detail") == [("meta", Detail.MISSING(ranks=(1,)))]
+    assert list_fields(group.findings, "code", "tensors") == [("SYN101", ("meta",))]
 
 
 def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
     assert read.stubs == ()
     assert read.values["loss"] == 0.25
     result = found_in(tmp_path / "m_rank0.pth")
-    assert {name: result[name] for name in arrays} == {name: loaded(array) for name, array in arrays.items()}
+    assert pick(result, arrays) == {name: loaded(array) for name, array in arrays.items()}
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
     assert (diff.name, diff.dtype, diff.max_abs, diff.index, diff.extent) == ("fortran", "int16", 1, (2, 1), "one")
 
@@ -265,7 +267,7 @@ def test_descriptions_of_tensors_are_known(tmp_path: Path) -> None:
     more |= {"scheme": torch.per_tensor_affine, "dtype": torch.float32, "half": torch.complex32}
     result = syncheck.read(str(saved(tmp_path / "f.pth", tree | more)))
     assert result.stubs == ()
-    assert {name: tensor.shape for name, tensor in result.tensors.items()} == {
+    assert map_fields(result.tensors, "shape") == {
         "noted": (2,),
         "parameter": (3,),
         "buffer": (4,),
@@ -293,7 +295,7 @@ def test_unsupported_dtypes_have_a_name_and_a_shape(tmp_path: Path) -> None:
     tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]
     assert (tensor.refused, tensor.shape) == (Refusal.IN_PARTS(refusal=Refusal.DTYPE(name="complex32")), (2, 3))
     diffs = syncheck.compare(tmp_path).groups[0].tensors
-    assert [(diff.name, diff.reason, diff.clusters) for diff in diffs] == [
+    assert list_fields(diffs, "name", "reason", "clusters") == [
         (name, Reason.SHAPE, ((0,), (1,))) for name in ("c", "c.bytes")
     ]
 

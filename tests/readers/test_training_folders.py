@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import changed, network, save, save_pth
+from support.listings import find_all, list_codes, list_fields, list_names, list_starts
 
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
@@ -85,7 +86,7 @@ def test_accelerate(tmp_path: Path) -> None:
     assert values.items() <= snapshot.values.items()
     report = syncheck.compare(remaining, right)
     (group,) = report.groups
-    assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["model_1.head.weight", "optimizer.1.0.exp_avg"]
+    assert list_names(find_all(group.tensors, out_of_sync=True)) == ["model_1.head.weight", "optimizer.1.0.exp_avg"]
     assert (group.kinds["rng"].not_compared, report.skipped) == (2, 0)
 
 
@@ -115,10 +116,11 @@ def test_names_of_an_optimizer_in_its_own_file(
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 def test_deepspeed(tmp_path: Path, prefix: str) -> None:
     """Two tag folders are two replicas; ZeRO partitions are compared between folders, not with each other."""
-    remaining, right = (deepspeed(tmp_path / name / "global_step500", prefix=prefix) for name in "ab")
+    remaining = deepspeed(tmp_path / "a" / "global_step500", prefix=prefix)
+    right = deepspeed(tmp_path / "b" / "global_step500", prefix=prefix)
     report = syncheck.compare(remaining, right)
     (group,) = report.groups
-    assert [r.format for r in group.replicas] == ["deepspeed", "deepspeed"]
+    assert list_fields(group.replicas, "format") == ["deepspeed", "deepspeed"]
     assert (report.verdict, group.step) == ("in_sync", 500)
     # A model, and of two ranks a flat partition, a moment and a step.
     assert group.counts.identical == len(network()) + 2 * 3
@@ -126,7 +128,7 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
     assert group.evidence.stores_progress
     deepspeed(right, value=1.0, prefix=prefix)
     (group,) = syncheck.compare(remaining, right).groups
-    assert sorted(diff.name for diff in group.tensors) == [
+    assert sorted(list_names(group.tensors)) == [
         "optimizer.zero_pp_rank_1_mp_rank_00.0.exp_avg",
         "optimizer.zero_pp_rank_1_mp_rank_00.single_partition_of_fp32_groups.0",
     ]
@@ -134,7 +136,8 @@ def test_deepspeed(tmp_path: Path, prefix: str) -> None:
 
 def test_deepspeed_parts_of_the_model(tmp_path: Path) -> None:
     """Files of two model-parallel ranks are different parts, and their tensors get different names."""
-    remaining, right = (deepspeed(tmp_path / name / "global_step500", model_parallel=2) for name in "ab")
+    remaining = deepspeed(tmp_path / "a" / "global_step500", model_parallel=2)
+    right = deepspeed(tmp_path / "b" / "global_step500", model_parallel=2)
     snapshot = syncheck.read(str(remaining))
     assert {"mp_rank_00.fc.weight", "mp_rank_01.fc.weight"} <= snapshot.tensors.keys()
     assert snapshot.values["global_steps"] == 500
@@ -148,7 +151,7 @@ def test_partitions_named_by_file_are_no_replicas(tmp_path: Path) -> None:
     folder = deepspeed(tmp_path / "global_step500")
     report = syncheck.compare(*sorted(folder.glob("zero*.pt")))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
-    assert {group.grouping for group in report.groups} == {(Grouping.SHARDS_ALONE(),)}
+    assert set(list_fields(report.groups, "grouping")) == {(Grouping.SHARDS_ALONE(),)}
 
 
 def test_a_single_deepspeed_run(tmp_path: Path) -> None:
@@ -156,14 +159,15 @@ def test_a_single_deepspeed_run(tmp_path: Path) -> None:
     for step in (500, 1000):
         deepspeed(tmp_path / "run" / f"global_step{step}")
     report = syncheck.compare(tmp_path / "run")
-    assert [(group.step, group.verdict) for group in report.groups] == [(500, "alone"), (1000, "alone")]
+    assert list_fields(report.groups, "step", "verdict") == [(500, "alone"), (1000, "alone")]
     assert (report.skipped, report.exit_code) == (1, 2)
 
 
 @pytest.mark.parametrize("parts", [("mp_rank_00",), ("mp_rank_00", "mp_rank_01"), ("mp_rank_00_000", "mp_rank_00_001")])
 def test_megatron(tmp_path: Path, parts: tuple[str, ...]) -> None:
     """An iteration is one snapshot of several parts, and a difference is reported with its part."""
-    remaining, right = (megatron(tmp_path / name / "iter_0000500", parts) for name in "ab")
+    remaining = megatron(tmp_path / "a" / "iter_0000500", parts)
+    right = megatron(tmp_path / "b" / "iter_0000500", parts)
     report = syncheck.compare(remaining, right)
     (group,) = report.groups
     assert (report.verdict, group.step, group.replicas[0].format) == ("in_sync", 500, "megatron")
@@ -171,7 +175,7 @@ def test_megatron(tmp_path: Path, parts: tuple[str, ...]) -> None:
     assert syncheck.read(str(remaining)).values["iteration"] == 500
     megatron(right, parts, value=1.0)
     (group,) = syncheck.compare(remaining, right).groups
-    assert [diff.name for diff in group.tensors] == ["fc.bias" if len(parts) == 1 else f"{parts[-1]}.fc.bias"]
+    assert list_names(group.tensors) == ["fc.bias" if len(parts) == 1 else f"{parts[-1]}.fc.bias"]
 
 
 def test_megatron_optimizer_in_its_own_file(tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
         report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
         # Two nodes may each have saved their own partition, and the number of partitions is unknown.
         expected = (2, Reason.AMBIGUOUS) if kind == "zero" else (1, Reason.MISSING)
-        reasons = {diff.reason for group in report.groups for diff in group.tensors}
+        reasons = set(list_fields(report.tensors, "reason"))
         assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
 
 
@@ -274,12 +278,14 @@ def test_rng_states_of_any_rank_share_a_name(tmp_path: Path) -> None:
 def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
     """A part of another iteration makes its folder unreadable, although its tensors are equal."""
     if format_name == "megatron":
-        remaining, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
+        remaining = megatron(tmp_path / "a" / "iter_0000500")
+        right = megatron(tmp_path / "b" / "iter_0000500")
         tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
         save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
         reason = "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as in mp_rank_00/model_optim_rng.pt. Its"
     else:
-        remaining, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
+        remaining = deepspeed(tmp_path / "a" / "global_step500", model_parallel=2)
+        right = deepspeed(tmp_path / "b" / "global_step500", model_parallel=2)
         tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
         save_pth(right / "mp_rank_01_model_states.pt", tree)
         reason = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as in mp_rank_00_model_states.pt. Its"
@@ -330,12 +336,12 @@ def test_parts_missing_in_both_are_counted(tmp_path: Path) -> None:
 def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
     """A `save_state` folder without scaler and scheduler is out of sync, because a resume needs both."""
     remaining, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
-    assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(remaining, right).groups[0].notes}
+    assert Note.VALUES_ABSENT not in list_codes(syncheck.compare(remaining, right).groups[0].notes)
     (right / "scaler.pt").unlink()
     (right / "scheduler.bin").unlink()
     (group,) = syncheck.compare(remaining, right).groups
-    assert [finding.code for finding in group.findings] == ["SYN101"]
-    assert {name.partition(".")[0] for name in group.findings[0].values} == {"scaler", "scheduler"}
+    assert list_codes(group.findings) == ["SYN101"]
+    assert set(list_starts(group.findings[0].values, ".")) == {"scaler", "scheduler"}
 
 
 def test_the_models_index_precedes_a_variants_index(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +106,7 @@ TARGETS = [
 
 
 @pytest.mark.parametrize("state", STATES, ids=repr)
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=attrgetter("name"))
 def test_stand_ins_cannot_be_changed(tmp_path: Path, target: Global, state: Any) -> None:
     """BUILD on a stand-in fails or has no effect, and the next file is read correctly."""
     path = tmp_path / "evil.pth"

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
+from support.listings import find_all, find_first, is_printable, join_fields, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -18,6 +20,8 @@ from syncheck.report import finding_text, github, words
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from syncheck.records import Group
 
 
 PROPERTIES = (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%"))
@@ -52,6 +56,11 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
     return [command for command in parsed if command is not None]
 
 
+def copy_group(group: Group, number: int, run: str = "run") -> tuple[Group, ...]:
+    """Return copies of a group as numbered runs."""
+    return tuple(replace(group, name=f"run{i}", run=f"{run}{i}") for i in range(number))
+
+
 def test_a_real_comparison() -> None:
     """Each finding is an error with code, file, tensors and fix; only the last step of a run has errors."""
     report = compare_real_runs()
@@ -60,13 +69,13 @@ def test_a_real_comparison() -> None:
     growing, local = commands(drawn)
     assert (growing[0], local[0]) == ("error", "error")
     assert growing[1]["title"] == "SYN202 bn-drift-growing (error, likely) on ranks 0-1, ddp-nobufsync step 12"
-    finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
+    finding = find_first(join_fields(find_all(report.groups, step=12), "findings"), code="SYN202")
     assert f"\n{finding_text.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
-    paths = [replica.path for group in report.groups for replica in group.replicas]
+    paths = list_fields(join_fields(report.groups, "replicas"), "path")
     assert local[1]["file"] in paths
     assert re.search(r"\n- layer3\.0\.bn1\.running_var: 16 of 16, max abs 0\.0379, max rel 4\.67%, max ulp ", local[2])
-    (local_finding,) = (f for g in report.groups for f in g.findings if f.code == "SYN201")
+    (local_finding,) = find_all(report.findings, code="SYN201")
     assert f"\nFix: {local_finding.fix}\n" in local[2]
 
 
@@ -76,7 +85,7 @@ def test_in_sync_has_no_annotation(tmp_path: Path) -> None:
         save_pth(tmp_path / f"rank{rank}.pth", changed(network(), "running_mean", by=rank))
     for allow, levels in ((("SYN201",), ["warning"]), ((), ["error"])):
         drawn = github.render(syncheck.compare(tmp_path, options=syncheck.Options(allow=allow)))
-        assert [command[0] for command in commands(drawn)] == levels
+        assert list_fields(commands(drawn), 0) == levels
     save_pth(tmp_path / "rank1.pth", network())
     assert commands(github.render(syncheck.compare(tmp_path))) == []
 
@@ -100,7 +109,7 @@ def test_information_and_undecided_groups() -> None:
     in_sync = replace(group, verdict="in_sync", findings=(replace(group.findings[0], code="SYN104", severity="info"),))
     undecided = replace(group, name="other", run="other", verdict="undecided", findings=())
     parsed = commands(github.render(Report("in_sync", (in_sync, undecided))))
-    assert [command[0] for command in parsed] == ["warning", "notice"]
+    assert list_fields(parsed, 0) == ["warning", "notice"]
     assert parsed[0][2] == "other"
 
 
@@ -108,12 +117,10 @@ def test_information_and_undecided_groups() -> None:
 def test_no_more_than_github_shows(many: int) -> None:
     """Each level has at most ten annotations, and the last annotation contains the number of further annotations."""
     group = hostile("calm").groups[0]
-    groups = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(many))
-    allowed = tuple(
-        replace(first, run=f"{first.run}x", findings=(replace(group.findings[0], allowed=True),)) for first in groups
-    )
+    groups = copy_group(group, many)
+    allowed = copy_group(replace(group, findings=(replace(group.findings[0], allowed=True),)), many, "allowed")
     parsed = commands(github.render(Report("out_of_sync", groups + allowed)))
-    assert [command[0] for command in parsed] == ["error"] * 10 + ["warning"] * 10
+    assert list_fields(parsed, 0) == ["error"] * 10 + ["warning"] * 10
     for last in (parsed[9], parsed[19]):
         hidden = re.fullmatch(r"syncheck: (\d+) more", last[1]["title"])
         assert (int(hidden[1]) if hidden else 1) == many - 9
@@ -122,19 +129,19 @@ def test_no_more_than_github_shows(many: int) -> None:
 def test_errors_come_first() -> None:
     """If there are more findings than GitHub shows, the most severe are shown."""
     group = hostile("calm").groups[0]
-    mild = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(20))
+    mild = copy_group(group, 20)
     severe = replace(group.findings[0], code="SYN211", severity="error")
     parsed = commands(github.render(Report("out_of_sync", (*mild, replace(group, run="last", findings=(severe,))))))
     assert parsed[0][1]["title"].startswith("SYN211 ")
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_cannot_add_commands(name: str) -> None:
     """With every hostile name the runner parses the same commands with the same properties."""
     drawn = github.render(hostile(name))
-    assert all(c.isprintable() or c == "\n" for c in drawn)
+    assert is_printable(drawn)
     parsed, calm = commands(drawn), commands(github.render(hostile("calm")))
-    assert [command[0] for command in parsed] == [command[0] for command in calm]
+    assert list_fields(parsed, 0) == list_fields(calm, 0)
     for command, expected in zip(parsed, calm, strict=True):
         assert set(command[1]) in ({*expected[1]}, {*expected[1]} - {"file"})
         assert ("file" in command[1]) or not name.strip()
@@ -155,7 +162,7 @@ def test_the_output_stays_small() -> None:
     first = hostile("%" * 10_000)
     tensors = first.groups[0].tensors * 5000
     ranks = tuple(range(0, 4096, 2))
-    finding = replace(first.groups[0].findings[0], ranks=ranks, tensors=tuple(diff.name for diff in tensors))
+    finding = replace(first.groups[0].findings[0], ranks=ranks, tensors=tuple(list_names(tensors)))
     groups = tuple(
         replace(
             first.groups[0], run=f"{i}", tensors=tensors[: 10_000 // (i + 1)], findings=(finding,) * 8, counts=Counts()

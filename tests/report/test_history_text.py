@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE
 from support.large import group, tensor
+from support.listings import is_printable, measure_width
+from support.states import omit_prefixes
 
 import syncheck
 from syncheck.records import History, HistoryPoint, Report, Trend
@@ -92,14 +95,14 @@ def test_every_format_contains_the_history() -> None:
         assert "in sync until" not in drawn(report(None))
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_in_a_history_are_escaped(name: str) -> None:
     """A hostile name of the first tensor adds no lines or control characters, and failures stay short."""
     output = report(make_history(0.5, 0.5, names=(name,)))
     drawn = plain.render(text.overview(output, 0))
     calm = plain.render(text.overview(report(make_history(0.5, 0.5)), 0))
     assert drawn.count("\n") == calm.count("\n")
-    assert all(c.isprintable() or c == "\n" for c in drawn)
+    assert is_printable(drawn)
     assert len(failure.message(output)) < 5_000
     ET.fromstring(junit.render(output))
 
@@ -152,7 +155,7 @@ def _run(folder: Path, gaps: dict[int, float]) -> None:
 def test_curve_in_a_pseudo_terminal(tmp_path: Path, columns: int, locale: str, marks: str) -> None:
     """`syncheck report` draws the curve at each width, and in ASCII in the C locale."""
     _run(tmp_path / "ckpts", {1: 0.0, 2: 1e-4, 3: 0.01, 9: 0.5})
-    retained = {name: source_value for name, source_value in os.environ.items() if not name.startswith("LC_")}
+    retained = omit_prefixes(os.environ, "LC_")
     command = f"stty columns {columns}; {sys.executable} -m syncheck report"
     done = subprocess.run(
         ["script", "-qec", command, "/dev/null"],
@@ -165,5 +168,5 @@ def test_curve_in_a_pseudo_terminal(tmp_path: Path, columns: int, locale: str, m
     assert done.returncode == 1
     drawn = done.stdout.decode("ascii" if locale == "C" else "utf-8")
     assert f"step 1: 0 |{wide(marks)}| 9: 0.5, log scale" in drawn
-    assert max(map(len, drawn.splitlines())) <= columns
+    assert measure_width(drawn.splitlines()) <= columns
     assert "in sync until step 1, out of sync from step 2, first in fc.weight on ranks 0-1" in " ".join(drawn.split())

@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import hostile
+from support.listings import find_all, list_codes, list_fields
 
 import syncheck
 from syncheck.messages import Note
@@ -56,15 +58,15 @@ def test_each_text_has_its_messages(tmp_path: Path) -> None:
     document = render(syncheck.compare(tmp_path))
     (group,) = document["groups"]
     assert document["schema"] == 2
-    assert [message["text"] for message in group["messages"]["notes"]] == group["notes"]
-    assert {finding["code"] for finding in group["findings"]} >= {"SYN101", "SYN201"}
+    assert list_fields(group["messages"]["notes"], "text") == group["notes"]
+    assert set(list_codes(group["findings"])) >= {"SYN101", "SYN201"}
     for finding in group["findings"]:
         messages = finding["messages"]
-        assert "; ".join(message["text"] for message in messages["evidence"]) == finding["evidence"]
+        assert "; ".join(list_fields(messages["evidence"], "text")) == finding["evidence"]
         assert messages["cause"]["text"] == finding["cause"]
         assert messages["fix"]["text"] == finding["fix"]
         assert messages["fix"]["code"].startswith(finding["code"])
-    (missing,) = [tensor for tensor in group["tensors"] if tensor["name"] == "fc.bias"]
+    (missing,) = find_all(group["tensors"], name="fc.bias")
     assert missing["messages"]["detail"] == {"code": "Detail.MISSING", "text": missing["detail"],
                                              "parameters": {"ranks": [1]}}  # fmt: skip
 
@@ -113,7 +115,7 @@ def topics(kind: type[Sentence] = Sentence) -> Iterator[type[Sentence]]:
 
 def test_codes_are_unique() -> None:
     """No two sentences have one code, and the sentences of a rule begin with its code."""
-    keys = [sentence.key for topic in topics() for sentence in topic]
+    keys = list_fields(chain.from_iterable(topics()), "key")
     assert len(keys) > 700
     assert len(set(keys)) == len(keys)
     assert {"Note.QUICK", "SYN201.CAUSE", "SYN309.FIX"} <= set(keys)

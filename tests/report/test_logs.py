@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
+from support.listings import list_files, list_names
 
 from syncheck.report import failure, formats, plain, terminal, text
 from syncheck.text import logged
@@ -37,7 +39,7 @@ FEW = ("::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "::[::")  # 
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in dict.fromkeys(COMMANDS)]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", NAMES, ids=shorten)
 def test_no_name_is_a_command(name: str) -> None:
     """No format, width of terminal, color setting or assertion message turns a name into a command."""
     output = hostile(name)
@@ -48,7 +50,7 @@ def test_no_name_is_a_command(name: str) -> None:
     assert find_commands(failure.message(output)) == []
     for form in ("json", "junit", "markdown"):
         assert find_commands(formats.render_format(form, output)) == []
-    assert {group["name"] for group in json.loads(formats.render_format("json", output))["groups"]} == {name}
+    assert set(list_names(json.loads(formats.render_format("json", output))["groups"])) == {name}
 
 
 def test_only_commands_are_escaped() -> None:
@@ -67,7 +69,7 @@ def test_output_of_the_command_line(cli: Callable[..., Done], tmp_path: Path) ->
     (tmp_path / "##[error]c.pth").write_text("no checkpoint")
     for command in (
         ("compare", ".", "--group-by", ""),
-        ("compare", *sorted(path.name for path in tmp_path.iterdir())),
+        ("compare", *list_files(tmp_path)),
         ("report", "."),
         ("show", "::error::a_rank0.pth"),
         ("show", "##[error]c.pth"),

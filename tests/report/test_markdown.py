@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt  # a dependency of rich
 from support.checkpoints import changed, network, save_pth
+from support.hostile_names import shorten
 from support.hostile_report import HOSTILE, hostile
+from support.listings import find_all, find_texts, is_printable, list_fields, list_names
 from support.real_runs import compare_real_runs
 
 import syncheck
@@ -42,14 +44,12 @@ def test_a_real_comparison() -> None:
             assert f"{finding.code}" in page
             assert group.step != 12 or f"#### {finding_text.finding_title(finding)}\n" in page
     tokens = parse(page)
-    spans = {token.content for token in tokens if token.type == "code_inline"}
+    spans = set(list_fields(find_all(tokens, type="code_inline"), "content"))
     (local,) = (group for group in report.groups if group.findings[:1] and group.findings[0].code == "SYN201")
     assert len(local.tensors) > 10
-    assert {diff.name for diff in local.tensors} < spans
+    assert set(list_names(local.tensors)) < spans
     assert "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in spans
-    assert (
-        [token.type for token in tokens].count("table_open") == page.count("<details>") == page.count("</details>") == 2
-    )
+    assert list_fields(tokens, "type").count("table_open") == page.count("<details>") == page.count("</details>") == 2
     # The last step of a run has a section, the other steps a line.
     assert page.count("### `ddp-nobufsync") == 1
     assert re.findall(r"^- `ddp-nobufsync step (\d+)`, 2 replicas: OUT OF SYNC, SYN202$", page, re.MULTILINE) == [
@@ -99,11 +99,11 @@ def test_allowed_findings_and_unreadable_files(tmp_path: Path) -> None:
     assert re.search(r"\n- `[^`]*rank2\.pth`: ", page)
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
+@pytest.mark.parametrize("name", HOSTILE, ids=shorten)
 def test_names_are_escaped(name: str) -> None:
     """With every hostile name the page has the same blocks, and special characters are in code spans only."""
     page = markdown.render(hostile(name))
-    assert all(c.isprintable() or c == "\n" for c in page)
+    assert is_printable(page)
     tokens, calm = parse(page), parse(markdown.render(hostile("calm")))
     inner = {"text", "code_inline"}
     # No additional heading, list, table, rule or paragraph.
@@ -111,9 +111,9 @@ def test_names_are_escaped(name: str) -> None:
     assert [t.content for t in tokens if t.type.startswith("html")] == [
         t.content for t in calm if t.type.startswith("html")
     ]
-    bare = "\n".join(token.content for token in tokens if token.type == "text")
+    bare = "\n".join(list_fields(find_all(tokens, type="text"), "content"))
     assert not re.search(r"[@#<>`\[\]\\*_~$&]|://|www\.|\bGH-\d|:\w+:|\b4f0c", bare.replace("0 | 1", "")), bare
-    rows = [line for line in page.splitlines() if line.startswith("|")]
+    rows = find_texts(page.splitlines(), start="|")
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {8}
 
 

@@ -6,12 +6,14 @@ import os
 import re
 from dataclasses import replace
 from html import unescape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.browser import opened
 from support.large import group, names, report, tensor
+from support.listings import find_texts, list_fields
 from support.real_runs import FIXTURES, compare_real_runs
 
 import syncheck
@@ -43,7 +45,7 @@ def test_without_javascript() -> None:
     """Without JavaScript the page has the verdict, the findings, and the worst 200 tensors."""
     page = html.render(report(1200), "0")
     output = rows(page)
-    assert [row[0] for row in output] == names(1200)[: -1 - html.MOST_ROWS : -1]
+    assert list_fields(output, 0) == names(1200)[: -1 - html.MOST_ROWS : -1]
     assert {tuple(row[1:4]) for row in output} == {("parameter", "0-6 | 7", "12 of 262144")}
     assert "... and 1000 more" in page
     assert "<h1>OUT OF SYNC</h1>" in page
@@ -107,7 +109,7 @@ def test_filter_and_order_from_the_url(tmp_path: Path) -> None:
     with opened(path, "#filter=ATTN+layers.7.&sort=max+abs") as (page, messages):
         text = page.content()
         assert messages == []
-    assert [row[0] for row in rows(text)] == [n for n in names(50_000) if "attn" in n and ".layers.7." in n]
+    assert list_fields(rows(text), 0) == [n for n in names(50_000) if "attn" in n and ".layers.7." in n]
     assert "4 of 50000 tensors" in text
     assert 'aria-sort="ascending"' in text
 
@@ -121,7 +123,7 @@ def test_hostile_names_in_a_browser(tmp_path: Path) -> None:
         text = page.content()
         assert messages == []
     assert "<img" not in text
-    assert [row[0] for row in rows(text)] == [f"{HOSTILE}{i}".replace("\u2028", "\\u2028") for i in range(200)]
+    assert list_fields(rows(text), 0) == [f"{HOSTILE}{i}".replace("\u2028", "\\u2028") for i in range(200)]
 
 
 def center(page: Any, selector: str) -> tuple[float, float]:
@@ -142,7 +144,7 @@ def test_sorting_filtering_and_paging(tmp_path: Path) -> None:
         page.locator(".tensors button", has_text="Next").click()
         text, url = page.content(), page.url
         assert messages == []
-    assert [row[0] for row in rows(text)] == [n for n in names(1800) if "norm" in n][200:400]
+    assert list_fields(rows(text), 0) == find_texts(names(1800), "norm")[200:400]
     assert "600 of 1800 tensors, page 2 of 3" in text
     assert url.endswith("#filter1=norm&sort1=max+abs")
 
@@ -230,9 +232,7 @@ KINDS = ("runs", "stale", "models", "layouts", "in-sync")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "width"), [*((kind, width) for kind in KINDS for width in (400, 1280)), ("stale", 1920)]
-)
+@pytest.mark.parametrize(("kind", "width"), [*product(KINDS, (400, 1280)), ("stale", 1920)])
 def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
     """Every control can be used without an error, and the page is never wider than the window."""
     context = {"permissions": ["clipboard-read", "clipboard-write"]} if width == 1280 else {}
@@ -331,7 +331,7 @@ def test_the_browser_reports_errors_and_requests(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("</body>", "<img src='http://127.0.0.1:9/x.png'></body>"), encoding="utf-8")
     with opened(path) as (page, messages):
-        assert any("Content Security Policy" in line for line in messages)
+        assert find_texts(messages, "Content Security Policy")
         page.evaluate("setTimeout(() => undefined_name())")
         page.wait_for_timeout(100)
-        assert any("undefined_name" in line for line in messages)
+        assert find_texts(messages, "undefined_name")

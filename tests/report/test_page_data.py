@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.large import group, report, tensor
+from support.listings import list_fields
 
 from syncheck.diagnose.series import by_run
 from syncheck.findings import Stored
@@ -76,13 +77,14 @@ def test_many_ranks_share_columns() -> None:
 
 def test_each_step_has_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has its own rows, and rows beyond the limit of the page are counted."""
-    first, second = (replace(report(count).groups[0], step=step) for step, count in ((1, 5), (2, 40)))
+    first = replace(report(5).groups[0], step=1)
+    second = replace(report(40).groups[0], step=2)
     (run,) = data_of(first, second)["runs"]
     assert [(step["step"], len(step["rows"]), step["omitted"]) for step in run["steps"]] == [(1, 5, 0), (2, 40, 0)]
     monkeypatch.setattr("syncheck.report.page_data.MOST_ROWS", 20)
     (run,) = data_of(first, second)["runs"]
     assert [(len(step["rows"]), step["omitted"]) for step in run["steps"]] == [(5, 0), (10, 30)]
-    assert max(value for value, _ in cells(run).values()) == 4e-5
+    assert max(list_fields(cells(run).values(), 0)) == 4e-5
 
 
 def make_history_group(history: History | None) -> Group:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_texts
+from support.states import omit_prefixes
 
 import syncheck
 from syncheck.report import github, html, junit, markdown, plain, text
@@ -103,14 +105,14 @@ def test_html(case: tuple[str, Report]) -> None:
 @pytest.mark.parametrize("name", PATHS)
 def test_pytest_summary(name: str) -> None:
     """A pytest run on checkpoints prints the header, failures and summary of the snapshot."""
-    arguments = [argument for path in PATHS[name] for argument in ("--syncheck", path)]
+    arguments = [f"--syncheck={path}" for path in PATHS[name]]
     command = [sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider", "-c", os.devnull, *arguments]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}
+    inherited = omit_prefixes(os.environ, ("PYTEST_", "COV_"))
     environment = {"COLUMNS": "100", "PY_COLORS": "0", "CI": ""}
     done = subprocess.run(
         command, cwd=FIXTURES, env=inherited | environment, capture_output=True, text=True, timeout=300
     )
-    header = [line for line in done.stdout.splitlines() if line.startswith("syncheck: ")]
+    header = find_texts(done.stdout.splitlines(), start="syncheck: ")
     _, title, remainder = done.stdout.partition("\n" + " FAILURES ".center(100, "=") + "\n")
     sections, _, _ = remainder.partition("=" * 20 + " short test summary info ")
     check(f"{name}.pytest.txt", "\n".join([*header, title.strip(), sections.rstrip("=")]))

@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import Done, network, save, save_pth
 from support.dtensors import save_ranks
 from support.hostile_report import HOSTILE, hostile
+from support.listings import list_names
 
 import syncheck
 from syncheck.api import Options
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         ((tuple(range(6)),), tuple((rank,) for rank in range(6)), "0 | 1 | 2 | 3 | 2 more"),
         (
             tuple((rank, rank + 6) for rank in range(6)),
-            tuple((position,) for rank in range(6) for position in (rank, rank + 6)),
+            ((0,), (6,), (1,), (7,), (2,), (8,), (3,), (9,), (4,), (10,), (5,), (11,)),
             "0 | 6; 1 | 7; 2 | 8; 3 | 9; 2 more",
         ),
     ],
@@ -91,7 +92,7 @@ def test_order_of_tensors() -> None:
     mean = diff("mean", "bn_mean", max_abs=0.5)
     counter = diff("counter", "bn_count", max_abs=1.0)
     shard = diff("shard", status="not_compared", reason="sharded", max_abs=None)
-    output = [d.name for d in sort_worst_first([counter, mean, shard, flipped, infinite, nan])]
+    output = list_names(sort_worst_first([counter, mean, shard, flipped, infinite, nan]))
     assert output == ["nan", "both", "flipped", "mean", "counter", "shard"]
 
 
@@ -117,7 +118,8 @@ def test_names_of_the_baseline_are_escaped() -> None:
         assert line.isprintable()
         for parts in (text.comparison, text.overview):
             assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
-        before, after = (formats.render_format("github", first).splitlines() for first in (report, fixed))
+        before = formats.render_format("github", report).splitlines()
+        after = formats.render_format("github", fixed).splitlines()
         assert len(after) == len(before) + 1
         added = next(line for line in after if line not in before)
         assert added.startswith("::notice ")

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from support.listings import list_codes, list_fields
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -44,7 +46,7 @@ class Outcome:
 
     @property
     def codes(self) -> list[str]:
-        return [finding.code for finding in self.findings]
+        return list_codes(self.findings)
 
 
 def each_rank(call: Callable[..., Report], *things: Any, **options: Any) -> list[Outcome]:
@@ -63,14 +65,14 @@ def each_rank(call: Callable[..., Report], *things: Any, **options: Any) -> list
 
 def all_raise(outcomes: list[Outcome], error: str = "OutOfSync") -> Outcome:
     """Assert that all ranks raised the same error, text and report; return the outcome."""
-    assert [outcome.error for outcome in outcomes] == [error] * len(outcomes), outcomes
+    assert list_fields(outcomes, "error") == [error] * len(outcomes), outcomes
     assert all(outcome == outcomes[0] for outcome in outcomes)
     return outcomes[0]
 
 
 def all_pass(outcomes: list[Outcome]) -> Report:
     """Assert that no rank raised and that all returned the same report; return it."""
-    assert [outcome.text for outcome in outcomes] == [""] * len(outcomes)
+    assert list_fields(outcomes, "text") == [""] * len(outcomes)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0].report is not None
     return outcomes[0].report

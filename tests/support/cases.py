@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from support.groups import make_group
+from support.listings import find_all, index_by, list_codes, list_fields, list_names
 from syncheck.diagnose import rules
 from syncheck.records import Counts, Replica, TensorDiff
 
@@ -23,7 +25,7 @@ def diff(name: str, kind: str, clusters: Any = ((0,), (1,)), **changes: Any) -> 
     majority = len(clusters) < 2 or len(clusters[0]) > len(clusters[1])
     fields = {"dtype": "float32", "shape": (4,), "status": "different", "mismatched": 4, "numel": 4, "max_abs": 0.5}
     fields |= {"index": (1,), "extent": "all"}
-    fields["minority"] = tuple(sorted(rank for ranks in clusters[1:] for rank in ranks)) if majority else ()
+    fields["minority"] = tuple(sorted(chain.from_iterable(clusters[1:]))) if majority else ()
     return TensorDiff(name, kind, clusters=clusters, **fields | changes)
 
 
@@ -31,7 +33,7 @@ def make_case(tensors: Iterable[TensorDiff], totals: Mapping[str, int], ranks: i
     """Return a group with the given differing tensors. totals: the number of all tensors of each kind."""
     tensors, kinds = tuple(tensors), {}
     for kind, total in totals.items():
-        statuses = [tensor.status for tensor in tensors if tensor.kind == kind]
+        statuses = list_fields(find_all(tensors, kind=kind), "status")
         different = statuses.count("different")
         kinds[kind] = Counts(total, total - len(statuses), different=different, not_compared=len(statuses) - different)
     replicas = tuple(Replica(f"rank{rank}.pth", rank, "torch-zip", 52, 1000) for rank in range(ranks))
@@ -46,7 +48,7 @@ def group(*tensors: TensorDiff, ranks: int = 2, **fields: Any) -> Group:
 
 def diagnose_case(case: Group, *earlier: Group) -> dict[str, Finding]:
     """Diagnose a group and return its findings by code. earlier: groups of earlier steps."""
-    return {finding.code: finding for finding in rules.diagnose(case, (*earlier, case) if earlier else ())}
+    return index_by(rules.diagnose(case, (*earlier, case) if earlier else ()), "code")
 
 
 def diagnose_single(case: Group, *earlier: Group) -> Finding:
@@ -55,8 +57,8 @@ def diagnose_single(case: Group, *earlier: Group) -> Finding:
     Unsynchronized running statistics of ranks outside the suspects may be a second finding.
     """
     finding, *remaining = diagnose_case(case, *earlier).values()
-    assert {second.code for second in remaining} <= {"SYN201", "SYN202"}
+    assert set(list_codes(remaining)) <= {"SYN201", "SYN202"}
     assert not any(set(second.ranks) & set(finding.ranks) for second in remaining)
-    assert sorted(finding.tensors) == sorted(diff.name for diff in case.tensors)
-    assert sorted(finding.values) == sorted(value.name for value in case.values if value.counts)
+    assert sorted(finding.tensors) == sorted(list_names(case.tensors))
+    assert sorted(finding.values) == sorted(list_names(find_all(case.values, counts=True)))
     return finding

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) ->
     indices = sorted(positions)
     return Numbers(
         clusters={frozenset(ranks) for ranks in sets},
-        minority=tuple(sorted(rank for ranks in sets[1:] for rank in ranks)) if majority else (),
+        minority=tuple(sorted(chain.from_iterable(sets[1:]))) if majority else (),
         mismatched=len(indices),
         max_abs=None if worst is None else int(worst[0]) if not of.exponent else float(worst[0]),
         max_rel=max((float(gap / scale) for gap, scale, _ in gaps if gap), default=None if worst is None else 0.0),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import syncheck
+from support.listings import index_by
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def compare(tmp_path: Path, a: State, b: State, **options: Any) -> tuple[dict[st
     report = syncheck.diff(*paths, options=DiffOptions(**options))
     assert report.exit_code == 1
     group = report.groups[-1]
-    return {finding.code: finding for finding in group.findings}, {diff.name: diff for diff in group.tensors}
+    return index_by(group.findings, "code"), index_by(group.tensors, "name")
 
 
 def find(tmp_path: Path, a: State, b: State, **options: Any) -> dict[str, set[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from support.listings import list_fields
 from syncheck.messages import Fact, Message, Sentence
 from syncheck.records import Finding, Group, GroupEvidence
 
@@ -35,4 +36,4 @@ def text(words: str) -> Message:
 
 def facts_of(finding: Finding) -> dict[Sentence, Mapping[str, Any]]:
     """Return the evidence of a finding: the parameters of each statement by its code."""
-    return {fact.code: fact.parameters for fact in finding.facts}
+    return dict(list_fields(finding.facts, "code", "parameters"))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from support.agreement import all_pass, each_rank, on_all
+from support.listings import list_fields
 from syncheck.live import Resync, check, resync
 
 
@@ -58,7 +59,7 @@ def untouched(*parts: Any, **options: Any) -> str:
     """Assert that resync raises the same error on all ranks and changes nothing; return the text."""
     before = on_all(bits(*parts))
     outcomes = each_rank(resync, *parts, **options)
-    assert [outcome.error for outcome in outcomes] == ["UsageError"] * len(outcomes), outcomes
-    assert len({outcome.text for outcome in outcomes}) == 1
+    assert list_fields(outcomes, "error") == ["UsageError"] * len(outcomes), outcomes
+    assert len(set(list_fields(outcomes, "text"))) == 1
     assert on_all(bits(*parts)) == before
     return outcomes[0].text

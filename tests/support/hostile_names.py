@@ -31,6 +31,11 @@ MARKUP = [
 NAMES = [*SCRIPTS, *CONTROLS, *MARKUP]
 
 
+def shorten(name: object) -> str:
+    """Return the start of a name, for the name of a test."""
+    return ascii(str(name)[:20])
+
+
 def _can_be_a_file(name: str) -> bool:
     try:
         encoded = name.encode("utf-8", "surrogateescape")

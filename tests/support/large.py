@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.groups import make_finding, make_group
+from support.listings import list_names
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff
 
 
@@ -21,7 +22,7 @@ def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Grou
     """Return a group of tensors, with a finding on all of them."""
     counts = Counts(tensors=len(tensors), different=len(tensors))
     replicas = tuple(Replica(f"run_rank{r}.pth", r, "torch-zip", len(tensors), 8) for r in range(ranks))
-    names = tuple(diff.name for diff in tensors)
+    names = tuple(list_names(tensors))
     finding = make_finding("SYN212", "outside-the-wrapper", "error", (ranks - 1,), names, "what", "why", "fix")
     return make_group(
         "run", step, "out_of_sync", replicas, counts, tensors, findings=(finding,), kinds={"parameter": counts}

@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from support.listings import list_codes
 from support.required import unavailable
+from support.states import omit_prefixes
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "frameworks" / "programs"
@@ -43,7 +45,7 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    retained = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
+    retained = omit_prefixes(os.environ, LAUNCHER)
     retained |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     retained["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{retained.get('PYTHONPATH', '')}"  # syncheck of this clone
     shared = {
@@ -75,7 +77,8 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return [Ended(*each) for each in zip(codes, [log.read_text() for log in logs], remaining, strict=True)]
+    outputs = [log.read_text() for log in logs]
+    return list(map(Ended, codes, outputs, remaining))
 
 
 def _alive(session: int) -> bool:
@@ -92,4 +95,4 @@ def _alive(session: int) -> bool:
 def train(program: str, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> None:
     """Run a program of `frameworks/programs/` and assert exit code 0 on all ranks."""
     done = run(PROGRAMS / program, folder, *arguments, ranks=ranks, timeout=timeout)
-    assert [each.code for each in done] == [0] * ranks, "\n".join(each.output[-3000:] for each in done)
+    assert list_codes(done) == [0] * ranks, "\n".join(each.output[-3000:] for each in done)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.libraries import run
+from support.listings import list_fields
 
 if TYPE_CHECKING:
     from support.libraries import Ended
@@ -32,13 +33,13 @@ class Outcomes:
         """Return the checked steps, equal on all ranks, from rank 0's events."""
         each = self.of(case)
         steps: list[int] = each[0]["steps"]
-        assert [rank["checks"] for rank in each] == [len(steps)] * len(each)
+        assert list_fields(each, "checks") == [len(steps)] * len(each)
         return steps
 
     def ended_well(self) -> None:
         """Assert that all processes exited with 0 and left no process behind."""
         text = "\n".join(each.output[-3000:] for each in self.ended)
-        assert [(each.code, each.left) for each in self.ended] == [(0, False)] * len(self.ended), text
+        assert list_fields(self.ended, "code", "left") == [(0, False)] * len(self.ended), text
 
 
 def outcomes(program: str, folder: Path, *cases: str, ranks: int = 2) -> Outcomes:
@@ -48,13 +49,13 @@ def outcomes(program: str, folder: Path, *cases: str, ranks: int = 2) -> Outcome
 
 def assert_nothing_changed(found: Outcomes) -> None:
     """Assert that a monitored training ended with the same bits, RNG state included, as an unmonitored one."""
-    assert [rank["trained"] for rank in found.of("healthy")] == [rank["trained"] for rank in found.of("plain")]
+    assert list_fields(found.of("healthy"), "trained") == list_fields(found.of("plain"), "trained")
 
 
 def assert_not_checked_after_an_error(found: Outcomes, case: str) -> None:
     """Assert that rank 1's own error ended both ranks without a check, and no process remained."""
     assert [(ended.code != 0, ended.left) for ended in found.ended] == [(True, False)] * 2
-    assert [rank["checks"] for rank in found.of(case)] == [0, 0]
+    assert list_fields(found.of(case), "checks") == [0, 0]
     assert found.of(case)[1]["error"] == "ZeroDivisionError: planted"
 
 
@@ -62,15 +63,15 @@ def assert_warned_once(found: Outcomes, case: str) -> None:
     """Assert that a single process printed one warning and completed."""
     found.ended_well()
     assert found.ended[0].output.count("could not tell: ") == 1
-    assert [rank["verdict"] for rank in found.of(case)] == ["undecided"]
+    assert list_fields(found.of(case), "verdict") == ["undecided"]
 
 
 def assert_stopped_alike(found: Outcomes, case: str, code: str, names: list[str], step: int) -> None:
     """Assert that all ranks raised one OutOfSync at this step, exited with 1, and left no process behind."""
     each = found.of(case)
-    assert [rank["error"] for rank in each] == [each[0]["error"]] * len(each)
+    assert list_fields(each, "error") == [each[0]["error"]] * len(each)
     assert each[0]["error"].startswith(f"OutOfSync: step {step} (")
-    assert [(rank["codes"], rank["names"]) for rank in each] == [([code], names)] * len(each)
-    assert [(ended.code, ended.left) for ended in found.ended] == [(1, False)] * len(found.ended)
+    assert list_fields(each, "codes", "names") == [([code], names)] * len(each)
+    assert list_fields(found.ended, "code", "left") == [(1, False)] * len(found.ended)
     # In the process' own traceback, not in the launcher's copy.
     assert all(f"OutOfSync: step {step} (" in ended.output and code in ended.output for ended in found.ended)

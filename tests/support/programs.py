@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from support.listings import list_fields, list_names
 from support.scenarios import differing, load
 from support.started import ROOT, Processes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Run = subprocess.CompletedProcess[str]
 
@@ -36,6 +37,10 @@ class Programs(Processes):
         """Wait for a process, and return its output and exit code."""
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def finish_all(self, processes: Iterable[subprocess.Popen[str]], timeout: float = 60) -> list[Run]:
+        """Wait for processes in this order, and return their outputs and exit codes."""
+        return [self.finish(process, timeout) for process in processes]
 
     def run(self, *command: Any, timeout: float = 60, cwd: Path | None = None, **environment: str) -> Run:
         """Start a program, wait for its end, and return its output and exit code."""
@@ -91,7 +96,7 @@ def imports_torch(pid: int) -> bool:
 def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:
     """Check that exactly these ranks have saved step 3, and that they differ only in BatchNorm's statistics."""
     files = sorted(out.glob("*.pth"))
-    assert [file.name for file in files] == [f"{run}_rank{rank}.pth" for rank in range(ranks)]
+    assert list_names(files) == [f"{run}_rank{rank}.pth" for rank in range(ranks)]
     assert {load(file)["step"] for file in files} == {3}
     for file in files[1:]:
         assert {name.rpartition(".")[2] for name in differing(files[0], file)} == {"running_mean", "running_var"}
@@ -99,6 +104,6 @@ def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:
 
 def errors(runs: Sequence[Run]) -> list[str]:
     """Return the messages on stderr, and check that each line is a message of run.py."""
-    lines = [line for run in runs for line in run.stderr.splitlines()]
+    lines = "".join(list_fields(runs, "stderr")).splitlines()
     assert all(line.startswith("run.py: ") for line in lines), lines
     return [line.removeprefix("run.py: ") for line in lines]

@@ -48,3 +48,8 @@ def finish(process: subprocess.Popen[str]) -> Done:
     """Wait for the end of a program and return its output."""
     out, err = process.communicate(timeout=LIMIT)
     return Done(process.returncode, out, err)
+
+
+def finish_all(processes: list[subprocess.Popen[str]]) -> list[Done]:
+    """Wait for the end of programs, and return their outputs."""
+    return [finish(process) for process in processes]

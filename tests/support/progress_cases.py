@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from support import cases
+from support.listings import list_fields
 from syncheck.records import Evidence, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:
@@ -70,6 +71,6 @@ def group(*tensors: TensorDiff, ranks: int = 2, bn: bool = True, extra: Any = No
     """
     names = dict.fromkeys(PARAMETERS, "parameter") | dict.fromkeys(MOMENTS, "optimizer")
     names |= dict.fromkeys(STEPS, "optimizer_step") | (STATISTICS if bn else {})
-    names |= {tensor.name: tensor.kind for tensor in tensors} | (extra or {})
+    names |= dict(list_fields(tensors, "name", "kind")) | (extra or {})
     fields = {"stores_progress": True, "names": names, "step": 100} | fields
     return cases.make_case(tensors, Counter(names.values()), ranks, **fields)

@@ -117,7 +117,8 @@ def assert_bitwise(ctx: RankContext, shared: Path, settings: Settings, stops: li
     assert resumed.steps == result.steps
     assert (resumed.trained, resumed.test, resumed.epochs) == (result.trained, result.test, result.epochs)
     assert [path.relative_to(parts.out) for path in resumed.saved] == [p.relative_to(once.out) for p in result.saved]
-    actual, reference = (state_of(ctx, s, result.steps) for s in (parts, once))
+    actual = state_of(ctx, parts, result.steps)
+    reference = state_of(ctx, once, result.steps)
     assert differences(actual, reference) == []
     files = [path.relative_to(once.out) for path in result.saved if path.suffix == ".pth"]
     assert files

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.listings import find_texts
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -58,7 +60,7 @@ def session(folder: Path, *arguments: Any, columns: int = 200) -> Session:
     """Run pytest once in a folder. Modules imported by the session are forgotten."""
     path, modules, out = list(sys.path), dict(sys.modules), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
-        for name in [name for name in os.environ if name.startswith(("PYTEST_", "COV_"))]:
+        for name in find_texts(os.environ, start=("PYTEST_", "COV_")):
             patch.delenv(name)
         for name, value in {"COLUMNS": str(columns), "PY_COLORS": "0", "CI": ""}.items():
             patch.setenv(name, value)

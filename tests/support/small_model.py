@@ -75,9 +75,11 @@ def start(ranks: int = 2, odd: Any = None, **given: Any) -> list[TensorDiff]:
 
 def unreduced(ranks: int = 2, state: str = "exp_avg", odd: Any = (), cosine: float = 0.3) -> list[TensorDiff]:
     """Return a model whose ranks step with unreduced gradients."""
-    norms = [{rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)} for i in range(len(MODEL))]
-    settings = {"ranks": ranks, "odd": odd}
-    states = [moment(name, state, cosine=cosine, norms=n, **settings) for name, n in zip(MODEL, norms, strict=True)]
+    states = []
+    settings: dict[str, Any] = {"ranks": ranks, "odd": odd}
+    for i, name in enumerate(MODEL):
+        norms = {rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)}
+        states.append(moment(name, state, cosine=cosine, norms=norms, **settings))
     if state == "exp_avg":
         different = tuple(odd) or tuple(range(1, ranks))
         states += moments("exp_avg_sq", cosine=0.9, smaller=dict.fromkeys(different, 0.5), **settings)

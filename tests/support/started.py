@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from support.states import omit_prefixes
+
 ROOT = Path(__file__).resolve().parents[2]
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
@@ -35,7 +37,7 @@ class Processes:
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a process; keyword arguments are environment variables."""
-        retained = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
+        retained = omit_prefixes(os.environ, LAUNCHER + self.without)
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.folder,
@@ -69,10 +71,15 @@ def alive(process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def wait_for(condition: Any, timeout: float = 60, pause: float = 0.02) -> None:
-    """Wait until a condition is true; call the function again after each pause."""
+def is_gone(path: Path) -> bool:
+    """Return whether a file no longer exists."""
+    return not path.exists()
+
+
+def wait_for(condition: Any, *arguments: Any, timeout: float = 60, pause: float = 0.02) -> None:
+    """Wait until a condition is true; call the function with the arguments again after each pause."""
     deadline = time.monotonic() + timeout
-    while not condition():
+    while not condition(*arguments):
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(pause)
 

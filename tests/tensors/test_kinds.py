@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_an_averaged_copy_mirrors_the_model(copy: Any, states: Any) -> None:
 
 def test_an_averaged_copy_beside_its_module() -> None:
     """`ema_model` mirrors `model`, although a loss network is beside both; `swa` within a layer mirrors nothing."""
-    shapes = {f"{key}.{name}": shape for key in ("model", "ema_model") for name, shape in WEIGHTS.items()}
+    shapes = {f"{key}.{name}": shape for key, (name, shape) in product(("model", "ema_model"), WEIGHTS.items())}
     kinds, _, unsure = classify_tensors(shapes | {"vgg.conv.weight": (3, 3)}, None)
     assert {kinds[name] for name in shapes if name.startswith("ema_model.")} == {"ema"}
     assert not unsure

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from support.listings import list_fields, measure_width
 from support.strategies import EXAMPLES, for_all
 
 from syncheck.snapshots import Shard, Tensor
@@ -49,7 +51,7 @@ def make_sharded(array: Any, boxes: list[tuple[slice, ...]], fortran: bool = Fal
         piece = np.array(array[box], order="F" if fortran else "C").reshape(array[box].shape)
         strides = tuple(stride // array.itemsize for stride in piece.strides)
         tensor = Tensor("w", str(array.dtype), piece.shape, strides, "", 0, data=piece.tobytes("A"))
-        parts.append(Shard(tensor, tuple(span.start for span in box)))
+        parts.append(Shard(tensor, tuple(list_fields(box, "start"))))
     return Tensor("w", str(array.dtype), array.shape, (), "", 0, shards=tuple(parts))
 
 
@@ -102,8 +104,8 @@ def test_boxes_list_the_range_in_order(examples: int) -> None:
         start %= array.size
         count = min(count, array.size - start)
         boxes = list(pieces.split_into_boxes(shape, start, count))
-        listing = [element for box in boxes for element in array[box].reshape(-1).tolist()]
-        assert listing == list(range(start, start + count))
+        elements = chain.from_iterable(array[box].flat for box in boxes)
+        assert list(elements) == list(range(start, start + count))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
     shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -139,7 +141,7 @@ def test_no_read_exceeds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with Files() as files:
         data = [files.read(tensor, start, count, slot=0) for start, count in ranges([tensor])]
     assert b"".join(map(bytes, data)) == array.tobytes()
-    assert max(map(len, data)) <= 1 << 12
+    assert measure_width(data) <= 1 << 12
 
 
 def test_empty_range_has_no_bytes() -> None:

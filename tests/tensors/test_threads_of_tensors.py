@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from support.checkpoints import save_pth, save_safetensors
+from support.listings import list_fields
 
 import syncheck
 from syncheck.tensors import blocks
@@ -71,8 +73,8 @@ def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
     with Files(jobs=jobs) as files:
         assigned = blocks.run_in_shares(tensors, files, lambda share, _: list(share))
     assert len(assigned) == jobs
-    assert sorted(block for share in assigned for block in share) == list(ranges(tensors))
-    assert sum(count for share in assigned for _, count in share) == ELEMENTS
+    assert sorted(chain.from_iterable(assigned)) == list(ranges(tensors))
+    assert sum(list_fields(chain.from_iterable(assigned), 1)) == ELEMENTS
 
 
 def test_error_in_a_thread_stops_the_other_threads(tmp_path: Path) -> None:
@@ -178,10 +180,10 @@ def test_files_make_room_for_other_descriptors(tmp_path: Path) -> None:
         used = len(os.listdir("/proc/self/fd")) - 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
         try:
-            values = [bytes(files.read(t, 0, 4, 0)) for t in tensors for files in (first, second)]
+            values = [bytes(files.read(t, 0, 4, 0)) for t, files in product(tensors, (first, second))]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert values == [np.full(4, i, np.float32).tobytes() for i in range(12) for _ in range(2)]
+    assert values == [np.full(4, i // 2, np.float32).tobytes() for i in range(24)]
 
 
 def test_excessive_number_of_threads(tmp_path: Path) -> None:

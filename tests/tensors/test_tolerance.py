@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.checkpoints import changed, compare_ranks, network, save, save_safetensors
+from support.listings import find_all, index_by, join_fields, list_codes, list_fields, map_fields
 
 import syncheck
 from syncheck import api
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def diffs(report: Report) -> dict[str, TensorDiff]:
     """Return the tensors of the only group by name, without identical tensors."""
     (group,) = report.groups
-    return {diff.name: diff for diff in group.tensors}
+    return index_by(group.tensors, "name")
 
 
 def test_the_table_equals_torch() -> None:
@@ -165,7 +166,7 @@ def test_names_precede_kinds(tmp_path: Path) -> None:
         "bn_var": "close",
     }
     result = diffs(compare_ranks(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
-    statuses = {name: (diff.status, diff.tolerance) for name, diff in result.items()}
+    statuses = map_fields(result, "status", "tolerance")
     assert statuses == {
         "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
         "layer0.bn.running_var": ("different", None),
@@ -248,10 +249,10 @@ def test_unused_keys_are_noted(tmp_path: Path) -> None:
     report = compare_ranks(
         tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"}
     )
-    (note,) = [note for note in report.groups[0].notes if note.code is Note.UNUSED_TOLERANCES]
+    (note,) = find_all(report.groups[0].notes, code=Note.UNUSED_TOLERANCES)
     assert note.parameters["names"] == ("bn_means",)
     assert note.parameters["kinds"][:2] == ("parameter", "buffer")
-    codes = {note.code for note in compare_ranks(tmp_path, network(), network()).groups[0].notes}
+    codes = set(list_codes(compare_ranks(tmp_path, network(), network()).groups[0].notes))
     assert Note.UNUSED_TOLERANCES not in codes
 
 
@@ -267,15 +268,15 @@ def test_globs_used_in_another_group_are_not_noted(tmp_path: Path) -> None:
         replace(findings, groups=findings.groups[:1]),
         replace(findings, groups=findings.groups[1:]),
     ):
-        notes = [note for group in api.judge(part, options).groups for note in group.notes]
-        assert Note.UNUSED_TOLERANCES not in {note.code for note in notes}
+        notes = join_fields(api.judge(part, options).groups, "notes")
+        assert Note.UNUSED_TOLERANCES not in list_codes(notes)
 
 
 def test_tolerances_in_memory() -> None:
     """The table applies to objects in memory as to files, with notes about unused globs."""
     items = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
     (group,) = compare(*items, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
-    assert [diff.tolerance for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
+    assert list_fields(group.tensors, "tolerance") == ["rtol=0 atol=0.5 (tolerance of w)"]
     assert group.notes[-1].code is Note.UNUSED_TOLERANCES
     assert group.notes[-1].parameters["names"] == ("x.*",)
 

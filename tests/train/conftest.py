@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import started
+from support.listings import find_texts
 from support.programs import RUN, Programs
 from support.started import LAUNCHER
 
@@ -37,7 +38,7 @@ def ctx(syncheck_rank: Rank) -> RankContext:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Remove launchers' variables from the environment, and change to an empty folder."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+    for name in find_texts(os.environ, start=LAUNCHER):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_files
 from support.resumed import TINY, resume
 from support.scenarios import load
 
@@ -64,7 +65,7 @@ def test_a_temporarily_full_disk(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (4 if ctx.rank == 0 else 0)
     syncheck_rank.barrier()
-    steps = sorted(path.name for path in (settings.out / "history" / "ddp").iterdir())
+    steps = list_files(settings.out / "history" / "ddp")
     assert steps == [f"step_{step}" for step in (1, 2, 5, 6, 7, 8)]
     for path in settings.out.glob("history/ddp/*/*"):
         assert load(path)["step"] == int(path.parent.name.removeprefix("step_"))
@@ -82,7 +83,7 @@ def test_a_full_disk_keeps_states(ctx: RankContext, syncheck_rank: Rank, monkeyp
     assert result.failed.startswith("5 of 8 ")
     folder = states_folder(settings.out, settings.run)
     syncheck_rank.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["step_2", "step_3"]
+    assert list_files(folder) == ["step_2", "step_3"]
     assert load(state_path(folder, 3, ctx.rank))["step"] == 3
     _, notes = resume(ctx, settings)
     assert notes.steps == [4, 5, 6, 7, 8]
@@ -109,7 +110,7 @@ def test_a_slow_rank_reports_the_full_disk(
         lines = capsys.readouterr().err.splitlines()
         assert [line.count("No space left on device") for line in lines] == [1, 1]
     syncheck_rank.barrier()
-    assert sorted(path.name for path in (settings.out / ".resume" / "ddp").iterdir()) == ["step_1", "step_3"]
+    assert list_files(settings.out / ".resume" / "ddp") == ["step_1", "step_3"]
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -119,4 +120,4 @@ def test_a_folder_blocks_a_file_name(ctx: RankContext, syncheck_rank: Rank) -> N
     step = syncheck_rank.shared / "history" / "ddp" / "step_3"
     (step / "rank_1.pth").mkdir(parents=True, exist_ok=True)
     assert "rank_1.pth: Is a directory" in train(settings, ctx, Recorder()).failed
-    assert [path.name for path in step.iterdir()] == ["rank_1.pth"]
+    assert list_files(step) == ["rank_1.pth"]

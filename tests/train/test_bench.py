@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.bench_rows import MACHINE, epoch, record, row
+from support.listings import index_by, list_fields, list_names, list_starts, measure_width
 from support.namespaces import two_hosts
 from support.programs import children
 from support.started import ROOT, alive, wait_for
@@ -37,7 +39,7 @@ TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit
 
 def list_namespaces() -> set[str]:
     """List the network namespaces that the benchmark has created."""
-    return {path.name for path in Path("/run/netns").glob("train-*")}
+    return set(list_names(Path("/run/netns").glob("train-*")))
 
 
 def test_excludes_the_first_epoch() -> None:
@@ -96,10 +98,11 @@ def test_a_narrow_table_has_parts() -> None:
     rows = [row("single", 4.0), row("ddp-comm-hook-powersgd", 123.456, gpus=(100.0,) * 8)]
     parts = [part.splitlines() for part in as_text(rows, MACHINE, width=80).split("\n\n")[1:-1]]
     assert len(parts) == 3
-    assert all(len(line) <= 80 for part in parts for line in part)
-    assert all([line.split()[0] for line in part] == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
+    assert measure_width(chain.from_iterable(parts)) <= 80
+    assert all(list_starts(part) == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
     (wide,) = (part.splitlines() for part in as_text(rows, MACHINE, width=200).split("\n\n")[1:-1])
-    assert [cell for part in parts for cell in part[2].split()[1:]] == wide[2].split()[1:]
+    cells = [part[2].split()[1:] for part in parts]
+    assert list(chain.from_iterable(cells)) == wide[2].split()[1:]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -108,19 +111,19 @@ def test_run_accepts_the_command_lines_of_every_case(name: str) -> None:
     case = CASES[name]
     commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"))
     parsed = [build_parser().parse_args(command[command.index(str(RUN)) + 1 :]) for command in commands]
-    assert {args.method for args in parsed} == {case.method}
+    assert set(list_fields(parsed, "method")) == {case.method}
     if "{rank}" in LAUNCHERS[case.launcher]:
-        assert [args.rank for args in parsed] == list(range(case.count_processes(2)))
+        assert list_fields(parsed, "rank") == list(range(case.count_processes(2)))
     else:
         assert len(parsed) == 1
 
 
 def test_single_comes_first() -> None:
     """`single` is always the first case, the table's order is fixed, lists are expanded, and an unknown case fails."""
-    assert [case.name for case in select_cases(["zero", "ddp"])] == ["single", "ddp", "zero"]
-    assert [case.name for case in select_cases(["all"])] == list(CASES)
+    assert list_names(select_cases(["zero", "ddp"])) == ["single", "ddp", "zero"]
+    assert list_names(select_cases(["all"])) == list(CASES)
     methods = select_cases(["methods"])
-    assert {case.method for case in methods} == set(METHODS)
+    assert set(list_fields(methods, "method")) == set(METHODS)
     assert all(case.options in ((), ("--model", "gpt-tiny-moe")) for case in methods)
     with pytest.raises(UserError, match=r"dpp.* single, "):
         select_cases(["dpp"])
@@ -154,9 +157,9 @@ def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
     files = ["-o", tmp_path / "t.json", "-o", tmp_path / "t.md"]
     done = programs.run(*BENCH, *names, "--rounds", 1, *files, *TINY, cwd=ROOT, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    cases = {case["case"]: case for case in json.loads((tmp_path / "t.json").read_text())["cases"]}
+    cases = index_by(json.loads((tmp_path / "t.json").read_text())["cases"], "case")
     assert list(cases) == ["single", *names]
-    assert [case["processes"] for case in cases.values()] == [1, 2, 2, 2, 2]
+    assert list_fields(cases.values(), "processes") == [1, 2, 2, 2, 2]
     assert cases["single"]["speed_up"] == 1
     for case in cases.values():
         (run,) = case["runs"]
@@ -238,9 +241,9 @@ def test_signals_have_their_exit_codes(
 def test_a_signal_prints_the_table_so_far(programs: Programs) -> None:
     """A terminated benchmark prints the table so far, and leaves no process."""
     process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
-    wait_for(lambda: children(process.pid), 30)
+    wait_for(children, process.pid, timeout=30)
     (first,) = children(process.pid)
-    wait_for(lambda: children(process.pid) not in ([], [first]), 60)  # `single` was measured, `ddp` is running
+    wait_for(lambda: children(process.pid) not in ([], [first]), timeout=60)  # `single` was measured, `ddp` is running
     time.sleep(1)
     running = children(process.pid)
     process.terminate()
@@ -248,7 +251,7 @@ def test_a_signal_prints_the_table_so_far(programs: Programs) -> None:
     assert done.returncode == 143
     assert "interrupted" in done.stderr
     assert re.search(r"^single +python +resnet8 +digits +1 ", done.stdout, re.MULTILINE)
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), timeout=10)
 
 
 @pytest.mark.slow
@@ -256,8 +259,8 @@ def test_measures_parts_and_overhead(programs: Programs) -> None:
     """`parts` measures the parts of a ddp step, and `overhead` compares the trainer with a bare loop."""
     done = programs.run(*MEASURE, "parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()][3] == "2 processes, DDP"
+    assert list_starts(done.stdout.splitlines(), "  ")[3] == "2 processes, DDP"
     done = programs.run(*MEASURE, "overhead", "--rounds", 2, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["single", "ddp"]
+    assert list_starts(done.stdout.splitlines(), ":") == ["single", "ddp"]
     assert done.stdout.count("2 pairs of epochs of 4 steps") == 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_all, list_codes, list_fields, list_files, read_json_lines
 from support.scenarios import SMALL, run, tensors
+from support.states import list_differing
 
 import syncheck
 from train.checkpoints.saver import Saver
@@ -31,7 +32,7 @@ def test_best_equals_the_periodic_checkpoint(ctx: RankContext, syncheck_rank: Ra
     step = syncheck.read(path).metadata.step
     assert step in (2, 4, 6)
     saved, retained = tensors(path), tensors(out / "history" / "ddp" / f"step_{step}" / f"rank_{ctx.rank}.pth")
-    assert all(saved[name].equal(retained[name]) for name in retained)
+    assert not list_differing(retained, saved)
     assert path in result.saved
 
 
@@ -45,16 +46,16 @@ def test_syncheck_compares_best_at_its_step(ctx: RankContext, syncheck_rank: Ran
     best = out / "best" / "ddp"
     step = syncheck.read(best / "rank_0.pth").metadata.step
     alone = syncheck.compare(best)
-    assert [(g.run, g.step, [f.code for f in g.findings]) for g in alone.groups] == [("ddp", step, ["SYN201"])]
+    assert [(g.run, g.step, list_codes(g.findings)) for g in alone.groups] == [("ddp", step, ["SYN201"])]
     complete = syncheck.compare(out)
-    assert {group.run for group in complete.groups} == {"ddp"}
-    assert sorted(group.step for group in complete.groups) == sorted([2, 4, 6, 6, step])
+    assert set(list_fields(complete.groups, "run")) == {"ddp"}
+    assert sorted(list_fields(complete.groups, "step")) == sorted([2, 4, 6, 6, step])
     assert {len(group.replicas) for group in complete.groups} == {2}
     # A killed save may leave files of two steps.
     second = next(s for s in (2, 4, 6) if s != step)
     shutil.copy(out / "history" / "ddp" / f"step_{second}" / "rank_1.pth", best)
     (torn,) = syncheck.compare(best).groups
-    assert [f.code for f in torn.findings] == ["SYN106"]
+    assert list_codes(torn.findings) == ["SYN106"]
 
 
 def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +70,8 @@ def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: 
 
     with make_recorder(settings, RankContext(), "none") as recorder:
         train(settings, RankContext(), recorder)
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "single" / "metrics.jsonl").read_text().splitlines()]
-    epochs = [line for line in lines if line["event"] == "epoch"]
+    lines = read_json_lines(tmp_path / "logs" / "single" / "metrics.jsonl")
+    epochs = find_all(lines, event="epoch")
     assert steps == [line["step"] for line in epochs if line["best"]]
     best = tmp_path / "best" / "single" / "rank_0.pth"
     assert syncheck.read(best).metadata.step == steps[-1]
@@ -78,4 +79,4 @@ def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: 
     best.with_name("rank_7.safetensors").write_text("")
     result = run(RankContext(), replace(settings, save_best=False, log_dir=None))
     assert result.replaced == 3
-    assert [path.name for path in best.parent.iterdir()] == ["mine.txt"]
+    assert list_files(best.parent) == ["mine.txt"]

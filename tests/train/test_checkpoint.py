@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import list_fields, read_files
 from support.scenarios import SMALL, load, run, tensors
+from support.states import list_differing
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
 from train.engine import prepare, train
@@ -66,11 +68,11 @@ def test_metadata_of_ddp_variants(ctx: RankContext, syncheck_rank: Rank) -> None
         run(ctx, settings)
         ranks = [load(settings.out / f"{name}_rank{rank}.pth")["syncheck"] for rank in range(2)]
         blocks[name] = ranks[0]
-        assert [block["rank"] for block in ranks] == [0, 1]
-        assert {block["run_id"] for block in ranks} == {ranks[0]["run_id"]}
-        assert {block["buffers_synced"] for block in ranks} == {synced}
-        assert {block["run"] for block in ranks} == {name}
-    assert len({block["run_id"] for block in blocks.values()}) == 3
+        assert list_fields(ranks, "rank") == [0, 1]
+        assert set(list_fields(ranks, "run_id")) == {ranks[0]["run_id"]}
+        assert set(list_fields(ranks, "buffers_synced")) == {synced}
+        assert set(list_fields(ranks, "run")) == {name}
+    assert len(set(list_fields(blocks.values(), "run_id"))) == 3
     first, second = blocks["ddp"]["config"], blocks["ddp-syncbn"]["config"]
     assert {key for key in first if first[key] != second[key]} == {"sync_bn"}
 
@@ -80,9 +82,9 @@ def test_the_first_save_replaces_the_earlier_run(tmp_path: Path) -> None:
     ctx = RankContext()
     settings = replace(SINGLE, out=tmp_path, save_every=1)
     assert train(settings, ctx, Recorder()).replaced == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pth")}
+    before = read_files(tmp_path.rglob("*.pth"))
     prepare(settings, ctx)  # all that a run does before its first step
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.pth")} == before
+    assert read_files(tmp_path.rglob("*.pth")) == before
     result = train(replace(settings, save_every=None, max_steps=2), ctx, Recorder())
     assert result.replaced == len(before) == 4
     assert files(tmp_path) == ["single_rank0.pth"]
@@ -105,7 +107,7 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
         strings = file.metadata()
     assert "optimizer.fc.weight.momentum_buffer" in stored_values
     assert set(stored_values) == set(content["model"]) | set(momenta)
-    assert all(stored_values[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
+    assert not list_differing(content["model"] | momenta, stored_values)
     block = json.loads(strings["syncheck"])
     assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
 
@@ -159,7 +161,7 @@ def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monk
     """If rank 1 cannot write, all ranks raise the same error, and the files of the earlier run stay unchanged."""
     settings = replace(SMALL, out=syncheck_rank.shared)
     run(ctx, settings)
-    before = {path: path.read_bytes() for path in settings.out.iterdir()}
+    before = read_files(settings.out.iterdir())
     syncheck_rank.barrier()
     if ctx.rank == 1:
         fill_disk(monkeypatch)
@@ -167,7 +169,7 @@ def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monk
     with pytest.raises(UserError, match=rf"^rank 1: cannot write {path}: No space left on device$"):
         run(ctx, settings)
     syncheck_rank.barrier()
-    assert {path: path.read_bytes() for path in settings.out.iterdir()} == before
+    assert read_files(settings.out.iterdir()) == before
 
 
 def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from support.listings import list_fields, measure_width
 from torch.utils.data import DistributedSampler
 
 from train.data import DistributedBatchSampler, load_data, smallest_share
@@ -89,8 +90,8 @@ def test_shares_make_up_the_global_batch(world_size: int) -> None:
     for step, batch in enumerate(complete):
         parts = [batches[step] for batches in split]
         assert sorted(chain(*parts)) == sorted(batch)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert len({index for batch in complete for index in batch}) == 100
+        assert measure_width(parts) - min(map(len, parts)) <= 1
+    assert len(set(chain.from_iterable(complete))) == 100
 
 
 def test_shares_equal_distributed_sampler() -> None:
@@ -127,10 +128,10 @@ def test_the_remainder_is_a_batch_only_if_kept(*, keep_last: bool, sizes: list[i
     samplers = [
         DistributedBatchSampler(70, 32, rank, 2, shuffle=True, seed=0, keep_last=keep_last) for rank in range(2)
     ]
-    assert [sampler.sizes for sampler in samplers] == [sizes] * 2
+    assert list_fields(samplers, "sizes") == [sizes] * 2
     batches = [a + b for a, b in zip(*map(list, samplers), strict=True)]
     assert [len(batch) for batch in batches] == sizes
-    assert len({index for batch in batches for index in batch}) == sum(sizes)
+    assert len(set(chain.from_iterable(batches))) == sum(sizes)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from support.scenarios import SMALL, trained
+from support.states import list_differing
 from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, load_data
@@ -128,7 +130,7 @@ def test_small_images_are_shifted_less() -> None:
     pixels[:, :, 4, 4] = 9
     moved = BasicAugment(0, flip=False).shift_and_flip(pixels, torch.arange(50), 0)
     positions = {tuple(index[2:]) for index in moved.nonzero().tolist()}
-    assert positions == {(y, x) for y in (3, 4, 5) for x in (3, 4, 5)}
+    assert positions == set(product((3, 4, 5), repeat=2))
 
 
 def test_the_test_set_is_never_augmented() -> None:
@@ -229,9 +231,10 @@ def test_mixup_is_the_weighted_mean_of_two_samples() -> None:
 def test_augmented_runs_are_reproducible() -> None:
     """Two runs with one seed end bitwise equal, and differ from a run without augmentation."""
     settings = replace(SMALL, method="single", augment="basic", save_per_rank=False, max_steps=10)
-    first, again = (trained(RankContext(), settings).method.module.state_dict() for _ in range(2))
+    first = trained(RankContext(), settings).method.module.state_dict()
+    again = trained(RankContext(), settings).method.module.state_dict()
     plain = trained(RankContext(), replace(settings, augment="none")).method.module.state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not list_differing(first, again)
     assert not torch.equal(first["fc.weight"], plain["fc.weight"])
 
 
@@ -247,7 +250,7 @@ def test_seeds_are_scattered() -> None:
     states = np.array([(1234567 + 0x9E3779B97F4A7C15 * n) % 2**64 for n in range(3)], np.uint64)
     # The first outputs for the seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64.
     assert scrambled(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    seeds = {mixed(seed, rank) for seed in range(30) for rank in range(30)}
+    seeds = {mixed(seed, rank) for seed, rank in product(range(30), range(30))}
     assert len(seeds) == 900
     assert mixed(1, 2) != mixed(2, 1)
     assert len(set(mixed_each(mixed(0, 0), np.arange(1000)).tolist())) == 1000

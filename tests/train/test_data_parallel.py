@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import list_fields
+from support.states import copy_values, list_differing, pick
 from torch import nn
 
 from train.methods.replica_threads import GpuReplicas, ReplicaBuffers, ThreadReplicas, keep_modes, replicate
@@ -40,8 +42,10 @@ def train_replicas(build: Build, replicas: int, before: nn.Module | None = None)
 
 def are_equal(a: States, b: States) -> bool:
     """Return whether both have bitwise equal tensors, with the same names in the same order."""
-    pairs = list(zip(a, b, strict=True))
-    return all(list(x) == list(y) and all(x[n].equal(y[n]) for n in x) for x, y in pairs)
+    for state, expected in zip(a, b, strict=True):
+        if list(state) != list(expected) or list_differing(state, expected):
+            return False
+    return True
 
 
 class Probe(nn.Module):
@@ -65,6 +69,11 @@ class Probe(nn.Module):
         return y
 
 
+def count_calls(states: States) -> list[float]:
+    """Return the number of forwards of each replica of a probe."""
+    return [state["calls"].item() for state in states]
+
+
 def numbered(samples: int) -> Tensor:
     """Return samples that start with their index."""
     return torch.arange(float(samples))[:, None] * torch.tensor([1.0, 0.1, 0.01])
@@ -78,12 +87,13 @@ def test_shares_are_contiguous(samples: int, replicas: int) -> None:
     y = ThreadReplicas(probe, buffers)(numbered(samples))
     size = -(-samples // replicas)
     starts = list(range(0, samples, size))
-    assert sorted(record[:2] for record in probe.records) == [(start, min(size, samples - start)) for start in starts]
+    expected = [(start, min(size, samples - start)) for start in starts]
+    assert sorted(list_fields(probe.records, 0, 1)) == expected
     torch.testing.assert_close(y, probe.linear(numbered(samples)))
     # A replica without samples has the module's buffers from before the forward.
     used = [1.0] * len(starts) + [0.0] * (replicas - len(starts))
-    assert [state["calls"].item() for state in buffers.states(probe)] == used
-    assert len({record[2] for record in probe.records}) == len(starts)
+    assert count_calls(buffers.states(probe)) == used
+    assert len(set(list_fields(probe.records, 2))) == len(starts)
 
 
 def test_each_forward_starts_from_the_first_replica() -> None:
@@ -92,7 +102,7 @@ def test_each_forward_starts_from_the_first_replica() -> None:
     wrapper, calls = ThreadReplicas(probe, buffers), []
     for samples in (4, 3, 2, 4):
         wrapper(numbered(samples))
-        calls.append([state["calls"].item() for state in buffers.states(probe)])
+        calls.append(count_calls(buffers.states(probe)))
     assert calls == [[1, 1, 1, 1], [2, 2, 2, 1], [3, 3, 2, 2], [4, 4, 4, 4]]
     assert probe.calls.item() == 4
 
@@ -104,7 +114,7 @@ def test_replicas_compute_in_the_callers_precision(dtype: torch.dtype) -> None:
     wrapper = ThreadReplicas(probe, ReplicaBuffers(2))
     with torch.autocast("cpu", dtype):
         assert wrapper(numbered(4)).dtype == dtype
-    assert [record[3:] for record in probe.records] == [(True, dtype, True)] * 2
+    assert list_fields(probe.records, 3, 4, 5) == [(True, dtype, True)] * 2
     assert wrapper(numbered(4)).dtype == torch.float32
 
 
@@ -117,7 +127,7 @@ def test_replicas_inherit_grad_modes() -> None:
             wrapper(numbered(4))
             with off():
                 y = wrapper(numbered(4))
-            assert [record[-1] for record in probe.records[-4:]] == [True, True, False, False]
+            assert list_fields(probe.records[-4:], -1) == [True, True, False, False]
             assert y.is_inference() == (off is torch.inference_mode)
 
 
@@ -157,14 +167,15 @@ def test_an_exception_reaches_the_caller() -> None:
         wrapper(x * torch.tensor([[1.0], [-1.0], [-1.0]]))
     assert caught.value.__notes__ == ["in replica 1 of 3"]
     assert caught.traceback[-1].name == "forward"
-    assert [state["calls"].item() for state in buffers.states(probe)][1:] == [1, 1]
+    assert count_calls(buffers.states(probe))[1:] == [1, 1]
     assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_training_is_reproducible(replicas: int) -> None:
     """Two runs with dropout end bitwise equal, even with four uneven shares; replicas have different buffers."""
-    first, again = (train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5)) for _ in range(2))
+    first = train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5))
+    again = train_replicas(ThreadReplicas, replicas, nn.Dropout(0.5))
     assert are_equal(first, again)
     assert not are_equal(first[:1], first[1:2])
 
@@ -174,7 +185,7 @@ def test_evaluation_keeps_recorded_buffers() -> None:
     model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(2)
     wrapper = ThreadReplicas(model, buffers)
     wrapper(x := torch.randn(14, 1, 8, 8))
-    before = [{n: t.clone() for n, t in state.items()} for state in buffers.states(model)]
+    before = [copy_values(state) for state in buffers.states(model)]
     assert not are_equal(before[:1], before[1:])
     wrapper.eval()
     with torch.no_grad():
@@ -194,16 +205,22 @@ def test_replicas_mirror_their_module() -> None:
     twin = replicate(model, own_buffers=True)
     assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
     assert (twin[4] is twin[0], twin[0].bias, twin[0] is model[0]) == (True, None, False)
-    assert [layer.training for layer in twin] == [True, False, True, True, True]
+    assert list_fields(twin, "training") == [True, False, True, True, True]
     assert twin[3].running_mean is twin[1].running_mean is not model[1].running_mean
     assert are_equal([twin.state_dict()], [model.state_dict()])
     ThreadReplicas(model, ReplicaBuffers(2))(torch.randn(8, 3)).sum().backward()
-    assert [p.grad is not None for p in model.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert [p.grad is not None for p in model.parameters()] == list_fields(model.parameters(), "requires_grad")
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = False) -> list[list[Tensor]]:
     """Imitate torch's broadcast to GPUs: buffers are not copied on the first, and all copies propagate gradients."""
-    return [[t if detach and not device else t.clone() for t in tensors] for device in devices]
+    result = []
+    for device in devices:
+        if detach and not device:
+            result.append(list(tensors))
+        else:
+            result.append([tensor.clone() for tensor in tensors])
+    return result
 
 
 def in_threads(calls: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Sequence[int]) -> list[Any]:
@@ -219,7 +236,7 @@ def in_threads(calls: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices
         worker = threading.Thread(target=work, args=(index,))
         worker.start()
         worker.join()
-    return [outputs[index] for index in devices]
+    return list(pick(outputs, devices).values())
 
 
 @pytest.fixture
@@ -232,8 +249,8 @@ def data_parallel_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Build:
     monkeypatch.setattr(import_module("torch.nn.parallel.replicate"), "_broadcast_coalesced_reshape", copies)
 
     def scatter(inputs: Any, kwargs: Any, devices: Sequence[int]) -> Any:
-        shares = [(share,) for share in inputs[0].chunk(len(devices))]
-        return shares, [{} for _ in shares]
+        shares = list(zip(inputs[0].chunk(len(devices)), strict=True))
+        return shares, [{}] * len(shares)
 
     def build(module: nn.Module, buffers: ReplicaBuffers) -> GpuReplicas:
         wrapper = GpuReplicas(module, (), buffers)
@@ -261,7 +278,7 @@ def test_data_parallel_replicas_are_recorded(data_parallel_on_cpu: Build, sample
     states = buffers.states(probe)
     assert [list(state) for state in states] == [["calls", "linear.weight", "linear.bias"]] * 4
     assert all(state["linear.weight"].data_ptr() == probe.linear.weight.data_ptr() for state in states)
-    assert [state["calls"].item() for state in states] == [1.0] * min(samples, 4) + [0.0] * max(0, 4 - samples)
+    assert count_calls(states) == [1.0] * min(samples, 4) + [0.0] * max(0, 4 - samples)
 
 
 def test_data_parallel_replicas_compute_in_the_callers_precision(data_parallel_on_cpu: Build) -> None:
@@ -270,4 +287,4 @@ def test_data_parallel_replicas_compute_in_the_callers_precision(data_parallel_o
     wrapper = data_parallel_on_cpu(probe, ReplicaBuffers(2))
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         wrapper(numbered(4))
-    assert [record[3:] for record in probe.records] == [(True, torch.float16, False)] * 2
+    assert list_fields(probe.records, 3, 4, 5) == [(True, torch.float16, False)] * 2

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
+from support.listings import list_fields, list_files, list_names, list_pairs
 
 from train.data import DataOptions, download, load_data
 from train.engine import train
@@ -77,13 +78,14 @@ def test_cifar_is_read_and_normalized(
     data = load_data(name, tmp_path, None)
     batches = sorted(path for path in folder.iterdir() if "batch_" in path.name or path.name == "train")
     contents = [pickle.loads(path.read_bytes()) for path in batches]
-    pixels = np.concatenate([content["data"] for content in contents]).reshape(-1, 3, 32, 32)
+    pixels = np.concatenate(list_fields(contents, "data")).reshape(-1, 3, 32, 32)
     labels = np.concatenate([content.get("labels", content.get("fine_labels")) for content in contents])
     assert (len(data.train), len(data.test), data.channels, data.classes) == (len(pixels), 20, 3, classes)
     assert data.train.images.dtype == torch.uint8
     x, y = data.train[:]
     assert np.array_equal(y.numpy(), labels)
-    mean, std = (np.array(n).reshape(3, 1, 1) for n in (data.train.normalize.mean, data.train.normalize.std))
+    mean = np.array(data.train.normalize.mean).reshape(3, 1, 1)
+    std = np.array(data.train.normalize.std).reshape(3, 1, 1)
     assert np.allclose(x.numpy(), (pixels / 255 - mean) / std, atol=1e-5)
     assert len({*mean.flat}) == 3
 
@@ -181,7 +183,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, content) for name in BATCHES for content in BATCHES[name]])
+@pytest.mark.parametrize(("name", "content"), list_pairs(BATCHES))
 def test_an_invalid_batch(name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a batch has the right MD5 but is not a pickle, or has no images or invalid labels, the error is one line."""
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update({name: content}))
@@ -201,7 +203,7 @@ def test_mnist_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         publish_mnist(monkeypatch, files, address)
         settings = Settings(data="mnist", data_dir=tmp_path / "here" / "data", download=True)
         assert len(load(settings, RankContext()).train) == 200
-    names = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+    names = sorted(list_names((tmp_path / "here").rglob("*")))
     assert names == sorted(["data", "MNIST", "raw", *(name.removesuffix(".gz") for name in files)])
     assert len(load(settings, RankContext()).test) == 40
 
@@ -232,7 +234,7 @@ def test_cifar_is_downloaded_and_repaired(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(UserError, match=rf"^--download: .*cifar10 .*{data_dir}.* corrupted") as info:
                 download("cifar10", data_dir)
             assert "\n" not in str(info.value)
-        assert [path.name for path in data_dir.iterdir()] == ["cifar-10-batches-py"]
+        assert list_files(data_dir) == ["cifar-10-batches-py"]
         assert (data_dir / folder.name / "data_batch_1").read_bytes() == b"damaged"
         download("cifar10", data_dir)
     assert len(load_data("cifar10", data_dir, None).train) == 100

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import list_codes, list_rank_files
 from support.scenarios import SMALL, differing, load, run, trained
+from support.states import find_largest_difference
 
 import syncheck
 from train.data import load_data
@@ -39,7 +41,7 @@ def test_diloco_equals_training_by_hand(ctx: RankContext, settings: Settings) ->
     """The run ends within rounding of models trained one after the other, with the outer step by its formula."""
     actual = trained(ctx, replace(settings, save_per_rank=False)).method.module.state_dict()
     expected = train_by_hand(settings, ctx.world_size)[ctx.rank].state_dict()
-    assert max((actual[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+    assert find_largest_difference(expected, actual) < 5e-6
 
 
 def train_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
@@ -87,14 +89,14 @@ def test_ranks_are_equal_at_outer_steps(ctx: RankContext, syncheck_rank: Rank) -
     run(ctx, replace(DILOCO, momentum=0.0, max_steps=7, save_every=1, out=out))
     verdicts = []
     for step in range(1, 8):
-        pair = [out / "history" / "diloco" / f"step_{step}" / f"rank_{rank}.pth" for rank in range(2)]
+        pair = list_rank_files(out / "history" / "diloco" / f"step_{step}", "rank_{}.pth", 2)
         assert load(pair[1])["syncheck"]["averaging"] == {
             "period": 3,
             "warmup_steps": 0,
             "last_step": step // 3 * 3,
         }
         (group,) = syncheck.compare(*pair).groups
-        verdicts.append([finding.code for finding in group.findings])
+        verdicts.append(list_codes(group.findings))
         assert (not differing(*pair)) is (step in (3, 6))
         if step == 6 and ctx.rank == 0:
             content = load(pair[1])
@@ -102,5 +104,5 @@ def test_ranks_are_equal_at_outer_steps(ctx: RankContext, syncheck_rank: Rank) -
             torch.save(content, out / "changed_rank1.pth")
             (group,) = syncheck.compare(pair[0], out / "changed_rank1.pth").groups
             assert group.verdict == "out_of_sync"
-            assert "SYN241" not in {finding.code for finding in group.findings}
+            assert "SYN241" not in list_codes(group.findings)
     assert verdicts == [["SYN241"], ["SYN241"], [], ["SYN241"], ["SYN241"], [], ["SYN241"]]

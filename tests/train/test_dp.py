@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import list_codes, list_fields, list_names
 from support.scenarios import SMALL, differing, load, run, widest_gap
 
 import syncheck
@@ -71,7 +72,7 @@ def test_replicas_equal_the_ranks_of_ddp(ctx: RankContext, changes: dict[str, An
     """After 24 steps, replica r is bitwise equal to rank r of DDP: parameters, own statistics and optimizer state."""
     ddp, ddp_optimizer = train_on_shares(replace(SMALL, **changes), ctx)
     dp, dp_optimizer = train_on_shares(replace(DP, **changes), RankContext())
-    replicas = [replica.model for replica in dp.state(dp_optimizer)]
+    replicas = list_fields(dp.state(dp_optimizer), "model")
     assert are_bitwise_equal(replicas[ctx.rank], ddp.state(ddp_optimizer)[0].model)
     assert not are_bitwise_equal(*replicas)
     states = zip(dp_optimizer.state_dict()["state"].values(), ddp_optimizer.state_dict()["state"].values(), strict=True)
@@ -104,12 +105,12 @@ def test_dp_and_ddp_write_equal_files(ctx: RankContext, syncheck_rank: Rank, mon
 def check_files(settings: Settings, ctx: RankContext, replicas: int) -> None:
     """Train, then check that syncheck reports only SYN201 and that the metadata of each file contains its replica."""
     saved = run(ctx, settings).saved
-    assert [path.name for path in saved] == [f"{settings.run}_rank{rank}.pth" for rank in range(replicas)]
+    assert list_names(saved) == [f"{settings.run}_rank{rank}.pth" for rank in range(replicas)]
     (group,) = syncheck.compare(settings.out).groups
-    assert [finding.code for finding in group.findings] == ["SYN201"]
-    assert {diff.name for diff in group.tensors} == {n for n in load(saved[0])["model"] if n.endswith(STATISTICS)}
+    assert list_codes(group.findings) == ["SYN201"]
+    assert set(list_names(group.tensors)) == {n for n in load(saved[0])["model"] if n.endswith(STATISTICS)}
     blocks = [load(path)["syncheck"] for path in saved]
-    assert [(block["rank"], block["world_size"]) for block in blocks] == [(rank, replicas) for rank in range(replicas)]
+    assert list_fields(blocks, "rank", "world_size") == [(rank, replicas) for rank in range(replicas)]
 
 
 def test_files_get_the_finding_of_ddp(tmp_path: Path) -> None:

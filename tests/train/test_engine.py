@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import list_fields
 from support.scenarios import SMALL, load, run
+from support.states import copy_values, list_differing
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -64,11 +66,11 @@ def test_evaluation_changes_nothing() -> None:
     """An evaluation changes no parameter or buffer, and the model returns to training mode."""
     model = build_model("resnet8", 1, 10, 4)
     data = load_data("digits", None, None)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy_values(model.state_dict())
     method = Single(Settings(), RankContext())
     method.wrap(model)
     evaluate(method, evaluation_batches(data.test, RankContext()), RankContext())
-    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    assert not list_differing(model.state_dict(), before)
     assert model.training
 
 
@@ -93,7 +95,7 @@ def test_evaluation_shares_cover_all_samples() -> None:
     """Seven ranks evaluate 51 or 52 samples each, which add up to all 360 test samples."""
     data = load_data("digits", None, None)
     shares = [evaluation_batches(data.test, RankContext(rank, 7)) for rank in range(7)]
-    counts = [sum(len(labels) for _, labels in share) for share in shares]
+    counts = [sum(map(len, list_fields(share, 1))) for share in shares]
     assert counts == [52, 52, 52, 51, 51, 51, 51]
 
 

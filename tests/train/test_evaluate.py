@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.evaluated import FIXTURES, SYNCED, change, copy_synced, scores
+from support.listings import list_fields
 from support.programs import SHORT, TRAIN, Programs
 from support.scenarios import SMALL, SMALLEST, load, run
 from support.started import ROOT
@@ -69,10 +70,8 @@ def test_scores_equal_a_plain_forward(drifted: Path) -> None:
     states = [load(drifted / f"ddp-nobufsync_rank{rank}.pth")["model"] for rank in range(2)]
     merged = dict(states[0])
     for name in (n.removesuffix("running_mean") for n in states[0] if n.endswith("running_mean")):
-        means, variances = (
-            np.stack([state[f"{name}running_{part}"].numpy() for state in states]).astype(np.float64)
-            for part in ("mean", "var")
-        )
+        means = np.stack([state[f"{name}running_mean"].numpy() for state in states]).astype(np.float64)
+        variances = np.stack([state[f"{name}running_var"].numpy() for state in states]).astype(np.float64)
         assert (means[0] != means[1]).any()
         merged[f"{name}running_mean"] = torch.tensor(means.mean(0), dtype=torch.float32)
         merged[f"{name}running_var"] = torch.tensor(variances.mean(0) + means.var(0), dtype=torch.float32)
@@ -107,7 +106,7 @@ def test_a_synchronized_run_has_no_spread(synced: Path) -> None:
     """With SyncBatchNorm, all ranks have equal scores, and averaging equal statistics does not change the scores."""
     result = scores(synced)
     assert (result.spread, result.averaged_spread) == (0.0, 0.0)
-    assert len({score for rank in result.ranks for score in (rank.own, rank.averaged)}) == 1
+    assert len({*list_fields(result.ranks, "own"), *list_fields(result.ranks, "averaged")}) == 1
     assert result.sentence.endswith("on every rank: weights and BatchNorm statistics agree")
 
 
@@ -147,8 +146,8 @@ def test_runs_with_whole_models_are_evaluated(ctx: RankContext, syncheck_rank: R
     settings = replace(SMALL, **changes, out=syncheck_rank.shared)
     run(ctx, settings)
     result = scores(settings.out)
-    assert [rank.rank for rank in result.ranks] == [0, 1]
-    own_values = [rank.own for rank in result.ranks]
+    assert list_fields(result.ranks, "rank") == [0, 1]
+    own_values = list_fields(result.ranks, "own")
     expected = (not settings.sync_bn, settings.method == "localsgd")  # 10 steps end two steps after the last average
     assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == expected
     assert (own_values[0] == own_values[1]) is settings.sync_bn
@@ -160,7 +159,7 @@ def test_replicas_of_one_process_are_evaluated(tmp_path: Path) -> None:
     run(RankContext(), replace(SMALL, method="dp", replicas=2, save_every=3, max_steps=6, out=tmp_path))
     groups, refused = find_replicas([str(tmp_path / "history")])
     assert refused == []
-    assert [(r.run, r.step, [file.rank for file in r.files]) for r in groups] == [("dp", 3, [0, 1]), ("dp", 6, [0, 1])]
+    assert [(r.run, r.step, list_fields(r.files, "rank")) for r in groups] == [("dp", 3, [0, 1]), ("dp", 6, [0, 1])]
     assert all(score_run(r, None).ranks[0].averaged is not None for r in groups)
 
 
@@ -168,7 +167,7 @@ def test_a_model_without_batchnorm_has_no_averages() -> None:
     """Without BatchNorm, nothing is averaged, and the sentence reports the missing BatchNorm."""
     result = scores(FIXTURES / "in_sync" / "ddp_no_bn")
     assert result.averaged_spread is None
-    assert [rank.averaged for rank in result.ranks] == [None, None]
+    assert list_fields(result.ranks, "averaged") == [None, None]
     assert result.sentence.endswith("weights agree, and there is no BatchNorm")
 
 

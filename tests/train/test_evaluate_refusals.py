@@ -52,47 +52,41 @@ def test_copies_as_dtensors_are_evaluated(
     assert "on every rank: weights and BatchNorm statistics agree" in capsys.readouterr().out
 
 
+def set_config(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    """Return an edit of the trainer's settings in a checkpoint."""
+    return lambda content: content["syncheck"]["config"].update(changes)
+
+
+# Edits of both checkpoints.
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no metadata": lambda content: content.pop("syncheck"),
+    "another model": set_config(model="vgg"),
+    "huge": set_config(width=65536),
+    "width": set_config(width="4"),
+    "many channels": set_config(width=10**30),
+    "a list": set_config(model=["resnet8"]),
+    "one width only": set_config(model="tv_resnet18"),
+    "a tensor more": lambda content: content["model"].update({"fc.1.weight": torch.zeros(2)}),
+    "half precision": lambda content: content["model"].update({"fc.bias": content["model"]["fc.bias"].half()}),
+    "no model": lambda content: content.update(model={}, net=content["model"]),
+}
+# Arguments of the program, with the folder as {}.
+ARGUMENTS = {"no match": ["{}/*.bin"], "data": ["{}", "--data-dir", "{}"], "option": ["{}", "--nope"]}
+
+
 def damage(name: str, folder: Path) -> list[str]:
     """Damage the checkpoints of two ranks in one way; return the arguments of the program."""
-    first, second = (folder / SYNCED.format(rank) for rank in range(2))
-
-    def both(edit: Callable[[dict[str, Any]], object]) -> None:
-        for path in (first, second):
-            change(path, edit)
-
-    if name == "alone":
-        second.unlink()
-    elif name == "no metadata":
-        both(lambda content: content.pop("syncheck"))
-    elif name == "another model":
-        both(lambda content: content["syncheck"]["config"].update(model="vgg"))
-    elif name == "huge":
-        both(lambda content: content["syncheck"]["config"].update(width=65536))
-    elif name == "width":
-        both(lambda content: content["syncheck"]["config"].update(width="4"))
-    elif name == "many channels":
-        both(lambda content: content["syncheck"]["config"].update(width=10**30))
-    elif name == "a list":
-        both(lambda content: content["syncheck"]["config"].update(model=["resnet8"]))
-    elif name == "one width only":
-        both(lambda content: content["syncheck"]["config"].update(model="tv_resnet18"))
+    second = folder / SYNCED.format(1)
+    if name in EDITS:
+        change(folder / SYNCED.format(0), EDITS[name])
+        change(second, EDITS[name])
     elif name == "other data":
-        change(second, lambda content: content["syncheck"]["config"].update(data="svhn"))
-    elif name == "a tensor more":
-        both(lambda content: content["model"].update({"fc.1.weight": torch.zeros(2)}))
-    elif name == "half precision":
-        both(lambda content: content["model"].update({"fc.bias": content["model"]["fc.bias"].half()}))
-    elif name == "no model":
-        both(lambda content: content.update(model={}, net=content["model"]))
+        change(second, set_config(data="svhn"))
+    elif name == "alone":
+        second.unlink()
     elif name == "cut":
         second.write_bytes(second.read_bytes()[:5000])
-    elif name == "no match":
-        return [str(folder / "*.bin")]
-    elif name == "data":
-        return [str(folder), "--data-dir", str(folder)]
-    elif name == "option":
-        return [str(folder), "--nope"]
-    return [str(folder)]
+    return [argument.format(folder) for argument in ARGUMENTS.get(name, ["{}"])]
 
 
 @pytest.mark.parametrize(

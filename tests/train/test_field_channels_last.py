@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.listings import find_all, list_rank_files
 from support.scenarios import SMALL, load, run, trained, widest_gap
+from support.states import list_differing
 from torch import Tensor, nn
 
 import syncheck
@@ -68,9 +70,9 @@ def test_files_compare_equal_in_both_formats(tmp_path: Path) -> None:
     state = load(saved)["model"]
     (flat,) = run(RankContext(), replace(settings, save_format="safetensors")).saved  # replaces the .pth file
     values = load_file(flat)  # always contiguous in safetensors
-    assert all(values[name].equal(tensor) for name, tensor in state.items())
+    assert not list_differing(state, values)
     assert is_nhwc(state["conv2.weight"])
-    pair = [tmp_path / f"pair_rank{rank}.pth" for rank in range(2)]
+    pair = list_rank_files(tmp_path, "pair_rank{}.pth", 2)
     torch.save({"model": to_channels_last(state)}, pair[0])
     torch.save({"model": {name: t.contiguous() for name, t in state.items()}}, pair[1])
     counts = syncheck.compare(*pair).groups[0].counts
@@ -78,7 +80,7 @@ def test_files_compare_equal_in_both_formats(tmp_path: Path) -> None:
     state["conv2.weight"][1, 2, 0, 1] += 1
     torch.save({"model": state}, pair[0])
     (group,) = syncheck.compare(*pair).groups
-    (diff,) = [diff for diff in group.tensors if diff.status == "different"]
+    (diff,) = find_all(group.tensors, status="different")
     assert diff.name == "conv2.weight"
     assert diff.index == (1, 2, 0, 1)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_texts
 from support.scenarios import SMALL, load, run, widest_gap
 from test_matrix import make_settings, parametrize, read_table, train_and_compare
 
@@ -96,7 +97,7 @@ def test_a_missing_compiler_is_reported(script: Callable[..., Run], tmp_path: Pa
     """Without a C++ compiler, two ranks print one error line in total, and the exit code is 2."""
     done = script(*TINY, "--spawn", 2, "--compile", timeout=100, CXX="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run.py: ")]
+    (line,) = find_texts(done.stderr.splitlines(), start="run.py: ")
     assert line.startswith(f"run.py: error: --compile: torch {torch.__version__} cannot compile for cpu here: ")
     assert "/nowhere" in line
     assert "Traceback" not in done.stderr

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.listings import list_fields, list_rank_files
 from support.resumed import TINY, assert_bitwise, state_of
 from support.scenarios import SMALL, differing, load, run, tensors, trained, widest_gap
+from support.states import count_elements
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -40,7 +42,7 @@ def test_ranks_stay_equal(ctx: RankContext, syncheck_rank: Rank, method: str, ho
     plain = replace(SMALL, method=method, sync_bn=True, out=syncheck_rank.shared)
     settings = replace(plain, comm_hook=hook)
     assert not any(find_differing_tensors(ctx, settings))
-    (group,) = syncheck.compare(*[settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]).groups
+    (group,) = syncheck.compare(*list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2)).groups
     assert group.verdict == "in_sync"
     run(ctx, plain)
     difference = widest_gap(settings.out / f"{settings.run}_rank0.pth", settings.out / f"{plain.run}_rank0.pth")
@@ -71,15 +73,15 @@ def test_hooks_send_less(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, accu
     for hook, share in (("fp16", 0.5), ("bf16", 0.5), ("powersgd", 0.25)):
         messages.clear()
         job = trained(ctx, replace(settings, comm_hook=hook))
-        complete = 4 * sum(p.numel() for p in job.method.module.parameters())
+        complete = 4 * count_elements(job.method.module.parameters())
         if hook == "powersgd":
             assert (
-                sum(size for _, size in messages) <= 2 * complete + 2 * share * complete
+                sum(list_fields(messages, 1)) <= 2 * complete + 2 * share * complete
             )  # two steps without it, two with
             assert len(messages) == 2 + 2 * 3  # P, Q and the tensors too small to compress
         else:
-            assert {dtype for dtype, _ in messages} == {getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[hook])}
-            assert sum(size for _, size in messages) == 4 * share * complete
+            assert set(list_fields(messages, 0)) == {getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[hook])}
+            assert sum(list_fields(messages, 1)) == 4 * share * complete
     assert complete > 0
 
 
@@ -116,7 +118,7 @@ def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, m
     (group,) = syncheck.compare(folder).groups
     assert group.verdict == "in_sync"
     differences = [diff for diff in group.tensors if "error_dict" in diff.name]
-    assert [(diff.reason, diff.detail) for diff in differences] == [(Reason.RNG, Detail.POWERSGD_ERROR())]
+    assert list_fields(differences, "reason", "detail") == [(Reason.RNG, Detail.POWERSGD_ERROR())]
 
 
 @pytest.mark.syncheck(ranks=2)

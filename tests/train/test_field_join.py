@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.listings import find_all, list_codes, list_fields
 from support.resumed import interrupt, resume
 from support.scenarios import SMALL, differing, load, run, trained
+from support.states import find_largest_difference
 from torch import nn
 
 import syncheck
@@ -70,8 +73,8 @@ def test_ddp_join_alone_leaves_momentum_out_of_sync(
     assert names == {f"optimizer.{i}.momentum_buffer" for i in range(23)}
     (group,) = syncheck.compare(*saved).groups
     assert group.verdict == "out_of_sync"
-    assert [finding.code for finding in group.findings] == ["SYN299"]
-    assert {diff.kind for diff in group.tensors if diff.status == "different"} == {"optimizer"}
+    assert list_codes(group.findings) == ["SYN299"]
+    assert set(list_fields(find_all(group.tensors, status="different"), "kind")) == {"optimizer"}
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -81,7 +84,7 @@ def test_join_equals_training_by_hand(ctx: RankContext) -> None:
     settings = replace(settings, limit_train=60)  # 8 batches, the last with 4 samples: ranks have 3, 3 and 2
     actual = trained(ctx, settings).method.module.state_dict()
     expected = train_by_hand(settings, 3).state_dict()
-    assert max((actual[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+    assert find_largest_difference(expected, actual) < 5e-6
 
 
 def train_by_hand(settings: Settings, ranks: int) -> nn.Module:
@@ -93,7 +96,7 @@ def train_by_hand(settings: Settings, ranks: int) -> nn.Module:
     )
     train = load_data("digits", None, settings.limit_train).train
     pairs = [train[i] for i in range(len(train))]
-    x, y = torch.stack([a for a, _ in pairs]), torch.tensor([int(b) for _, b in pairs])
+    x, y = torch.stack(list_fields(pairs, 0)), torch.tensor([int(b) for _, b in pairs])
     per_epoch = -(-len(x) // settings.batch_size)
     for step in range(settings.epochs * per_epoch):
         start = step % per_epoch * settings.batch_size
@@ -150,7 +153,7 @@ def test_every_sample_is_used_once(samples: int, ranks: int) -> None:
         batches = list(sampler)
         assert len(batches) == len(sampler) == len(sampler.sizes) <= sampler.longest
         assert rank > 0 or len(batches) == sampler.longest
-        indices += [index for batch in batches for index in batch]
+        indices += list(chain.from_iterable(batches))
         sampler.set_epoch(2, 1)
         assert list(sampler) == batches[1:]
     assert sorted(indices) == list(range(samples))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.disks import make_read_only, small_disk
+from support.listings import list_files
 from support.programs import TRAIN
 from support.scenarios import load
 from support.started import alive, wait_for
@@ -35,8 +36,8 @@ def list_complete_steps(folder: Path) -> list[str]:
         assert load(path)["step"] == int(path.parent.name.removeprefix("step_"))
     assert not list(folder.rglob(".*.tmp"))
     for step in folder.iterdir():
-        assert sorted(path.name for path in step.iterdir()) == ["rank_0.pth", "rank_1.pth"]
-    return sorted((step.name for step in folder.iterdir()), key=lambda name: int(name.removeprefix("step_")))
+        assert list_files(step) == ["rank_0.pth", "rank_1.pth"]
+    return sorted(list_files(folder), key=lambda name: int(name.removeprefix("step_")))
 
 
 def test_a_full_disk(programs: Programs, disk: Path) -> None:
@@ -64,9 +65,9 @@ def test_a_read_only_disk(programs: Programs, disk: Path) -> None:
     arguments = ("--width", 4, "--max-steps", 400, "--save-every", 50, "--progress", "none", "--timeout", 30)
     process = programs.start(*TRAIN, "--spawn", 2, *arguments, "--out", disk / "ckpts")
     history = disk / "ckpts" / "history" / "ddp"
-    wait_for(lambda: (history / "step_100" / "rank_1.pth").exists(), timeout=60)
+    wait_for((history / "step_100" / "rank_1.pth").exists, timeout=60)
     # Retry, because the remount fails during a write.
-    wait_for(lambda: make_read_only(disk))
+    wait_for(make_read_only, disk)
     run = programs.finish(process)
     assert not alive(process)
     assert run.returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.states import count_elements
 from torch import nn
 
 from train.errors import UserError
@@ -45,8 +46,8 @@ def test_sizes_and_tied_embeddings() -> None:
     assert tied.head is not None
     assert tied.embed is not None
     assert tied.head.weight is tied.embed.weight
-    assert sum(p.numel() for p in tied.parameters()) == 213_568
-    assert sum(p.numel() for p in moe.parameters()) == 673_344
+    assert count_elements(tied.parameters()) == 213_568
+    assert count_elements(moe.parameters()) == 673_344
     with pytest.raises(UserError, match=r"^--width 12: .* multiple of 8"):
         build(width=12)
     with pytest.raises(UserError, match=r"^--depth 3000: "):

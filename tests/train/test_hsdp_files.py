@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import list_failing, list_fields
 from support.scenarios import NEEDS_FSDP, SMALL, run
 
 import syncheck
@@ -44,4 +45,4 @@ def test_replicas_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) 
     assert (group.verdict, diff.name, diff.mismatched) == ("out_of_sync", "fc.weight", 1)
     assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), ((1,), (3,)))
     # The bytes show only a difference between ranks 1 and 3; the checksum in rank 3's file shows the changed rank.
-    assert [(finding.code, finding.ranks) for finding in group.findings if finding.fails] == [("SYN223", (3,))]
+    assert list_fields(list_failing(group), "code", "ranks") == [("SYN223", (3,))]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_fields, list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,7 +105,8 @@ def test_sync_bn_keeps_all_tensors_in_sync(ctx: RankContext, syncheck_rank: Rank
     """With --sync-bn, all tensors are bitwise equal between ranks, even without buffer sync and with uneven shares."""
     settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared, **changes)
     run(ctx, settings)
-    a, b = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
+    a = settings.out / f"{settings.run}_rank0.pth"
+    b = settings.out / f"{settings.run}_rank1.pth"
     assert differing(a, b) == set()
     assert "layer1.0.bn1.running_mean" in tensors(a)
 
@@ -152,7 +154,7 @@ def test_without_buffer_sync_statistics_are_unsynchronized(ctx: RankContext, syn
         run(ctx, settings)
         folder = settings.out / "history" / settings.run / "step_19"
         before = measure_drift(folder / "rank_0.pth", folder / "rank_1.pth")
-        after = measure_drift(*(settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
+        after = measure_drift(*list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2))
         similarity[sync] = torch.cosine_similarity(before, after, dim=0).item()
     assert similarity[False] > 0.7  # nine tenths of the drift remain, and one step is added
     assert abs(similarity[True]) < 0.6  # each drift comes from one step only, so the two are unrelated
@@ -185,5 +187,5 @@ def test_table_of_methods_is_complete() -> None:
     modules = {method.__module__.rpartition(".")[2] for method in METHODS.values()}
     # Parts that several methods share.
     shared = {"comm_hooks", "pipeline_stages", "replica_threads", "sync_batchnorm", "tensor_parallel_plan"}
-    assert modules == {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "all_methods"} - shared
+    assert modules == set(list_fields(folder.glob("*.py"), "stem")) - {"__init__", "base", "all_methods"} - shared
     assert all(method.__name__.lower() == name.replace("_", "") for name, method in METHODS.items())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from support.programs import TRAIN, Programs
 from support.scenarios import NEEDS_FSDP, fsdp, load, run, trained, whole_state
 from support.started import ROOT
+from support.states import pick
 from torch.utils.data import TensorDataset
 
 from train import minimal
@@ -227,7 +228,7 @@ def test_a_copy_of_the_file_runs(programs: Programs, tmp_path: Path, free_port: 
         done = load(tmp_path / "minimal.pt")["epoch"]
         assert f"epoch = {done}," in output.stdout
     assert done == 4
-    assert result == pytest.approx({epoch: expected[epoch] for epoch in result}, abs=2e-3)
+    assert result == pytest.approx(pick(expected, result), abs=2e-3)
     assert {1, 4} <= set(result)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.scenarios import SMALLEST
+from support.states import count_elements
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,7 +20,7 @@ def count_parameters(name: str, channels: int = 3, classes: int = 10, **options:
     """Return the number of parameters of a model, without allocating it."""
     with torch.device("meta"):
         model = build_model(name, channels, classes, options.pop("width", None), **options)
-    return sum(p.numel() for p in model.parameters())
+    return count_elements(model.parameters())
 
 
 SHALLOW = ("convnet", "mnist_convnet")  # no stages
@@ -91,7 +92,8 @@ def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
     """Tensors have the names, the order and, except for the stem, the shapes of torchvision's networks."""
     pytest.importorskip("torchvision")
     with torch.device("meta"):
-        ours, theirs = (build_model(n, 3, 10, None).state_dict() for n in (name, f"tv_{name}"))
+        ours = build_model(name, 3, 10, None).state_dict()
+        theirs = build_model(f"tv_{name}", 3, 10, None).state_dict()
     assert list(ours) == list(theirs)
     assert len(ours) == tensors
     assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
@@ -100,7 +102,8 @@ def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
 def test_resnet50_computes_torchvisions_features() -> None:
     """With equal weights, the stages after the stem compute bitwise equal features."""
     pytest.importorskip("torchvision")
-    ours, theirs = (build_model(name, 3, 10, None).eval() for name in ("resnet50", "tv_resnet50"))
+    ours = build_model("resnet50", 3, 10, None).eval()
+    theirs = build_model("tv_resnet50", 3, 10, None).eval()
     ours.load_state_dict(theirs.state_dict() | {"conv1.weight": ours.state_dict()["conv1.weight"]})
     x = torch.randn(2, 64, 8, 8)
     with torch.no_grad():
@@ -196,6 +199,6 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
     if name in SHALLOW:
         assert blocks == []
         return
-    inner = sum(p.numel() for block in blocks for p in block.parameters())
+    inner = sum(count_elements(block.parameters()) for block in blocks)
     assert len(blocks) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
-    assert inner > 0.8 * sum(p.numel() for p in model.parameters())
+    assert inner > 0.8 * count_elements(model.parameters())

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.listings import list_codes, list_fields, list_rank_files
 from support.scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
+from support.states import are_equal, find_largest_difference
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -27,6 +29,8 @@ from train.settings import check
 from train.trainer import Trainer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from syncheck.testing import Rank
     from train.settings import Settings
 
@@ -61,7 +65,8 @@ def test_amp_computes_in_its_precision(
     job = trained(ctx, replace(CONVNET, method=method, amp=amp))
     assert dtypes == {"activation": {dtype}, "weight": {torch.float32}}
     states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
-    assert {t.dtype for state in states for t in state.values() if isinstance(t, Tensor)} == {torch.float32}
+    for state in states:
+        assert set(list_fields(filter(torch.is_tensor, state.values()), "dtype")) == {torch.float32}
     assert job.trainer.scaler.is_enabled() is (amp == "fp16")
 
 
@@ -80,9 +85,9 @@ def test_mp_policy_gathers_bfloat16(
     job = trained(ctx, settings)
     assert dtypes == {"activation": {torch.bfloat16}, "weight": {torch.bfloat16}}
     mine, amp = whole_state(job), whole_state(trained(ctx, replace(settings, mp_policy=False, amp="bf16")))
-    assert max((mine[name] - amp[name]).abs().max().item() for name in amp) < 1e-3  # measured: 0
-    paths = [settings.out / f"{method}-mp-bf16_rank{rank}.pth" for rank in range(2)]
-    assert {tensor.dtype for tensor in tensors(paths[0]).values()} == {torch.float32}
+    assert find_largest_difference(amp, mine) < 1e-3  # measured: 0
+    paths = list_rank_files(settings.out, f"{method}-mp-bf16_rank{{}}.pth", 2)
+    assert set(list_fields(tensors(paths[0]).values(), "dtype")) == {torch.float32}
     (group,) = syncheck.compare(*paths).groups
     assert group.verdict == ("in_sync" if method == "replicate" else "undecided")
     assert (group.counts.not_compared == 0) is (method == "replicate")
@@ -110,12 +115,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     settings = replace(CONVNET, method=method, amp="fp16", optimizer="adamw", save_per_rank=True)
     settings = replace(settings, out=syncheck_rank.shared)
     run(ctx, settings)
-    contents = [load(settings.out / f"{settings.run}_rank{rank}.pth") for rank in range(2)]
-    assert [content["scaler"]["scale"] for content in contents] == [32768.0, 32768.0]
-    steps = {state["step"].item() for content in contents for state in content["optimizer"]["state"].values()}
-    assert steps == {5.0}  # of 6
+    for path in list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2):
+        content = load(path)
+        assert content["scaler"]["scale"] == 32768.0
+        assert list_steps(content["optimizer"]) == {5.0}  # of 6
     report = syncheck.compare(settings.out)
     assert report.groups[0].counts.different == 0
+
+
+def list_steps(optimizer: dict[str, Any]) -> set[float]:
+    """Return the numbers of steps in the state dict of an optimizer."""
+    return {state["step"].item() for state in optimizer["state"].values()}
 
 
 @NEEDS_FSDP
@@ -133,7 +143,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all(ctx: RankContext, monkey
 
     monkeypatch.setattr(METHODS["fsdp"], "backward", overflow)
     job = trained(ctx, replace(CONVNET, method="fsdp", amp="fp16", optimizer="adamw"))
-    steps = {state["step"].item() for state in job.trainer.optimizer.state_dict()["state"].values()}
+    steps = list_steps(job.trainer.optimizer.state_dict())
     assert ctx.gather((steps, job.trainer.scaler.get_scale())) == [({5.0}, 32768.0)] * 2
 
 
@@ -196,8 +206,7 @@ def test_fsdp_accumulation_sends_gradients_once_per_step(ctx: RankContext) -> No
     for accumulate in (1, 3):
         with CommDebugMode() as mode:
             trained(ctx, replace(CONVNET, method="fsdp", accumulate=accumulate))
-        calls = {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
-        counts.append(sum(count for name, count in calls.items() if "reduce_scatter" in name))
+        counts.append(sum(count for name, count in mode.get_comm_counts().items() if "reduce_scatter" in str(name)))
     assert counts[0] == counts[1] == 6  # one group of parameters, six steps
 
 
@@ -219,7 +228,7 @@ def test_find_unused_allows_unused_parameters(ctx: RankContext, monkeypatch: pyt
         trained(ctx, settings)
     job = trained(ctx, replace(settings, find_unused=True))
     spare = job.method.module.get_parameter("spare.weight")
-    assert all(spare.equal(second) for second in ctx.gather(spare))
+    assert are_equal(ctx.gather(spare), [spare, spare])
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -227,7 +236,7 @@ def test_zero_partitions_the_optimizer(ctx: RankContext, syncheck_rank: Rank) ->
     """Each parameter's optimizer state is in exactly one rank's file, by name, and syncheck reports it as sharded."""
     settings = replace(SMALL, method="zero", optimizer="adamw", lr=0.005, sync_bn=True, out=syncheck_rank.shared)
     run(ctx, settings)
-    paths = [settings.out / f"zero-syncbn_rank{rank}.pth" for rank in range(2)]
+    paths = list_rank_files(settings.out, "zero-syncbn_rank{}.pth", 2)
     names = []
     for path in paths:
         content = load(path)
@@ -240,9 +249,9 @@ def test_zero_partitions_the_optimizer(ctx: RankContext, syncheck_rank: Rank) ->
     assert names[0].isdisjoint(names[1])
     assert names[0] | names[1] == {name for name in load(paths[0])["model"] if name.endswith(("weight", "bias"))}
     (group,) = syncheck.compare(settings.out).groups
-    assert (group.verdict, [finding.code for finding in group.findings]) == ("in_sync", ["SYN104"])
+    assert (group.verdict, list_codes(group.findings)) == ("in_sync", ["SYN104"])
     assert group.counts.not_compared == 3 * 23
-    assert {diff.reason for diff in group.tensors} == {"sharded"}
+    assert set(list_fields(group.tensors, "reason")) == {"sharded"}
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -252,7 +261,7 @@ def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) ->
     run(ctx, replace(SMALL, method="localsgd", model="convnet", width=None, max_steps=14, save_every=1, out=out))
     agree, last = [], []
     for step in range(1, 15):
-        pair = [out / "history" / "localsgd" / f"step_{step}" / f"rank_{rank}.pth" for rank in range(2)]
+        pair = list_rank_files(out / "history" / "localsgd" / f"step_{step}", "rank_{}.pth", 2)
         if not any(not name.startswith("optimizer.") for name in differing(*pair)):
             agree.append(step)
         averaging = load(pair[1])["syncheck"]["averaging"]
@@ -269,7 +278,12 @@ def test_localsgd_equals_training_by_hand(ctx: RankContext, steps: int) -> None:
     settings = replace(CONVNET, method="localsgd", average_every=3, shuffle=False, max_steps=steps, batch_size=35)
     actual = trained(ctx, settings).method.module.state_dict()
     expected = train_local_sgd_by_hand(settings, ctx.world_size)[ctx.rank].state_dict()
-    assert max((actual[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+    assert find_largest_difference(expected, actual) < 5e-6
+
+
+def zip_parameters(models: list[nn.Module]) -> Iterable[tuple[nn.Parameter, ...]]:
+    """Return the copies of each parameter."""
+    return zip(*(model.parameters() for model in models), strict=True)
 
 
 def train_local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
@@ -287,8 +301,8 @@ def train_local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
             loss = F.cross_entropy(model(x[samples]), y[samples], reduction="sum") / size
             (loss * ranks).backward()
         if step < every:
-            for replicas in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.grad for p in replicas]).mean(0)
+            for replicas in zip_parameters(models):
+                mean = torch.stack(list_fields(replicas, "grad")).mean(0)
                 for p in replicas:
                     p.grad = mean.clone()
         for job in jobs:
@@ -296,8 +310,8 @@ def train_local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
             job.step()
             job.zero_grad()
         if step >= every and (step + 1) % every == 0:
-            for replicas in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.detach() for p in replicas]).mean(0)
+            for replicas in zip_parameters(models):
+                mean = torch.stack(list_fields(replicas, "data")).mean(0)
                 for p in replicas:
                     p.data.copy_(mean)
     return models
@@ -309,15 +323,15 @@ def test_fsdp_files_hold_shards(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Each rank's file holds its rows of every parameter and the mesh; syncheck reports the tensors as sharded."""
     settings = replace(SMALL, method="fsdp", sync_bn=True, out=syncheck_rank.shared)
     job = trained(ctx, settings)
-    contents = [tensors(settings.out / f"fsdp-syncbn_rank{rank}.pth") for rank in range(2)]
+    first, second = map(tensors, list_rank_files(settings.out, "fsdp-syncbn_rank{}.pth", 2))
     for name, parameter in job.method.module.named_parameters():
-        parts = [content[name].to_local() for content in contents]
+        parts = first[name].to_local(), second[name].to_local()
         assert torch.cat(parts).equal(parameter.full_tensor())  # type: ignore[operator]
         assert parts[0].shape != parameter.shape
     (group,) = syncheck.compare(settings.out).groups
     assert group.verdict == "in_sync"
     assert group.evidence.metadata.mesh == {"shard": 0}
-    assert {diff.reason for diff in group.tensors} == {"sharded"}
+    assert set(list_fields(group.tensors, "reason")) == {"sharded"}
     assert group.counts.not_compared == 2 * 23
 
 

@@ -9,9 +9,11 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts
 from support.programs import SHORT, TRAIN
 from support.scenarios import SMALL, fsdp, run, tensors
 from support.started import alive
+from support.states import list_differing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,7 @@ def train_and_list_checks(ctx: RankContext, settings: Settings) -> list[str]:
     stderr = StringIO()
     with redirect_stderr(stderr):
         run(ctx, settings)
-    lines = [line for line in stderr.getvalue().splitlines() if line.startswith("syncheck: ")]
+    lines = find_texts(stderr.getvalue().splitlines(), start="syncheck: ")
     (lines,) = [of_rank for of_rank in ctx.gather(lines) if of_rank]  # only one rank prints
     matches = [re.match(r"syncheck: step (\d+): (in sync|OUT OF SYNC)", line) for line in lines]
     return [" ".join([*match.groups(), *re.findall(r"SYN\d+", match.string)]) if match else "?" for match in matches]
@@ -79,7 +81,7 @@ def test_monitor_does_not_change_the_weights(ctx: RankContext, syncheck_rank: Ra
         run(ctx, settings)
         states.append(tensors(settings.out / f"ddp_rank{ctx.rank}.pth"))
     assert states[0].keys() == states[1].keys()
-    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+    assert not list_differing(states[0], states[1])
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -93,7 +95,7 @@ def test_resync_repairs_an_injected_fault(ctx: RankContext, syncheck_rank: Rank)
         else:
             run(ctx, settings)
         final.append(tensors(settings.out / f"{settings.run}_rank{ctx.rank}.pth"))
-    assert all(tensor.equal(final[1][name]) for name, tensor in final[0].items())
+    assert not list_differing(final[0], final[1])
 
 
 FAULT = ("--sync-bn", "--fault", "bit-flip-weight", "--fault-step", 2, "--on-desync", "raise")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_all, list_codes, list_failing, list_fields, list_names, list_starts
 from support.scenarios import run, tensors, trained
 from support.sequences import MOE, ROUNDING, difference_to_single
 
@@ -45,9 +46,9 @@ def test_findings(ctx: RankContext, syncheck_rank: Rank, fault: str | None, part
     settings = replace(EP, max_steps=6, save_per_rank=True, fault=fault, out=syncheck_rank.shared)
     (group,) = syncheck.compare(*run(ctx, settings).saved).groups
     assert group.counts.not_compared == 0
-    failing = [finding for finding in group.findings if finding.fails]
-    assert [finding.code for finding in failing] == ["SYN212"] * bool(fault)
-    differing = {diff.name for diff in group.tensors if diff.out_of_sync}
+    failing = list_failing(group)
+    assert list_codes(failing) == ["SYN212"] * bool(fault)
+    differing = set(list_names(find_all(group.tensors, out_of_sync=True)))
     assert bool(differing) == bool(fault)
     assert all(part in name for name in differing)
 
@@ -57,14 +58,14 @@ def test_all_tensors_except_experts_are_compared(ctx: RankContext, syncheck_rank
     """On two ranks only experts have no replica: in files, in averages of --ema and in the checks of --monitor."""
     settings = replace(EP, max_steps=3, ema=0.9, monitor=1, on_desync="raise", out=syncheck_rank.shared)
     (group,) = syncheck.compare(*run(ctx, replace(settings, save_per_rank=True)).saved).groups
-    names = {diff.name for diff in group.tensors}
-    assert {name.partition(".")[0] for name in names} >= {"ema", "optimizer"}
+    names = set(list_names(group.tensors))
+    assert set(list_starts(names, ".")) >= {"ema", "optimizer"}
     assert all(".moe.experts." in name for name in names)
     with pytest.raises(syncheck.OutOfSync) as caught:
         run(ctx, replace(settings, fault="router-updated-locally"))
     (group,) = caught.value.report.groups
-    differing = [diff for diff in group.tensors if diff.out_of_sync]
-    assert {diff.kind for diff in differing} == {"parameter", "optimizer", "ema"}
+    differing = find_all(group.tensors, out_of_sync=True)
+    assert set(list_fields(differing, "kind")) == {"parameter", "optimizer", "ema"}
     assert all(".router" in diff.name for diff in differing)
 
 

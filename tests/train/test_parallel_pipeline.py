@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes, list_names
 from support.scenarios import NEEDS_FSDP, differing, run, trained
 
 import syncheck
@@ -114,8 +115,8 @@ def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
     clean = replace(base, out=syncheck_rank.shared / "clean", monitor=6, on_desync="raise")
     run(ctx, clean)
     group = compare_last(clean)
-    assert (group.verdict, [finding.code for finding in group.findings]) == ("in_sync", ["SYN104"])
-    identical = {name for name in group.evidence.names if name not in {diff.name for diff in group.tensors}}
+    assert (group.verdict, list_codes(group.findings)) == ("in_sync", ["SYN104"])
+    identical = {name for name in group.evidence.names if name not in list_names(group.tensors)}
     states = {f"optimizer.embed.weight.{state}" for state in ("exp_avg", "exp_avg_sq", "step")}
     assert identical == {"embed.weight", *states}
     _, refused = find_replicas([str(clean.out)])
@@ -125,7 +126,7 @@ def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
     wrong = replace(base, out=syncheck_rank.shared / "wrong", fault="tied-apart")
     run(ctx, wrong)
     group = compare_last(wrong)
-    assert (group.verdict, [finding.code for finding in group.findings]) == ("out_of_sync", ["SYN212", "SYN104"])
+    assert (group.verdict, list_codes(group.findings)) == ("out_of_sync", ["SYN212", "SYN104"])
 
     names = [f"pp_rank{rank}.pth" for rank in range(2)]
     half = replace(clean, out=syncheck_rank.shared / "half", monitor=0, on_desync=None, lr=0.003, max_steps=3)
@@ -149,7 +150,7 @@ def test_files_of_copies_of_stages(ctx: RankContext, syncheck_rank: Rank) -> Non
     wrong = replace(base, out=syncheck_rank.shared / "wrong", fault="stale-stage")
     run(ctx, wrong)
     report = syncheck.compare(wrong.out)
-    codes = [[finding.code for finding in group.findings] for group in report.groups if group.verdict == "out_of_sync"]
+    codes = [list_codes(group.findings) for group in report.groups if group.verdict == "out_of_sync"]
     assert codes
     assert all("SYN217" in result for result in codes)
 

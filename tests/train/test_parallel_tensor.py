@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_codes, list_failing
 from support.resumed import assert_bitwise
 from support.scenarios import NEEDS_FSDP, run, trained, whole_state
+from support.states import clone_parameters
 
 import syncheck
 from train.engine import prepare
@@ -108,7 +110,7 @@ def count_compared(ctx: RankContext, settings: Settings) -> tuple[list[str], int
     """Train, and return the codes of failures, and the numbers of compared and of all tensors."""
     run(ctx, settings)
     (group,) = syncheck.compare(settings.out).groups
-    codes = [finding.code for finding in group.findings if finding.fails]
+    codes = list_codes(list_failing(group))
     ctx.gather(None)  # other ranks read the files, too
     return codes, group.counts.compared, group.counts.tensors
 
@@ -140,7 +142,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(ctx: RankContext) 
     """With fp16, an infinite gradient of one rank's shard leaves all weights unchanged and halves all scales."""
     job = prepare(replace(GPT, amp="fp16", max_steps=1, grad_clip=None, accumulate=1), ctx)
     trainer, method = job.trainer, job.trainer.method
-    before, backward = [p.detach().clone() for p in method.module.parameters()], method.backward
+    before, backward = clone_parameters(method.module), method.backward
 
     def overflow(loss: Tensor) -> None:
         backward(loss)

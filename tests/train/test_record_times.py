@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import list_fields
 from support.scenarios import SMALL
 
 from train.data.dataset import Images
@@ -60,7 +61,7 @@ def test_slow_data_is_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time to load a batch counts as data time and as part of the step's time."""
     monkeypatch.setattr(Images, "take", delay(Images.take))
     records = train_and_keep_records()
-    assert [record.step for record in records.steps] == [2, 4, 6, 8, 10]
+    assert list_fields(records.steps, "step") == [2, 4, 6, 8, 10]
     for record in records.steps:
         assert record.batch_time_s >= record.data_time_s >= DELAY
         assert record.samples_per_second <= 32 / DELAY
@@ -85,5 +86,5 @@ def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("train.engine.evaluate", delay(delay(evaluate)))
     records = train_and_keep_records(log_interval=1)
     assert all(epoch.test_time_s >= 2 * DELAY for epoch in records.epochs)
-    in_steps = sum(record.batch_time_s for record in records.steps)
-    assert in_steps <= sum(epoch.epoch_time_s for epoch in records.epochs)
+    in_steps = sum(list_fields(records.steps, "batch_time_s"))
+    assert in_steps <= sum(list_fields(records.epochs, "epoch_time_s"))

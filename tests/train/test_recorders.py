@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_all, find_texts, list_fields, read_json_lines
 from support.resumed import TINY, Crash, Stops
 from support.scenarios import SMALL, fsdp, load
 from support.started import ROOT
+from support.states import list_differing
 
 from train.engine import train
 from train.errors import UserError
@@ -56,7 +58,7 @@ def run(settings: Settings, ctx: RankContext | None = None) -> Result:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_json_lines(path)
 
 
 @pytest.fixture
@@ -74,11 +76,12 @@ def test_metrics_have_their_fields(tmp_path: Path) -> None:
     """Events have exactly the frozen fields, in order; step records add up to epoch records, also across epochs."""
     result = run(replace(ALONE, log_dir=tmp_path, grad_clip=1.0, eval_every=2))
     lines = records(tmp_path / "single-clip1" / "metrics.jsonl")
-    assert [line["event"] for line in lines] == ["start", "step", "epoch", "step", "step", "epoch", "end"]
+    assert list_fields(lines, "event") == ["start", "step", "epoch", "step", "step", "epoch", "end"]
     assert all(list(line) == EVENTS[line["event"]].split() for line in lines)
-    steps, epochs = ([line for line in lines if line["event"] == event] for event in ("step", "epoch"))
-    assert [(s["step"], s["epoch"], s["samples"]) for s in steps] == [(4, 1, 128), (8, 2, 128), (12, 2, 128)]
-    assert [(e["step"], e["samples"]) for e in epochs] == [(6, 192), (12, 192)]
+    steps = find_all(lines, event="step")
+    epochs = find_all(lines, event="epoch")
+    assert list_fields(steps, "step", "epoch", "samples") == [(4, 1, 128), (8, 2, 128), (12, 2, 128)]
+    assert list_fields(epochs, "step", "samples") == [(6, 192), (12, 192)]
     for number in ("loss", "accuracy", "top5_accuracy"):
         complete = sum(e[number] * e["samples"] for e in epochs)
         assert sum(s[number] * s["samples"] for s in steps) == pytest.approx(complete, rel=1e-12)
@@ -96,7 +99,7 @@ def test_all_fields_are_documented() -> None:
     """docs/running.md names every event and its fields."""
     text = (ROOT / "docs" / "running.md").read_text()
     for event, names in EVENTS.items():
-        (line,) = [line for line in text.split("\n- ") if line.startswith(f"**{event}**")]
+        (line,) = find_texts(text.split("\n- "), start=f"**{event}**")
         assert set(names.split()[3:]) - set(re.findall(r"`(\w+)`", line)) == set(), event
 
 
@@ -111,7 +114,7 @@ def test_a_later_run_replaces_the_files_and_records_its_failure(tmp_path: Path) 
         train(settings, RankContext(), recorder)
         raise RuntimeError("planted\nwith a second line")
     lines = records(tmp_path / "single" / "metrics.jsonl")
-    assert [line["event"] for line in lines] == ["start", "step", "epoch", "end"]
+    assert list_fields(lines, "event") == ["start", "step", "epoch", "end"]
     assert (lines[-1]["ended"], lines[-1]["steps"]) == ("failed", 5)
     log = (tmp_path / "single" / "rank_0.log").read_text()
     assert log.count("start of single: rank 0 of 1") == 1
@@ -140,7 +143,7 @@ def test_resume_at_truncates_the_metrics(tmp_path: Path) -> None:
     assert [line.get("step") for line in records(path)] == [None, 4, 6, 8]
     assert metrics.test == records(path)[2]["test_accuracy"]
     metrics.resume_at(3)
-    assert [line["event"] for line in records(path)] == ["start"]
+    assert list_fields(records(path), "event") == ["start"]
     path.unlink()
     metrics.resume_at(3)  # no error without a file
 
@@ -158,9 +161,10 @@ def test_a_resumed_run_appends_to_its_files(tmp_path: Path) -> None:
     with pytest.raises(Crash), both:
         train(parts, RankContext(), both)
     run(replace(parts, resume=True))
-    expected, resumed = (records(tmp_path / name / "single" / "metrics.jsonl") for name in "ab")
+    expected = records(tmp_path / "a" / "single" / "metrics.jsonl")
+    resumed = records(tmp_path / "b" / "single" / "metrics.jsonl")
     events = ["start", "step", "start", "step", "epoch", "step", "step", "epoch", "end"]
-    assert [line["event"] for line in resumed] == events
+    assert list_fields(resumed, "event") == events
     assert resumed[2]["resumed_at"] == 3
     for before, after in zip(expected[2:], resumed[3:], strict=True):
         assert (before["event"], before.get("step")) == (after["event"], after.get("step"))
@@ -215,7 +219,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     events.Reload()
     for tag, event, name in (("train/loss", "step", "loss"), ("test/accuracy", "epoch", "test_accuracy")):
         expected = [(line["step"], pytest.approx(line[name])) for line in lines if line["event"] == event]
-        assert [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] == expected
+        assert list_fields(events.Scalars(tag), "step", "value") == expected
 
 
 @pytest.mark.parametrize(("task", "text"), [(CLASSIFICATION, " of 64 "), (LANGUAGE_MODELING, " over 64 ")])
@@ -234,14 +238,15 @@ def test_records_cover_all_ranks_without_changing_the_weights(ctx: RankContext, 
     shared = syncheck_rank.shared
     run(replace(settings, out=shared / "without"), ctx)
     result = run(replace(settings, out=shared / "with", log_dir=shared / "logs", log_interval=3), ctx)
-    without, logged = (load(shared / name / f"ddp_rank{ctx.rank}.pth")["model"] for name in ("without", "with"))
-    assert all(tensor.equal(logged[name]) for name, tensor in without.items())
+    without = load(shared / "without" / f"ddp_rank{ctx.rank}.pth")["model"]
+    logged = load(shared / "with" / f"ddp_rank{ctx.rank}.pth")["model"]
+    assert not list_differing(without, logged)
     lines = records(shared / "logs" / "ddp" / "metrics.jsonl")
     assert (lines[0]["shares"], lines[0]["world_size"], lines[0]["backend"]) == ([17, 16], 2, "gloo")
-    steps = [line for line in lines if line["event"] == "step"]
-    assert [line["samples"] for line in steps] == [99, 99]
-    assert sum(line["loss"] for line in steps) / 2 == pytest.approx(result.trained.loss, rel=1e-12)
-    assert sum(line["accuracy"] for line in steps) / 2 == pytest.approx(result.trained.accuracy, rel=1e-12)
+    steps = find_all(lines, event="step")
+    assert list_fields(steps, "samples") == [99, 99]
+    assert sum(list_fields(steps, "loss")) / 2 == pytest.approx(result.trained.loss, rel=1e-12)
+    assert sum(list_fields(steps, "accuracy")) / 2 == pytest.approx(result.trained.accuracy, rel=1e-12)
     log = (shared / "logs" / "ddp" / f"rank_{ctx.rank}.log").read_text()
     assert f"rank {ctx.rank} of 2" in log
     assert f"of {(51, 48)[ctx.rank]} predictions" in log
@@ -257,7 +262,8 @@ def test_grad_norm_covers_the_whole_gradient(ctx: RankContext, syncheck_rank: Ra
     run(replace(settings, method=method), ctx)
     if ctx.rank == 0:
         run(settings)
-        actual, expected = (records(logs / f"{name}-clip1" / "metrics.jsonl") for name in (method, "single"))
+        actual = records(logs / f"{method}-clip1" / "metrics.jsonl")
+        expected = records(logs / "single-clip1" / "metrics.jsonl")
         assert actual[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=1e-4)
         assert actual[1]["loss"] == pytest.approx(expected[1]["loss"], rel=1e-5)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import list_files, list_names
 from support.resumed import TINY, interrupt, resume, state_of, whole
+from support.states import list_differing
 
 from train.engine import train
 from train.errors import UserError
@@ -111,7 +113,7 @@ def test_without_a_state_the_run_starts_at_step_0(tmp_path: Path, capsys: pytest
 
 def test_two_states_are_kept(stopped: Path) -> None:
     """A run keeps its newest two states and does not remove a user's file."""
-    assert sorted(path.name for path in stopped.iterdir()) == ["step_2", "step_3"]
+    assert list_files(stopped) == ["step_2", "step_3"]
     (stopped / "step_2" / "notes.txt").write_text("mine")
     resume(CTX, replace(ALONE, out=stopped.parents[1]))
     assert sorted(str(path.relative_to(stopped)) for path in stopped.rglob("*") if path.is_file()) == [
@@ -124,7 +126,7 @@ def test_two_states_are_kept(stopped: Path) -> None:
 def test_a_new_run_replaces_the_states_of_an_older_one(stopped: Path) -> None:
     """Without --resume, the first save removes all states of an older run, even of later steps."""
     interrupt(CTX, replace(ALONE, out=stopped.parents[1]), 1)
-    assert [path.name for path in stopped.iterdir()] == ["step_1"]
+    assert list_files(stopped) == ["step_1"]
 
 
 @pytest.mark.parametrize(
@@ -168,11 +170,11 @@ def test_a_finished_run_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixtu
     again, later = resume(CTX, replace(settings, save_per_rank=True))
     assert (later.steps, later.epochs) == ([], notes.epochs[-1:])
     assert (again.steps, again.test) == (result.steps, result.test)
-    assert [path.name for path in again.saved] == ["single_rank0.pth"]
+    assert list_names(again.saved) == ["single_rank0.pth"]
     assert "the run had already ended" in capsys.readouterr().err
     final = tmp_path / "single_rank0.pth"
     ended = torch.load(final, weights_only=True)["model"]
-    assert all(tensor.equal(ended[name]) for name, tensor in state_of(CTX, settings, 8)["model"].items())
+    assert not list_differing(state_of(CTX, settings, 8)["model"], ended)
 
 
 def test_a_removed_final_file_is_written_again(tmp_path: Path) -> None:
@@ -189,9 +191,9 @@ def test_best_of_another_format_is_replaced(tmp_path: Path, monkeypatch: pytest.
     settings = replace(ALONE, save_best=True, save_per_rank=True, out=tmp_path)
     interrupt(CTX, settings, 5)
     best = tmp_path / "best" / "single"
-    assert [path.name for path in best.iterdir()] == ["rank_0.pth"]
+    assert list_files(best) == ["rank_0.pth"]
     result, _ = resume(CTX, replace(settings, save_format="safetensors"))
-    assert [path.name for path in best.iterdir()] == ["rank_0.safetensors"]
+    assert list_files(best) == ["rank_0.safetensors"]
     assert sorted(path.relative_to(tmp_path) for path in result.saved) == sorted(
         path.relative_to(tmp_path) for path in tmp_path.rglob("*.safetensors")
     )
@@ -221,7 +223,7 @@ def test_a_state_counts_if_all_ranks_have_it(
     settings = replace(ALONE, method="ddp", out=syncheck_rank.shared / f"node{ctx.rank}")
     interrupt(ctx, settings, 3)
     mine = state_path(states_folder(settings.out, "ddp"), 3, ctx.rank)
-    assert [path.name for path in mine.parent.iterdir()] == [mine.name]
+    assert list_files(mine.parent) == [mine.name]
     if ctx.rank == 1:
         mine.unlink()
     capfd.readouterr()
@@ -262,7 +264,7 @@ def test_a_failed_save_leaves_the_older_state(
     message = f"rank 1: cannot write {folder}/step_3/rank_1.pth: Is a directory"
     assert capfd.readouterr().err.count(message) == (ctx.rank == 0)
     ctx.gather(None)
-    assert [path.name for path in sorted(folder.rglob("rank_0.pth"))] == ["rank_0.pth"] * 2  # of steps 1 and 2
+    assert list_names(sorted(folder.rglob("rank_0.pth"))) == ["rank_0.pth"] * 2  # of steps 1 and 2
     ctx.gather(None)  # both ranks have listed the folder
     if ctx.rank == 1:
         (folder / "step_3" / "rank_1.pth").rmdir()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts
 from support.programs import RUN, TRAIN, Programs, children, errors, imports_torch
 from support.resumed import differences
 from support.scenarios import load
@@ -67,7 +68,7 @@ def test_killed_and_requeued(
     out = tmp_path / "ckpts"
     folder = states_folder(out, method)
     process = programs.start(*command(launcher, free_port), *LONG)
-    wait_for(lambda: all(state_path(folder, 14, rank).exists() for rank in range(size)), 60, 0.005)
+    wait_for(lambda: all(state_path(folder, 14, rank).exists() for rank in range(size)), timeout=60, pause=0.005)
     for pid in training_processes(process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -77,7 +78,7 @@ def test_killed_and_requeued(
     assert not list(out.glob("*.pth"))
     again = programs.run(*command(launcher, free_port + 1), *LONG)
     assert again.returncode == 0, again.stderr
-    (note,) = [line for line in again.stderr.splitlines() if "resumed" in line]
+    (note,) = find_texts(again.stderr.splitlines(), "resumed")
     assert note.startswith(f"run.py: resumed {method} at step ")
     reference, complete = uninterrupted[method]
     for rank in range(size):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.resumed import TINY, Stops, interrupt, resume, whole
 from support.scenarios import NEEDS_FSDP, fsdp, whole_state
+from support.states import find_largest_difference, merge
 
 from train.engine import prepare, train
 from train.errors import UserError
@@ -73,8 +74,7 @@ def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 mine[f"{names[index]}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
-    ranks = ctx.gather(mine)
-    return {name: value for rank in ranks for name, value in rank.items()} | whole_state(job)
+    return merge(ctx.gather(mine)) | whole_state(job)
 
 
 @pytest.mark.syncheck(ranks=4)
@@ -111,8 +111,9 @@ def test_state_is_exact_on_another_number_of_ranks(syncheck_rank: Rank, method: 
 
 def _max_difference(a: Settings, b: Settings, ctx: RankContext) -> float:
     """Load the final states of two runs, and return the largest difference between their weights."""
-    remaining, right = (whole_state(prepare(replace(s, resume=True), ctx)) for s in (a, b))
-    return max((remaining[name] - right[name]).abs().max().item() for name in remaining)
+    remaining = whole_state(prepare(replace(a, resume=True), ctx))
+    right = whole_state(prepare(replace(b, resume=True), ctx))
+    return find_largest_difference(remaining, right)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.listings import find_texts, join_fields, list_fields, list_files, list_starts
 from support.scenarios import differing, load
 
 from train.engine import train
@@ -40,9 +41,9 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 def test_flags_are_frozen() -> None:
     """Option names do not change, because users' scripts depend on them; every option has a help text."""
     actions = build_parser()._actions
-    names = {name for action in actions for name in action.option_strings if name.startswith("--")}
+    names = set(find_texts(join_fields(actions, "option_strings"), start="--"))
     assert names == {f"--{name}" for name in FLAGS.split()}
-    assert all(action.help for action in actions)
+    assert all(list_fields(actions, "help"))
 
 
 def test_every_option_may_have_underscores() -> None:
@@ -119,15 +120,16 @@ def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProces
     assert epoch_two.startswith("single: epoch 2/2  step 88/88  loss ")
     assert "% test accuracy, 2 epochs, 88 steps, " in summary
     assert saved == "saved 1 file: ckpts/single_rank0.safetensors"
-    assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["single_rank0.safetensors"]
+    assert list_files(tmp_path / "ckpts") == ["single_rank0.safetensors"]
 
 
 def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """The README's command trains ddp on two processes, saves the files of both, and prints only on rank 0."""
     run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
     assert (run.returncode, run.stderr) == (0, "")
-    assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["ddp", "ddp", "ddp", "saved 6 files"]
-    a, b = (tmp_path / "ckpts" / f"ddp_rank{rank}.pth" for rank in range(2))
+    assert list_starts(run.stdout.splitlines(), ":") == ["ddp", "ddp", "ddp", "saved 6 files"]
+    a = tmp_path / "ckpts" / "ddp_rank0.pth"
+    b = tmp_path / "ckpts" / "ddp_rank1.pth"
     assert load(a)["step"] == 88
     assert {name.rpartition(".")[2] for name in differing(a, b)} == {"running_mean", "running_var"}
     assert len(list((tmp_path / "ckpts" / "history" / "ddp").glob("step_*/rank_*.pth"))) == 4

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import list_files
 from support.programs import TRAIN
 from support.resumed import TINY, Notes, resume
 from support.started import wait_for
@@ -60,7 +61,7 @@ def test_a_second_live_run_is_refused(tmp_path: Path, holder: subprocess.Popen[b
     settings = replace(SINGLE, out=tmp_path)
     with pytest.raises(UserError, match=rf"process {holder.pid} on .*--out"):
         train(settings, ALONE, Recorder())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".single.lock", "single_rank0.pth"]
+    assert list_files(tmp_path) == [".single.lock", "single_rank0.pth"]
     assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the live run"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -83,7 +84,7 @@ def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None
         train(settings, ALONE, Recorder())
     os.utime(path, (0, 0))
     assert train(settings, ALONE, Recorder()).steps == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["single_rank0.pth"]
+    assert list_files(tmp_path) == ["single_rank0.pth"]
 
 
 def test_the_lock_of_another_host_is_refused(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_run_without_its_lock_changes_no_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="node3"):
         train(replace(SINGLE, out=tmp_path), ALONE, Suspended(tmp_path))
     assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the other run"
-    assert sorted(path.name for path in (tmp_path / ".resume" / "single").iterdir()) == ["step_2"]
+    assert list_files(tmp_path / ".resume" / "single") == ["step_2"]
     assert json.loads((tmp_path / ".single.lock").read_text())["token"] == "another"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import read_json_lines
 from support.resumed import TINY, differences, resume, state_of, whole
 from support.scenarios import load
 
@@ -118,7 +118,8 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     assert notes.steps == list(range(steps[0] + 1, result.steps + 1))
     once = replace(settings, out=syncheck_rank.shared / "once")
     whole(ctx, once)
-    mine, reference = (state_of(ctx, s, result.steps) for s in (settings, once))
+    mine = state_of(ctx, settings, result.steps)
+    reference = state_of(ctx, once, result.steps)
     assert differences(mine, reference) == []
 
 
@@ -132,6 +133,13 @@ class EpochSignalSender(Recorder):
         """Send the signal after epoch 1."""
         if record.epoch == 1:
             self.signals.number = signal.SIGTERM
+
+
+def list_scores(folder: Path) -> list[Any]:
+    """Return the losses and scores of a run without its times, and without its starts."""
+    fields = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
+    events = read_json_lines(folder / "single" / "metrics.jsonl")
+    return [list(map(event.get, fields)) for event in events if event["event"] != "start"]
 
 
 def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
@@ -149,13 +157,7 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
     mine, reference = (state_of(RankContext(), run, 8) for run in runs.values())
     assert differences(mine["model"], reference["model"]) == []
     assert mine["rng"]["torch"].equal(reference["rng"]["torch"])
-    lines = {
-        name: [json.loads(line) for line in (tmp_path / name / "single" / "metrics.jsonl").read_text().splitlines()]
-        for name in runs
-    }
-    retained = ("epoch", "step", "loss", "test_loss", "test_accuracy", "best", "best_epoch")
-    scores = {name: [[r.get(key) for key in retained] for r in lines[name] if r["event"] != "start"] for name in runs}
-    assert scores["parts"] == scores["once"]
+    assert list_scores(tmp_path / "parts") == list_scores(tmp_path / "once")
     best = [load(tmp_path / name / "best" / "single" / "rank_0.pth") for name in runs]
     assert differences(*best) == []
 

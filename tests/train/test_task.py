@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.listings import find_all, read_json_lines
 from support.programs import TRAIN
 from support.scenarios import trained
 
@@ -65,7 +65,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_json_lines(path)
 
 
 def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(options) == 0
     assert re.search(r"^single: test rmse 0\.\d+, 6 epochs, 186 steps", capsys.readouterr().out, re.MULTILINE)
     start, *records, end = read_events(Path("log/single/metrics.jsonl"))
-    epochs = [record for record in records if record["event"] == "epoch"]
+    epochs = find_all(records, event="epoch")
     assert (start["task"], start["model"], start["config"]["data"]) == (f"{module}:Sine", None, None)
     assert epochs[0]["test_rmse"] > 2 * epochs[-1]["test_rmse"]
     assert all(0 < epoch["mae"] < epoch["rmse"] for epoch in epochs)
@@ -106,7 +106,8 @@ def test_a_resumed_run_keeps_the_best(module: str) -> None:
     assert main([*options, "whole", "--out", "whole"]) == 0
     assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]) == 0
     assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]) == 0
-    complete, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
+    complete = read_events(Path("whole", "single", "metrics.jsonl"))[-1]
+    half = read_events(Path("half", "single", "metrics.jsonl"))[-1]
     for key in ("test_rmse", "best_rmse", "best_epoch"):
         assert half[key] == complete[key]
     assert main(["--out", "half", "--resume"]) == 2

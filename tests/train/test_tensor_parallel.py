@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_all, list_codes, list_failing, list_fields
 from support.started import ROOT
 
 import syncheck
@@ -27,12 +29,14 @@ def test_clipping_on_one_tensor_parallel_rank(programs: Programs, tmp_path: Path
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     for kind in ("plain", "dtensor"):
         (group,) = syncheck.compare(out / kind).groups
-        failing = [finding for finding in group.findings if finding.fails]
-        assert [finding.code for finding in failing] == ["SYN231"] * fault
+        failing = list_failing(group)
+        assert list_codes(failing) == ["SYN231"] * fault
         if not fault:
             assert group.verdict == "in_sync"
             continue
         parameters = {name for name in failing[0].tensors if not name.startswith("optimizer.")}
-        wrong = {f"{i}.{name}" for i in (0, 1) for name in ("mlp_norm.weight", "mlp_norm.bias", "mlp.down_proj.bias")}
+        wrong = {
+            f"{i}.{name}" for i, name in product((0, 1), ("mlp_norm.weight", "mlp_norm.bias", "mlp.down_proj.bias"))
+        }
         assert parameters == wrong
-        assert {diff.clusters for diff in group.tensors if diff.out_of_sync} == {((0, 2), (1, 3))}
+        assert set(list_fields(find_all(group.tensors, out_of_sync=True), "clusters")) == {((0, 2), (1, 3))}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_texts, join_fields, list_names
 
 from train.data import DATASETS
 from train.methods import METHODS
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_option_is_documented() -> None:
     """README.md or a page of docs/ names every option."""
     text = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    options = [name for action in build_parser()._actions for name in action.option_strings if name.startswith("--")]
+    options = find_texts(join_fields(build_parser()._actions, "option_strings"), start="--")
     assert len(options) > 70
     assert [name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", text)] == []
 
@@ -55,6 +56,6 @@ def test_a_training_with_ddp_is_a_short_walk() -> None:
     for path, names in walk.items():
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-        assert {function.name for function in functions} == names
+        assert set(list_names(functions)) == names
         lines += sum((function.end_lineno or 0) - function.lineno + 1 for function in functions)
     assert 300 < lines < 450

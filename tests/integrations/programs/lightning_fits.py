@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import chain
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, *
     def result() -> dict[str, Any]:
         return {
             "monitor": callbacks[0].monitor if callbacks else None,
-            "scalars": [scalar for log in trainer.loggers for scalar in getattr(log, "scalars", ())],
+            "scalars": list(chain.from_iterable(getattr(log, "scalars", ()) for log in trainer.loggers)),
             "trained": digest(model, *trainer.optimizers),
         }
 
@@ -120,49 +121,54 @@ def fit(folder: str, case: str, model: Net, *, watched: dict[str, Any] | None, *
         trainer.fit(model, data, again, ckpt_path=resume)
 
 
+# Cases of the network's and the training's options alone.
+WARNING: dict[str, Any] = {"every": 100, "on_desync": "warn"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {"watched": None}),
+    "accumulated": ({}, {"watched": {"every": 2}, "accumulate_grad_batches": 3}),
+    "two_epochs": ({"norm": torch.nn.BatchNorm1d}, {"watched": WARNING, "max_epochs": 2}),
+    "max_steps": ({"norm": torch.nn.BatchNorm1d}, {"watched": WARNING, "max_epochs": 5, "max_steps": 8}),
+    "raise": ({"fault": "raise"}, {"watched": {"every": 100}}),
+    "manual": ({"manual": True}, {"watched": {"every": 3}}),
+    "launched": ({"fault": "weight"}, {"watched": {"every": 5}, "devices": 2, "strategy": "ddp"}),
+    "spawned": ({}, {"watched": {"every": 5}, "devices": 2, "strategy": "ddp_spawn"}),
+    "single": ({}, {"watched": {"every": 5}, "devices": 1}),
+}
+
+
+def fit_with_objects(folder: str, case: str) -> None:
+    """Run a case with a logger, callbacks, a plugin or a strategy."""
+    if case == "healthy":  # 12 batches
+        fit(folder, case, Net(), watched={"every": 5}, logger=TensorBoardStandIn())
+    elif case == "weight":
+        save = [ModelCheckpoint(folder, "weight.{step}", every_n_train_steps=n, save_top_k=-1) for n in (4, 5)]
+        fit(folder, case, Net(fault="weight"), watched={"every": 5}, enable_checkpointing=True, more=save)
+    elif case == "stopped":
+        stop = EarlyStopping("never", check_on_train_epoch_end=False, strict=False)
+        stop.on_validation_end = lambda trainer, _: setattr(trainer, "should_stop", not trainer.sanity_checking)
+        fit(folder, case, Net(), watched={"every": 100}, max_epochs=5, more=[stop])
+    elif case == "resumed":
+        save = ModelCheckpoint(folder, filename="saved")
+        fit(folder, "saved", Net(), watched=None, enable_checkpointing=True, more=[save])
+        fit(folder, case, Net(), watched={"every": 4}, max_epochs=2, resume=f"{folder}/saved.ckpt")
+    elif case == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
+        mixed = MixedPrecision("16-mixed", "cpu", scaler)
+        fit(folder, case, Net(), watched={"every": 3, "on_desync": "warn"}, plugins=[mixed])
+    elif case == "sharded":
+        sharding = ModelParallelStrategy(2, 1, process_group_backend="gloo")
+        fit(folder, case, Net(), watched={"every": 5}, strategy=sharding)
+
+
 def main(folder: str, *cases: str) -> None:
     """Run the cases in order."""
-    batchnorm = torch.nn.BatchNorm1d
     for case in cases:
         torch.manual_seed(0)
-        if case == "plain":
-            fit(folder, case, Net(), watched=None)
-        elif case == "healthy":  # 12 batches
-            fit(folder, case, Net(), watched={"every": 5}, logger=TensorBoardStandIn())
-        elif case == "accumulated":
-            fit(folder, case, Net(), watched={"every": 2}, accumulate_grad_batches=3)
-        elif case == "two_epochs":
-            fit(folder, case, Net(batchnorm), watched={"every": 100, "on_desync": "warn"}, max_epochs=2)
-        elif case == "max_steps":
-            fit(folder, case, Net(batchnorm), watched={"every": 100, "on_desync": "warn"}, max_epochs=5, max_steps=8)
-        elif case == "weight":
-            save = [ModelCheckpoint(folder, "weight.{step}", every_n_train_steps=n, save_top_k=-1) for n in (4, 5)]
-            fit(folder, case, Net(fault="weight"), watched={"every": 5}, enable_checkpointing=True, more=save)
-        elif case == "raise":
-            fit(folder, case, Net(fault="raise"), watched={"every": 100})
-        elif case == "manual":
-            fit(folder, case, Net(manual=True), watched={"every": 3})
-        elif case == "stopped":
-            stop = EarlyStopping("never", check_on_train_epoch_end=False, strict=False)
-            stop.on_validation_end = lambda trainer, _: setattr(trainer, "should_stop", not trainer.sanity_checking)
-            fit(folder, case, Net(), watched={"every": 100}, max_epochs=5, more=[stop])
-        elif case == "resumed":
-            save = ModelCheckpoint(folder, filename="saved")
-            fit(folder, "saved", Net(), watched=None, enable_checkpointing=True, more=[save])
-            fit(folder, case, Net(), watched={"every": 4}, max_epochs=2, resume=f"{folder}/saved.ckpt")
-        elif case == "scaled":
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + RANK))
-            mixed = MixedPrecision("16-mixed", "cpu", scaler)
-            fit(folder, case, Net(), watched={"every": 3, "on_desync": "warn"}, plugins=[mixed])
-        elif case == "sharded":
-            sharding = ModelParallelStrategy(2, 1, process_group_backend="gloo")
-            fit(folder, case, Net(), watched={"every": 5}, strategy=sharding)
-        elif case == "launched":
-            fit(folder, case, Net(fault="weight"), watched={"every": 5}, devices=2, strategy="ddp")
-        elif case == "spawned":
-            fit(folder, case, Net(), watched={"every": 5}, devices=2, strategy="ddp_spawn")
-        elif case == "single":
-            fit(folder, case, Net(), watched={"every": 5}, devices=1)
+        if case in CASES:
+            network, training = CASES[case]
+            fit(folder, case, Net(**network), **training)
+        else:
+            fit_with_objects(folder, case)
 
 
 if __name__ == "__main__":

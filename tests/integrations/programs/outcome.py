@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ RANK = int(os.environ.get("RANK", "0"))
 
 def digest(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> str:
     """Digest the result of a training: parameters, buffers, optimizer states, RNG state."""
-    states = [optimizer.state[p] for optimizer in optimizers for p in model.parameters() if p in optimizer.state]
-    tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    tensors = [*model.state_dict().values()]
+    for optimizer, parameter in product(optimizers, model.parameters()):
+        tensors += optimizer.state.get(parameter, {}).values()
     tensors.append(torch.get_rng_state())
     result = hashlib.sha256()
     for value in tensors:
@@ -35,7 +37,7 @@ def write(folder: str, case: str, monitor: Any, error: BaseException | None, **m
     events = Path(folder, f"{case}.jsonl")
     reports = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     last = monitor.last if monitor is not None else None
-    findings = [finding for group in last.groups for finding in group.findings] if last else []
+    findings = last.findings if last else ()
     result = {
         "checks": monitor.checks if monitor is not None else 0,
         "verdict": last.verdict if last else None,

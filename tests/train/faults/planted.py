@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from support.listings import find_texts, list_codes, list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors
+from support.states import add_prefix
 
 import syncheck
 from syncheck.diagnose.rules import RULES
@@ -79,7 +81,7 @@ def differing_tensors(a: Path, b: Path) -> set[str]:
 
 def all_tensors(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, including the averages of --ema."""
-    return tensors(path) | {f"ema.{name}": tensor for name, tensor in load(path).get("ema", {}).items()}
+    return tensors(path) | add_prefix(load(path).get("ema", {}), "ema.")
 
 
 def dtype_and_bytes(tensor: Tensor) -> tuple[torch.dtype, bytes]:
@@ -96,7 +98,8 @@ def train_with_fault(ctx: RankContext, out: Path, fault: str, *, explained: bool
     settings_without_fault = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
     clean_file, clean_differences = train_clean(ctx, settings_without_fault)
     run(ctx, settings)
-    good, bad = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
+    good = settings.out / f"{settings.run}_rank0.pth"
+    bad = settings.out / f"{settings.run}_rank1.pth"
     if explained:
         check_report(syncheck.compare(settings.out), FAULTS[fault].code)
     return Pair(settings, good, bad, clean_differences, clean_file)
@@ -107,7 +110,7 @@ def train_clean(ctx: RankContext, settings: Settings) -> tuple[Path, set[str]]:
     key = replace(settings, out=DEFAULT.out)
     if not all(ctx.gather(key in CLEAN_RUNS)):
         run(ctx, settings)
-        files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]
+        files = list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 2)
         CLEAN_RUNS[key] = files[0], differing(*files)
     return CLEAN_RUNS[key]
 
@@ -115,8 +118,8 @@ def train_clean(ctx: RankContext, settings: Settings) -> tuple[Path, set[str]]:
 def check_report(report: Report, code: str) -> None:
     """Check that a report is out of sync, and has this finding if a rule exists for the code."""
     assert report.verdict == "out_of_sync"
-    codes = {finding.code for group in report.groups for finding in group.findings}
-    if code in {rule.code for rule in RULES}:
+    codes = set(list_codes(report.findings))
+    if code in list_codes(RULES):
         assert codes & EQUIVALENT_CODES.get(code, {code}), codes
 
 
@@ -128,7 +131,7 @@ def parameters(path: Path) -> set[str]:
 
 def optimizer_names(path: Path, *states: str) -> set[str]:
     """Return the names of the optimizer's tensors, or only of these states."""
-    names = {name for name in tensors(path) if name.startswith("optimizer.")}
+    names = set(find_texts(tensors(path), start="optimizer."))
     return {name for name in names if not states or name.rpartition(".")[2] in states}
 
 

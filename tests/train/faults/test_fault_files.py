@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from planted import all_tensors, check_report, differing_tensors, optimizer_names, parameters, train_with_fault
+from support.listings import list_fields
 from support.scenarios import load, tensors
 
 import syncheck
@@ -59,7 +60,7 @@ def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert (right != wrong).sum() == 1
     assert wrong.isfinite().all()
     (group,) = syncheck.compare(pair.good, pair.bad).groups
-    evidence = {diff.name: diff.evidence for diff in group.tensors}[name]
+    evidence = dict(list_fields(group.tensors, "name", "evidence"))[name]
     assert evidence is not None
     assert evidence.damaged == (1,)
 
@@ -85,7 +86,9 @@ def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
     before, after = all_tensors(pair.at(2)[1]), all_tensors(pair.bad)
     assert all(torch.equal(before[name], after[name]) for name in averages)
     # Rank 0's new average: 0.9 of the previous average plus 0.1 of the parameters.
-    first, second, now = (all_tensors(pair.at(step)[0])["ema.fc.weight"] for step in (1, 2, 3))
+    first = all_tensors(pair.at(1)[0])["ema.fc.weight"]
+    second = all_tensors(pair.at(2)[0])["ema.fc.weight"]
+    now = all_tensors(pair.at(3)[0])["ema.fc.weight"]
     weight = all_tensors(pair.at(3)[0])["fc.weight"]
     assert torch.equal(first, all_tensors(pair.at(1)[0])["fc.weight"])
     assert torch.allclose(now, 0.9 * second + 0.1 * weight, atol=1e-6)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import QUIET, check_report, optimizer_names, parameters
+from support.listings import list_rank_files
 from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
@@ -24,7 +25,7 @@ FAULT = "differs-by-node"
 
 def files(settings: Settings) -> list[Path]:
     """Return the files of four ranks."""
-    return [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(4)]
+    return list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", 4)
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
@@ -65,9 +66,9 @@ def test_mean_of_both_nodes_equals_the_global_average(ctx: RankContext, syncheck
     settings = replace(plain, fault=FAULT, out=syncheck_rank.shared / "planted")
     run(ctx, plain)
     run(ctx, settings)
-    clean, first_node, second_node = (
-        tensors(path) for path in (files(plain)[0], files(settings)[0], files(settings)[3])
-    )
+    clean = tensors(files(plain)[0])
+    first_node = tensors(files(settings)[0])
+    second_node = tensors(files(settings)[3])
     for name in parameters(files(plain)[0]):
         mean = (first_node[name].double() + second_node[name].double()) / 2
         # The tolerance covers float32 rounding of weights below 1; a step is about 1e-3.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from planted import NEEDED_OPTIONS, QUIET, differing_tensors
+from support.listings import list_codes, list_fields, list_rank_files
 from support.scenarios import run, tensors
 
 import syncheck
@@ -46,7 +47,7 @@ SUSPECTS = {
 def train_files(ctx: RankContext, settings: Settings) -> list[Path]:
     """Train, and return the file of each rank."""
     run(ctx, settings)
-    return [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(ctx.world_size)]
+    return list_rank_files(settings.out, f"{settings.run}_rank{{}}.pth", ctx.world_size)
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_one_finding_covers_all_differences(ctx: RankContext, syncheck_rank: Ran
     settings = replace(SGD, fault=fault, sync_bn=False, out=syncheck_rank.shared)
     run(ctx, settings)
     (group,) = syncheck.compare(settings.out).groups
-    findings = [(finding.code, finding.ranks) for finding in group.findings]
+    findings = list_fields(group.findings, "code", "ranks")
     statistics = [("SYN201", (0, 1))] if len(SUSPECTS[fault]) == 1 else []
     assert findings == [(FAULTS[fault].code, SUSPECTS[fault]), *statistics]
 
@@ -101,12 +102,12 @@ def test_difference_over_the_steps(ctx: RankContext, syncheck_rank: Rank, fault:
     settings = replace(SGD, fault=fault, save_every=2, out=syncheck_rank.shared)
     run(ctx, settings)
     report = syncheck.compare(settings.out / "history")
-    codes = {finding.code for group in report.groups for finding in group.findings}
+    codes = set(list_codes(report.findings))
     assert codes == {FAULTS[fault].code}
     (finding,) = report.groups[-1].findings
     assert finding.history is not None
     assert finding.history.since == 2
-    facts = {fact.code: fact.parameters for fact in finding.facts}
+    facts = dict(list_fields(finding.facts, "code", "parameters"))
     assert facts[Course.UNCHANGED if fault == "init-not-broadcast" else Course.GREW]["step"] == 2
 
 

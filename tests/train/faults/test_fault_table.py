@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from planted import QUIET
+from support.listings import measure_width
 from support.scenarios import SMALLEST
+from support.states import clone_parameters
 from torch import nn
 
 from train import faults
@@ -60,7 +62,7 @@ def test_list_faults_prints_a_line_per_fault(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     folded = list_faults().splitlines()
-    assert max(map(len, folded)) <= 80
+    assert measure_width(folded) <= 80
     assert [line.split()[0] for line in folded if not line.startswith(" ")] == list(FAULTS)
 
 
@@ -139,7 +141,7 @@ def test_second_model_has_the_same_shapes(name: str) -> None:
     torch.manual_seed(0)
     model = fault.build_model()
     assert isinstance(find_first_layer(model), nn.Embedding if data == "text" else nn.Conv2d)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = clone_parameters(model)
     state = torch.get_rng_state()
     second = fault.build_other_model()
     assert torch.equal(torch.get_rng_state(), state)

@@ -32,7 +32,7 @@ def start_by_hand(programs: Programs, ranks: int, *arguments: Any) -> list[subpr
 
 def wait_for_exit(programs: Programs, processes: list[subprocess.Popen[str]]) -> list[Run]:
     """Wait at most 25 s until each process exits, and check that no child process remains."""
-    runs = [programs.finish(process, timeout=25) for process in processes]
+    runs = programs.finish_all(processes, timeout=25)
     assert not any(alive(process) for process in processes)
     return runs
 
@@ -74,7 +74,7 @@ def test_killed_while_saving(programs: Programs, tmp_path: Path) -> None:
     options = ("--init-method", f"file://{tmp_path}/meeting", "--out", "parts", "--timeout", 30)
     ranks = start_by_hand(programs, 2, *options, *saves)
     history = tmp_path / "parts" / "history" / "ddp"
-    wait_for(lambda: (history / "step_10" / "rank_1.pth").exists(), timeout=60)
+    wait_for((history / "step_10" / "rank_1.pth").exists, timeout=60)
     ranks[1].kill()
     wait_for_exit(programs, ranks)
     files = list(history.glob("step_*/rank_*.pth"))

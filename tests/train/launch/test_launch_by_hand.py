@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_fields
 from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
-from support.started import LAUNCHER, alive, free_port, wait_for
+from support.started import LAUNCHER, alive, free_port, is_gone, wait_for
 
 from train.run import main
 
@@ -32,7 +33,7 @@ def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
     """Start all ranks, the last rank first, and wait until all ranks exit."""
     size = ("--world-size", ranks)
     started = [programs.start(*TRAIN, "--rank", rank, *size, *arguments) for rank in reversed(range(ranks))]
-    return [programs.finish(process) for process in reversed(started)]
+    return programs.finish_all(reversed(started))
 
 
 def start_long(programs: Programs, *rendezvous: Any) -> list[subprocess.Popen[str]]:
@@ -74,7 +75,7 @@ class Shell:
 @pytest.fixture
 def shell(syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     """Return this rank's shell, without launchers' variables, in the shared folder."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+    for name in find_texts(os.environ, start=LAUNCHER):
         monkeypatch.delenv(name)
     monkeypatch.chdir(syncheck_rank.shared)
     return Shell(syncheck_rank, capsys)
@@ -89,7 +90,7 @@ def test_trains_with_a_rendezvous_file(shell: Shell) -> None:
         saved = f"saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth{replaced}"
         assert out.splitlines()[1:] == ([saved] if shell.rank == 0 else [])
         assert_trained(shell.folder / "ckpts", 2)
-        wait_for(lambda: not shell.rendezvous_file.exists())
+        wait_for(is_gone, shell.rendezvous_file)
         shell.wait()
 
 
@@ -120,7 +121,7 @@ def test_each_shell_reports_the_error(shell: Shell) -> None:
     """Each rank reports the error in its own shell, and the rendezvous file is removed."""
     code, errors, _ = shell.run("--save-per-rank", "--out", "/dev/null/x")
     assert (code, errors) == (2, ["error: cannot write to --out /dev/null/x: Not a directory"])
-    wait_for(lambda: not shell.rendezvous_file.exists())
+    wait_for(is_gone, shell.rendezvous_file)
 
 
 @RANKS
@@ -139,7 +140,7 @@ def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -
     assert code == 2
     assert line.startswith(f"error: rank 1 was started with {option}={values[1]}, rank 0 with {values[0]}; ")
     assert not (shell.folder / "ckpts").exists()
-    wait_for(lambda: not shell.rendezvous_file.exists())
+    wait_for(is_gone, shell.rendezvous_file)
 
 
 @pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
@@ -171,8 +172,8 @@ def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
     """Ctrl-C in one shell stops all ranks after the same step with the same line, and removes the rendezvous file."""
     zero, first = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(first.pid, signal.SIGINT)
-    runs = [programs.finish(process) for process in (zero, first)]
-    assert [run.returncode for run in runs] == [130, 130]
+    runs = programs.finish_all((zero, first))
+    assert list_fields(runs, "returncode") == [130, 130]
     lines = errors(runs)
     assert lines[0] == lines[1]
     assert lines[0].startswith("stopped by SIGINT after step ")
@@ -201,7 +202,7 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     rendezvous_file = tmp_path / "meeting"
     process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{rendezvous_file}")
     if when == "imports":
-        wait_for(lambda: imports_torch(process.pid))
+        wait_for(imports_torch, process.pid)
     else:
         wait_for(lambda: rendezvous_file.exists() and len(rendezvous_file.read_bytes()) > 0)
     os.kill(process.pid, signal.SIGINT)
@@ -212,8 +213,8 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
 
 def count_connections(port: int) -> int:
     """Return the number of open connections to a port of this machine."""
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    rows = map(str.split, lines)
     return sum(remote.endswith(f":{port:04X}") and state == "01" for _, _, remote, state, *_ in rows)
 
 
@@ -221,7 +222,8 @@ def count_connections(port: int) -> int:
 def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: int) -> None:
     """If rank 0 is killed during the rendezvous, a rank reports the store's address in one line, in its timeout."""
     address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 6)
-    zero, first = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
+    zero = programs.start(*TRAIN, "--rank", 0, "--world-size", 3, *address)
+    first = programs.start(*TRAIN, "--rank", 1, "--world-size", 3, *address)
     wait_for(lambda: count_connections(free_port) >= 1)
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(first, timeout=40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -100,8 +101,7 @@ def test_slurm_ports_are_distinct_and_in_range() -> None:
     """Neighboring jobs and steps get different ports, all from 20000 to 31999."""
     ports = [
         choose_slurm_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-        for job in range(700, 1400)
-        for step in range(16)
+        for job, step in product(range(700, 1400), range(16))
     ]
     assert (min(ports), max(ports), len(set(ports[:12_000]))) == (20_000, 31_999, len(ports[:12_000]))
 

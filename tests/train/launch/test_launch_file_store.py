@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from support.programs import TRAIN, errors
-from support.started import wait_for
+from support.started import is_gone, wait_for
 
 from train.errors import RankError
 from train.launch import RankContext
@@ -88,7 +88,7 @@ def test_link_to_the_rendezvous_file(syncheck_rank: Rank) -> None:
     with process_group(ctx, 20.0):
         assert ctx.sum_over_ranks(torch.ones(1)).item() == 2
         assert target.exists()
-    wait_for(lambda: not target.exists())
+    wait_for(is_gone, target)
 
 
 def test_ranks_create_the_file_concurrently(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import list_fields
 from support.namespaces import ip, two_hosts
 from support.programs import SHORT, TRAIN, assert_trained, errors
 from support.required import unavailable
@@ -44,8 +45,8 @@ def test_two_machines(programs: Programs, hosts: list[Host], tmp_path: Path) -> 
         programs.start(*host.command(MULTI_NODE, 2, node, hosts[0].address, 29700, *SHORT), NPROC="2")
         for node, host in enumerate(hosts)
     ]
-    runs = [programs.finish(process) for process in started]
-    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    runs = programs.finish_all(started)
+    assert list_fields(runs, "returncode") == [0, 0], list_fields(runs, "stderr")
     assert runs[0].stdout.splitlines()[1] == "saved 4 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank3.pth"
     assert runs[1].stdout == ""
     assert_trained(tmp_path / "ckpts", 4)
@@ -58,8 +59,8 @@ def test_two_machines_by_hand(programs: Programs, hosts: list[Host], tmp_path: P
     started = [
         programs.start(*host.command(*TRAIN, "--rank", rank, *options, *SHORT)) for rank, host in enumerate(hosts)
     ]
-    runs = [programs.finish(process) for process in started]
-    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
+    runs = programs.finish_all(started)
+    assert (list_fields(runs, "returncode"), errors(runs)) == ([0, 0], [])
     assert_trained(tmp_path / "ckpts", 2)
 
 

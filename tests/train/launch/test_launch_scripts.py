@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.listings import find_texts, list_files
 from support.programs import RUN, SHORT, assert_trained
 from support.started import ROOT
 
@@ -66,14 +67,14 @@ def test_scripts_behind_links(programs: Programs, tmp_path: Path, name: str) -> 
     for script in (link, second):
         run = programs.run(script, *arguments, NPROC="2", PATH=f"{python.parent}:{os.environ['PATH']}")
         assert (run.returncode, run.stderr) == (0, "")
-        (program,) = [word for word in run.stdout.splitlines() if word.endswith("run.py")]
+        (program,) = find_texts(run.stdout.splitlines(), end="run.py")
         assert Path(program).resolve() == RUN
         assert run.stdout.splitlines()[-2:] == ["--seed", "7"]
 
 
 def test_scripts_are_safe() -> None:
     """Every script is executable, stops at the first error, and passes its arguments on."""
-    assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(NAMES)
+    assert list_files(SCRIPTS) == sorted(NAMES)
     for name in NAMES:
         text = (SCRIPTS / name).read_text()
         assert os.access(SCRIPTS / name, os.X_OK), name

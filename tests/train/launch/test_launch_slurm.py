@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cluster import NODES, Cluster
+from support.listings import find_texts
 from support.programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
 from support.scenarios import differing
 from support.started import ROOT, wait_for
@@ -127,7 +128,7 @@ def test_killed_task(slurm: Callable[..., Run], cluster: Cluster, programs: Prog
     run = programs.finish(step, timeout=30)
     assert run.returncode == 128 + signal.SIGKILL
     assert not find_tasks(cluster, 0)
-    messages = [line for line in run.stderr.splitlines() if line.startswith("run.py: ")]
+    messages = find_texts(run.stderr.splitlines(), start="run.py: ")
     if not kill_on_bad_exit or messages:  # srun may end the other task before the message
         (line,) = messages
         assert re.fullmatch(r"run.py: error: rank 0 lost rank 1\b.*", line), line

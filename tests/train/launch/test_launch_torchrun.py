@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.listings import find_all, list_fields, list_files, list_names
 from support.programs import LONG, RUN, SHORT, assert_trained, children, command, errors, find_ranks, wait_until_trains
 from support.started import alive, wait_for
 
@@ -36,7 +37,7 @@ def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
         run = programs.run(*launcher, "--method", method, *SHORT)
         assert (run.returncode, run.stderr) == (0, "")
         assert ("--spawn 2" in run.stdout.splitlines()[-1]) is (method == "ddp")
-        assert [path.name for path in (tmp_path / "ckpts").glob(f"{method}*")] == [f"{method}_rank0.pth"]
+        assert list_names((tmp_path / "ckpts").glob(f"{method}*")) == [f"{method}_rank0.pth"]
 
 
 @pytest.mark.slow
@@ -113,12 +114,12 @@ def test_two_agents_restart_after_a_killed_rank(programs: Programs, tmp_path: Pa
         for node in range(2)
     ]
     # Only rank 0 prints, and either agent may start rank 0.
-    (with_zero,), _, _ = select.select([agent.stdout for agent in agents], [], [], 60)
+    (with_zero,), _, _ = select.select(list_fields(agents, "stdout"), [], [], 60)
     assert with_zero.readline().startswith("ddp: epoch  1/40")
-    (agent,) = [agent for agent in agents if agent.stdout is with_zero]
+    (agent,) = find_all(agents, stdout=with_zero)
     (zero,) = [pid for pid in children(agent.pid) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(zero, signal.SIGKILL)
-    runs = [programs.finish(agent, timeout=90) for agent in agents]
-    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    runs = programs.finish_all(agents, timeout=90)
+    assert list_fields(runs, "returncode") == [0, 0], list_fields(runs, "stderr")
     assert sum(run.stdout.count("saved 2 files") for run in runs) == 1
-    assert sorted(file.name for file in (tmp_path / "ckpts").iterdir()) == ["ddp_rank0.pth", "ddp_rank1.pth"]
+    assert list_files(tmp_path / "ckpts") == ["ddp_rank0.pth", "ddp_rank1.pth"]
