@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison import classification, reference
+from syncheck.comparison import reference
 from syncheck.comparison.replicas import compare_group
+from syncheck.comparison.selection import list_kinds
 from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
 from syncheck.diagnose.verdicts import judge_group, overall
@@ -81,7 +82,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options) -> tuple[str, ...]:
 
     The last kind is `value` if the files hold Python values that are compared, for example the step.
     """
-    kinds_of_tensors = classification.kinds_in(replicas, build_selection(options))
+    kinds_of_tensors = list_kinds(replicas, build_selection(options))
     if any(has_counted_values(snapshot) for _, snapshot in replicas.ranks):
         return (*kinds_of_tensors, "value")
     return kinds_of_tensors

@@ -11,8 +11,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.notes import note_if
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
 from syncheck.tensors.names import CODE, is_adapter_setting

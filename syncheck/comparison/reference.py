@@ -10,10 +10,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import OptionError
 from syncheck.records import Reason
-from syncheck.text import names_text, ranks_text
+from syncheck.text import find_set, names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

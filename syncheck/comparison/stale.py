@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import CheckpointError
 from syncheck.layout.alignment import align
 from syncheck.layout.groups import group_by_step
 from syncheck.records import Unreadable
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.clustering import cluster_replicas
+from syncheck.text import find_set
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

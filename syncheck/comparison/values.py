@@ -6,13 +6,12 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.group_metadata import get_metadata
 from syncheck.comparison.model_values import ModelValues, are_equal
-from syncheck.comparison.notes import note_if
 from syncheck.layout.optimizer_shards import OptimizerShards
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
+from syncheck.snapshots import get_metadata
 from syncheck.tensors.kinds import make_selector
 from syncheck.tensors.names import is_rng_state
 from syncheck.tensors.value_kinds import (

@@ -127,6 +127,11 @@ class ReplicaSets:
         """The sets of at least two ranks."""
         return tuple(ranks for ranks in self.sets if len(ranks) > 1)
 
+    @property
+    def has_only_shards(self) -> bool:
+        """Whether each rank holds a shard of its own, so that there is nothing to compare."""
+        return bool(self.kind) and not self.comparable
+
 
 def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     """Return the mesh coordinates of each rank from the file name, else the metadata, else the DTensors."""

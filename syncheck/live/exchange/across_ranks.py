@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
-from syncheck.comparison.classification import selected_kinds
-from syncheck.comparison.group_metadata import hyperparameters
+from syncheck.comparison.replicas import list_hyperparameters
+from syncheck.comparison.selection import selected_kinds
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
@@ -281,7 +281,7 @@ def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[
 
     # Values may change between the checks of one monitor.
     (group,) = report.groups
-    evidence = replace(group.evidence, hyperparameters=hyperparameters(manifest.snapshot.values))
+    evidence = replace(group.evidence, hyperparameters=list_hyperparameters(manifest.snapshot.values))
     return replace(report, groups=(replace(group, evidence=evidence),))
 
 
