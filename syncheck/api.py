@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.conversion.sides import Source
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot
 
@@ -45,7 +45,7 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
 class Found:
     """The checkpoints under some paths, opened and grouped; no tensor has been compared."""
 
-    groups: tuple[ReplicaGroup, ...]
+    groups: tuple[CheckpointGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Number of other files in the given folders."""
@@ -77,7 +77,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     return Found(groups, tuple(unreadable), opened.skipped, aliases, _find_idle(groups, options))
 
 
-def kinds_in(replicas: ReplicaGroup, options: Options) -> tuple[str, ...]:
+def kinds_in(replicas: CheckpointGroup, options: Options) -> tuple[str, ...]:
     """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
     The last kind is `value` if the files hold Python values that are compared, for example the step.
@@ -131,7 +131,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
 
 def _add_evidence_of_steps(
-    compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], options: Options
+    compared: Sequence[tuple[Comparison, CheckpointGroup]], unreadable: list[Unreadable], options: Options
 ) -> list[Comparison]:
     """Add what follows from other steps of the run. Files that break meanwhile are added to `unreadable`."""
     groups = [group for group, _ in compared]
@@ -235,8 +235,8 @@ def update_baseline(report: Report, path: str) -> str:
 
 
 def _compare(
-    replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
-) -> tuple[Comparison, ReplicaGroup]:
+    replicas: CheckpointGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
+) -> tuple[Comparison, CheckpointGroup]:
     """Compare a group without the files that break while they are read.
 
     Also returns the group without these files.
@@ -257,7 +257,7 @@ def _compare(
             replicas = replace(replicas, ranks=ranks)
 
 
-def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[tuple[int, Snapshot], ...]:
+def _drop_broken(broken: Sequence[Unreadable], replicas: CheckpointGroup) -> tuple[tuple[int, Snapshot], ...]:
     """Return the ranks whose checkpoints have no broken file."""
     ranks = []
     for rank, snapshot in replicas.ranks:
@@ -267,7 +267,7 @@ def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[
     return tuple(ranks)
 
 
-def _find_idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
+def _find_idle(groups: Sequence[CheckpointGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
     table = build_selection(options).tolerance
     # Most runs have none, and reading all names takes time.

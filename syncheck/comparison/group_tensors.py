@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from syncheck.comparison.selection import Classification, Selection
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.replica_groups import ReplicaSets, Sets
+    from syncheck.layout.replica_groups import ReplicaGroups, Sets
     from syncheck.messages import Message
     from syncheck.records import Evidence, Histogram, Status, TensorDiff
     from syncheck.snapshots import Tensor
 
 
 class _ShardLayout(NamedTuple):
-    """A layout of shards. kind: as in `ReplicaSets`, or `optimizer` for partitioned state."""
+    """A layout of shards. kind: as in `ReplicaGroups`, or `optimizer` for partitioned state."""
 
     kind: str
     layout: str
@@ -63,27 +63,27 @@ class Tally:
         self._count(diff.name, diff.kind, diff.status)
         self.diffs.append(diff)
 
-    def add_identical(self, name: str, kind: str, replica_sets: ReplicaSets) -> None:
-        """Count a tensor with identical replicas. replica_sets: the ranks that must hold equal bytes."""
+    def add_identical(self, name: str, kind: str, replica_groups: ReplicaGroups) -> None:
+        """Count a tensor with identical replicas. replica_groups: the ranks that must hold equal bytes."""
         self._count(name, kind, "identical")
-        self._add_ranks(kind, replica_sets)
-        if replica_sets.kind:
-            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
-            self.shard_sets[layout].append(replica_sets.comparable)
+        self._add_ranks(kind, replica_groups)
+        if replica_groups.kind:
+            layout = _ShardLayout(replica_groups.kind, replica_groups.layout)
+            self.shard_sets[layout].append(replica_groups.comparable)
 
-    def add_compared(self, diff: TensorDiff, replica_sets: ReplicaSets, *, partitioned: bool) -> None:
+    def add_compared(self, diff: TensorDiff, replica_groups: ReplicaGroups, *, partitioned: bool) -> None:
         """Count a tensor whose replicas were compared and differ, or whose layout did not allow the comparison.
 
-        replica_sets: the ranks that must hold equal bytes.
+        replica_groups: the ranks that must hold equal bytes.
         partitioned: whether it belongs to partitioned optimizer state.
         """
         self.add(diff)
         # A rank that lacks a tensor was compared with ranks that have it.
         if diff.status != "not_compared" or diff.reason is Reason.MISSING:
-            self._add_ranks(diff.kind, replica_sets)
+            self._add_ranks(diff.kind, replica_groups)
 
-        layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
-        compared_sets = replica_sets.comparable
+        layout = _ShardLayout(replica_groups.kind, replica_groups.layout)
+        compared_sets = replica_groups.comparable
         if diff.reason is Reason.SHARDED:
             compared_sets = ()
             # Without a layout of its own, a tensor counts as sharded only if it was not compared for this reason.
@@ -97,10 +97,10 @@ class Tally:
         self.by_kind[kind][status] += 1
         self.names[name] = kind
 
-    def _add_ranks(self, kind: str, replica_sets: ReplicaSets) -> None:
+    def _add_ranks(self, kind: str, replica_groups: ReplicaGroups) -> None:
         # Equal step counters do not show that ranks hold the same model.
         if kind != "optimizer_step":
-            self.compared.update(*replica_sets.comparable)
+            self.compared.update(*replica_groups.comparable)
 
     def summarize_shards(self) -> tuple[Shards, ...]:
         """Return a summary of the sharded tensors by kind and layout."""
@@ -196,14 +196,14 @@ class GroupTensors:
                     continue
 
                 tensors = self._tensors[name]
-                replica_sets = self._alignment.find_replica_sets(name, tensors)
+                replica_groups = self._alignment.find_replica_groups(name, tensors)
                 is_partitioned = self._is_partitioned(name, kind, tensors)
                 blocks = self._choose_comparison(name, kind, tensors, files)
                 diff = compare_tensor(
                     name,
                     kind,
                     tensors,
-                    replica_sets,
+                    replica_groups,
                     blocks,
                     sharded=is_partitioned,
                 )
@@ -212,10 +212,10 @@ class GroupTensors:
                     self._tally.not_finite.append(name)
 
                 if diff is None:
-                    self._tally.add_identical(name, kind, replica_sets)
+                    self._tally.add_identical(name, kind, replica_groups)
                 else:
                     diff = self._describe_difference(diff, tensors, files)
-                    self._tally.add_compared(diff, replica_sets, partitioned=is_partitioned)
+                    self._tally.add_compared(diff, replica_groups, partitioned=is_partitioned)
 
             self._inspect_differences(files)
 
@@ -239,7 +239,7 @@ class GroupTensors:
         if self._alignment.positions.stages and is_mixed(tensors):
             whole_tensors = assemble_copies(tensors)
             if not whole_tensors:
-                layout = self._alignment.find_replica_sets(name, tensors).layout
+                layout = self._alignment.find_replica_groups(name, tensors).layout
                 detail = Detail.AMBIGUOUS_LAYOUT(layout=layout)
                 return skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail)
 

@@ -17,7 +17,7 @@ from syncheck.text import find_set, names_text, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import TensorDiff, Unreadable
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
@@ -26,7 +26,7 @@ _MOST_PATHS = 6
 _MOST_DIGITS = 100
 
 
-def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
+def find_reference_rank(reference: str | int | None, replicas: CheckpointGroup) -> int | None:
     """Return the rank of the reference in a group; None if the group does not contain it.
 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
@@ -55,7 +55,7 @@ def _parse_rank(text: str) -> int | None:
 
 
 def check_reference(
-    reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
+    reference: str | int | None, groups: Sequence[CheckpointGroup], unreadable: Sequence[Unreadable] = ()
 ) -> None:
     """Raise OptionError with the available ranks and paths if no group contains the reference."""
     if reference is None:
@@ -128,7 +128,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     return replace(diff, **statistics.size(diff.shape))
 
 
-def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
+def _find_path(path: str, replicas: CheckpointGroup) -> list[int]:
     """Return the ranks of the replicas with a path, in this spelling or in another one."""
     exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
     if exact:
@@ -137,7 +137,7 @@ def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
     return [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
 
 
-def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
+def _find_below(folder: str, replicas: CheckpointGroup) -> list[int]:
     """Return the ranks of the replicas in a folder."""
     top = os.path.join(_resolve(folder), "")
     return [rank for rank, snapshot in replicas.ranks if _resolve(snapshot.path).startswith(top)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from syncheck.comparison.group_tensors import Tally
     from syncheck.comparison.selection import Classification, Selection
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.messages import Message
     from syncheck.records import ValueDiff
     from syncheck.snapshots import Snapshot
@@ -34,7 +34,7 @@ _SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
 _SMALLEST_STATE = 16
 
 
-def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
+def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison:
     """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
     alignment = align(dict(replicas.ranks))
     snapshots = alignment.snapshots
@@ -89,7 +89,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 
 
 def _compare_values(
-    replicas: ReplicaGroup, alignment: Alignment, classification: Classification, selection: Selection
+    replicas: CheckpointGroup, alignment: Alignment, classification: Classification, selection: Selection
 ) -> list[ValueDiff]:
     """Return the diffs of values, and of the attributes of modules in memory."""
     snapshots = alignment.snapshots
@@ -108,7 +108,7 @@ def _compare_values(
 
 
 def _collect_evidence(
-    replicas: ReplicaGroup, alignment: Alignment, tally: Tally, claimed_twice: tuple[int, ...]
+    replicas: CheckpointGroup, alignment: Alignment, tally: Tally, claimed_twice: tuple[int, ...]
 ) -> GroupEvidence:
     """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
     snapshots = alignment.snapshots
@@ -131,12 +131,12 @@ def _collect_evidence(
     )
 
 
-def _are_files_of_ranks(replicas: ReplicaGroup) -> bool:
+def _are_files_of_ranks(replicas: CheckpointGroup) -> bool:
     """Whether a group may mix the files of several runs, unlike the ranks of a running job, and two models."""
     return not replicas.paired and not replicas.two_models
 
 
-def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
+def _find_claimed_twice(replicas: CheckpointGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
     if in_memory(snapshots) or not _are_files_of_ranks(replicas):
         return ()

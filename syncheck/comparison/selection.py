@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.snapshots import NoSync, Snapshot, Tensor
 
 # The kinds of tensors that each value of `Options.only` selects.
@@ -77,7 +77,7 @@ def classify(alignment: Alignment, selection: Selection) -> Classification:
     return Classification(kinds, is_selected)
 
 
-def list_kinds(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
+def list_kinds(replicas: CheckpointGroup, selection: Selection) -> tuple[str, ...]:
     """Return the kinds of tensors to compare, without reading tensors."""
     alignment = align(dict(replicas.ranks))
     present = set(selected_kinds(alignment, selection).values())

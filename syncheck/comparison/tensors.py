@@ -15,7 +15,7 @@ from syncheck.text import sets_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import ReplicaSets, Sets
+    from syncheck.layout.replica_groups import ReplicaGroups, Sets
     from syncheck.records import Status, TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
@@ -46,41 +46,41 @@ def compare_tensor(
     name: str,
     kind: str,
     tensors: Mapping[int, Tensor],
-    replica_sets: ReplicaSets,
+    replica_groups: ReplicaGroups,
     blocks: BlockComparison,
     *,
     sharded: bool,
 ) -> TensorDiff | None:
-    """Compare the replicas of one tensor within each replica set. Return None if they are identical.
+    """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
     tensors: by rank.
-    replica_sets: the ranks that must hold equal bytes, and the ranks required to have the tensor.
+    replica_groups: the ranks that must hold equal bytes, and the ranks required to have the tensor.
     blocks: how to compare the bytes.
     sharded: whether each rank holds different tensors by design, so missing tensors are no difference.
     Raises CheckpointError if a file can no longer be read.
     """
     bare = make_bare_diff(name, kind, tensors)
-    mismatch = find_mismatch(bare, tensors, replica_sets)
-    sets_to_compare = replica_sets
+    mismatch = find_mismatch(bare, tensors, replica_groups)
+    groups_to_compare = replica_groups
     if mismatch is not None:
         # Ranks with equal shapes and dtypes can still be compared with each other.
-        sets_to_compare = _select_matching(mismatch, tensors, replica_sets)
-    elif replica_sets.has_only_shards:
-        detail = Detail.SHARDED(layout=replica_sets.layout)
+        groups_to_compare = _select_matching(mismatch, tensors, replica_groups)
+    elif replica_groups.has_only_shards:
+        detail = Detail.SHARDED(layout=replica_groups.layout)
         mismatch = replace(bare, reason=Reason.SHARDED, detail=detail)
 
     diffs = []
-    for ranks in sets_to_compare.comparable:
-        diff_of_set = _compare_set(
+    for ranks in groups_to_compare.comparable:
+        diff_of_group = _compare_replicas(
             bare,
             tensors,
             ranks,
             blocks,
         )
-        if diff_of_set is not None:
-            diffs.append(diff_of_set)
+        if diff_of_group is not None:
+            diffs.append(diff_of_group)
 
-    diff = _join_diffs(diffs, sets_to_compare)
+    diff = _join_diffs(diffs, groups_to_compare)
     if mismatch is not None:
         diff = _add_values(mismatch, diff)
 
@@ -88,7 +88,7 @@ def compare_tensor(
         diff,
         bare,
         tensors,
-        replica_sets,
+        replica_groups,
         sharded=sharded,
     )
 
@@ -128,7 +128,7 @@ def _add_missing(
     diff: TensorDiff | None,
     bare: TensorDiff,
     tensors: Mapping[int, Tensor],
-    replica_sets: ReplicaSets,
+    replica_groups: ReplicaGroups,
     *,
     sharded: bool,
 ) -> TensorDiff | None:
@@ -137,7 +137,7 @@ def _add_missing(
     diff: of the ranks that have the tensor; None if they are identical.
     """
     # Ranks of other pipeline stages or experts do not need the tensor.
-    missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
+    missing_ranks = tuple(rank for rank in replica_groups.expected if rank not in tensors)
     if not missing_ranks:
         return diff
 
@@ -157,7 +157,7 @@ def _add_missing(
     missing = _make_missing(
         bare,
         present_ranks,
-        replica_sets.expected,
+        replica_groups.expected,
         missing_ranks,
     )
     return missing if diff is None else _join_missing(diff, missing, present_ranks)
@@ -166,7 +166,7 @@ def _add_missing(
 def _join_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]) -> TensorDiff:
     """Return the diff of a tensor that differs, and that some ranks lack. present: the ranks that have it."""
     clustered = set[int]().union(*diff.clusters)
-    # Ranks of replica sets without a difference are in no cluster yet.
+    # Ranks of replica groups without a difference are in no cluster yet.
     unclustered = tuple(rank for rank in present if rank not in clustered)
     clusters = diff.clusters
     if unclustered:
@@ -188,16 +188,18 @@ def _join_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...
     )
 
 
-def _select_matching(mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> ReplicaSets:
+def _select_matching(
+    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_groups: ReplicaGroups
+) -> ReplicaGroups:
     """Return the sets of ranks with the same shape and dtype, if not all ranks have the same."""
     matching_sets: list[tuple[int, ...]] = []
-    for ranks in replica_sets.sets:
+    for ranks in replica_groups.sets:
         matching_sets += _group_by_type(tensors, ranks)
 
     return replace(
-        replica_sets,
+        replica_groups,
         sets=tuple(matching_sets),
-        layout=replica_sets.layout or f"of one {mismatch.reason}",
+        layout=replica_groups.layout or f"of one {mismatch.reason}",
     )
 
 
@@ -212,10 +214,10 @@ def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[
     return [tuple(matching_ranks) for matching_ranks in by_type.values() if len(matching_ranks) > 1]
 
 
-def _compare_set(
+def _compare_replicas(
     bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], blocks: BlockComparison
 ) -> TensorDiff | None:
-    """Compare the replicas of one set. Return None if they are identical. ranks: of the set."""
+    """Compare the replicas of one replica group. Return None if they are identical. ranks: of the group."""
     members = tensors
     if len(ranks) < len(tensors):
         members = {rank: tensors[rank] for rank in ranks}
@@ -256,12 +258,12 @@ def _rank_by_difference(diff: TensorDiff) -> tuple[int, float]:
     return _ORDER.index(diff.status), diff.max_abs or 0
 
 
-def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff | None:
-    """Return one diff of several replica sets, with the numbers of the worst set; None without a difference."""
+def _join_diffs(diffs: Sequence[TensorDiff], replica_groups: ReplicaGroups) -> TensorDiff | None:
+    """Return one diff of several replica groups, with the numbers of the worst set; None without a difference."""
     if not diffs:
         return None
 
-    if len(replica_sets.sets) == 1:
+    if len(replica_groups.sets) == 1:
         return diffs[0]
 
     # The numbers of several sets have no common reference, so those of the worst set stand for all.
@@ -274,12 +276,12 @@ def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> Tenso
         minority += diff.minority
         nonfinite |= diff.nonfinite
 
-    compared_sets = sets_text(replica_sets.comparable, 3)
-    within_groups = Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets)
+    compared_sets = sets_text(replica_groups.comparable, 3)
+    within_groups = Detail.WITHIN_GROUPS(layout=replica_groups.layout, sets=compared_sets)
     return replace(
         worst,
         detail=worst.detail or within_groups,
-        replica_groups=replica_sets.sets,
+        replica_groups=replica_groups.sets,
         clusters=tuple(clusters),
         minority=tuple(sorted(minority)),
         nonfinite=dict(sorted(nonfinite.items())),

@@ -12,7 +12,7 @@ from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
 
 # A pattern with its numbers, and the sizes of the groups that its files make.
 REPLICAS = {
@@ -103,7 +103,7 @@ def expanded(pattern: str) -> list[str]:
 
 def groups(
     *patterns: str, group_by: str | None = None, roots: dict[str, str] | None = None
-) -> tuple[ReplicaGroup, ...]:
+) -> tuple[CheckpointGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
     paths = [path for pattern in patterns for path in expanded(pattern)]
     result = group_replicas([snapshot(path) for path in paths], group_by, roots or {})
@@ -113,12 +113,12 @@ def groups(
     return result
 
 
-def by_step(found: tuple[ReplicaGroup, ...]) -> list[tuple[int | None, list[int]]]:
+def by_step(found: tuple[CheckpointGroup, ...]) -> list[tuple[int | None, list[int]]]:
     """Return the step and the ranks of each group; ranks are in the order of the paths."""
     return [(group.step, [rank for rank, _ in group.ranks]) for group in found]
 
 
-def members(found: tuple[ReplicaGroup, ...]) -> list[list[str]]:
+def members(found: tuple[CheckpointGroup, ...]) -> list[list[str]]:
     """Return the paths of each group."""
     return [[s.path for _, s in group.ranks] for group in found]
 

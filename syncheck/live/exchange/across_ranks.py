@@ -19,7 +19,7 @@ from syncheck.comparison import reference
 from syncheck.comparison.replicas import list_hyperparameters
 from syncheck.comparison.selection import selected_kinds
 from syncheck.errors import UsageError
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.contents import with_digest_only
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
@@ -131,7 +131,7 @@ class _Judgement(NamedTuple):
 
     def judge(self, snapshots: Mapping[int, Snapshot], step: int | None, *, histograms: bool = False) -> Report:
         """Return the report about ranks at a step."""
-        replicas = ReplicaGroup(
+        replicas = CheckpointGroup(
             run=self.name,
             step=step,
             ranks=tuple(snapshots.items()),
@@ -289,7 +289,7 @@ def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[
 
 
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
-    """Return one rank per digest of each tensor that differs within a replica set, by name and digest."""
+    """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
     alignment = contents.alignment
     selected = _list_selected(alignment, options)
     remote_tensors: dict[str, dict[bytes, RemoteTensor]] = defaultdict(dict)
@@ -299,7 +299,7 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
             continue
 
         source = alignment.find_source(name)
-        for ranks in alignment.find_replica_sets(name, tensors).comparable:
+        for ranks in alignment.find_replica_groups(name, tensors).comparable:
             members = {rank: tensors[rank] for rank in ranks}
             for by_digest in _find_distinct_bytes(source, members):
                 remote_tensors[source].update(by_digest)
@@ -321,7 +321,7 @@ def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[b
     """Return the first rank of each digest, for each dtype and shape of which several digests exist.
 
     source: the name under which ranks exchange the bytes.
-    members: a replica set, by rank.
+    members: a replica group, by rank.
     """
     # Only ranks with equal dtype and shape can be compared with each other.
     by_form: dict[Any, dict[bytes, RemoteTensor]] = defaultdict(dict)
