@@ -79,9 +79,10 @@ def check_reference(
         if isinstance(reference, str) and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
 
+    verb = "is only" if len(ranks) == 1 else "are"
     candidates = f"{ranks_text(sorted(ranks))}: {names_text(paths, _MOST_PATHS)}"
     raise OptionError(
-        f"no replica has this rank or path; there are {candidates}",
+        f"no replica has this rank or path; there {verb} {candidates}",
         reference=reference,
     )
 
