@@ -69,7 +69,9 @@ def main() -> int:
     if sys.argv[1:2] == ["trials"]:
         # It measures diagnoses instead of times, and has options of its own.
         return trials.main(sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--rounds", type=int, help="timed runs of each command")
     arguments = parser.parse_args()

@@ -93,7 +93,9 @@ class Row:
 
 def main() -> int:
     """Compare the files of all packages, or of the packages that the user names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder for downloads")
     parser.add_argument("packages", nargs="*", help="names of packages in the list, by default all")
     arguments = parser.parse_args()

@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options = words[end + 1 :] or list(WORKLOAD)
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trainer", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.trainer", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     parser.add_argument("measurement", choices=("parts", "overhead", "nodes"))
     parser.add_argument("--processes", type=int, default=2, help="number of ranks (default: 2)")

@@ -185,7 +185,7 @@ def build_versions(out: Path) -> int:
 
 def main() -> int:
     """Write the pages, and build the site."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("out", type=Path)
     parser.add_argument("--pages", action="store_true", help="write the pages and the configuration only")
     parser.add_argument("--versions", action="store_true", help="also build the released versions, from their tags")

@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 def main() -> int:
     """Parse the options, fuzz and print. Returns 0 for no finding, 1 for findings, 2 without atheris."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seconds", type=int, default=60, metavar="N", help="for each target (default: 60)")
     parser.add_argument("--runs", type=int, default=-1, metavar="N", help="maximum for each target (default: no limit)")
     parser.add_argument(

@@ -216,7 +216,7 @@ def summarize(trials: list[Trial]) -> str:
 
 def main() -> int:
     """Parse the options, run the trials and print the summary."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz.damages", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuzz.damages", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("-n", type=int, default=DAMAGES, metavar="N", help="number of damages (default: %(default)s)")
     parser.add_argument("--formats", nargs="*", default=(), help="formats to damage (default: all)")

@@ -253,7 +253,7 @@ def _format_row(name: str, trials: Sequence[Trial]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the options, run the pairs and print the table. Returns 1 for a wrong 0, a crash or a hang."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz diff", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuzz diff", description=__doc__, allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="number of pairs (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="random seed (default: a random one, which is printed)")
     parser.add_argument("--only", type=int, metavar="I", help="repeat one pair of this seed")

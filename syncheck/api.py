@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison import classification, reference
+from syncheck.comparison import reference
 from syncheck.comparison.replicas import compare_group
+from syncheck.comparison.selection import list_kinds
 from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
 from syncheck.diagnose.verdicts import judge_group, overall
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.conversion.sides import Source
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot
 
@@ -44,7 +45,7 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
 class Found:
     """The checkpoints under some paths, opened and grouped; no tensor has been compared."""
 
-    groups: tuple[ReplicaGroup, ...]
+    groups: tuple[CheckpointGroup, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Number of other files in the given folders."""
@@ -76,12 +77,12 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     return Found(groups, tuple(unreadable), opened.skipped, aliases, _find_idle(groups, options))
 
 
-def kinds_in(replicas: ReplicaGroup, options: Options) -> tuple[str, ...]:
+def kinds_in(replicas: CheckpointGroup, options: Options) -> tuple[str, ...]:
     """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
     The last kind is `value` if the files hold Python values that are compared, for example the step.
     """
-    kinds_of_tensors = classification.kinds_in(replicas, build_selection(options))
+    kinds_of_tensors = list_kinds(replicas, build_selection(options))
     if any(has_counted_values(snapshot) for _, snapshot in replicas.ranks):
         return (*kinds_of_tensors, "value")
     return kinds_of_tensors
@@ -130,7 +131,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
 
 def _add_evidence_of_steps(
-    compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], options: Options
+    compared: Sequence[tuple[Comparison, CheckpointGroup]], unreadable: list[Unreadable], options: Options
 ) -> list[Comparison]:
     """Add what follows from other steps of the run. Files that break meanwhile are added to `unreadable`."""
     groups = [group for group, _ in compared]
@@ -234,8 +235,8 @@ def update_baseline(report: Report, path: str) -> str:
 
 
 def _compare(
-    replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
-) -> tuple[Comparison, ReplicaGroup]:
+    replicas: CheckpointGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
+) -> tuple[Comparison, CheckpointGroup]:
     """Compare a group without the files that break while they are read.
 
     Also returns the group without these files.
@@ -256,7 +257,7 @@ def _compare(
             replicas = replace(replicas, ranks=ranks)
 
 
-def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[tuple[int, Snapshot], ...]:
+def _drop_broken(broken: Sequence[Unreadable], replicas: CheckpointGroup) -> tuple[tuple[int, Snapshot], ...]:
     """Return the ranks whose checkpoints have no broken file."""
     ranks = []
     for rank, snapshot in replicas.ranks:
@@ -266,7 +267,7 @@ def _drop_broken(broken: Sequence[Unreadable], replicas: ReplicaGroup) -> tuple[
     return tuple(ranks)
 
 
-def _find_idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
+def _find_idle(groups: Sequence[CheckpointGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
     table = build_selection(options).tolerance
     # Most runs have none, and reading all names takes time.

@@ -6,7 +6,7 @@ from syncheck.sentences import Message, Sentence
 
 __all__ = [
     "SHARD_REFUSALS", "AdapterProblem", "Detail", "Fact", "Grouping", "Hint", "Message", "Note", "Refusal", "Sentence",
-    "Undecided",
+    "Undecided", "note_if",
 ]  # fmt: skip
 
 
@@ -335,3 +335,11 @@ class Hint(Sentence):
         "{group_by:option REGEX}."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
+
+
+def note_if(applies: object, note: Message) -> list[Message]:
+    """Return a list of the note, or an empty list.
+
+    applies: a condition, or the ranks or names that the note lists.
+    """
+    return [note] if applies else []

@@ -207,7 +207,7 @@ class ValueDiff:
     states."""
     lost: tuple[int, ...] = ()
     """Ranks without the whole container of the value, for example the optimizer or the scaler; for a value of the
-    model, ranks without the value."""
+    model, ranks without the value; for a number on some ranks and a dict on others, ranks with the other structure."""
     unknown: bool = False
     """Whether it may differ: a value of the model that the other format does not store."""
 

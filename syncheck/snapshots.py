@@ -241,3 +241,8 @@ class Snapshot:
     """Labels (within tensor names) of the shards in a folder, if other folders can contain other shards."""
     model_values: Mapping[str, Membership] = field(default_factory=dict)
     """Values that belong to the model, by name: scales of quantized tensors, numbers in a state dict, extra states."""
+
+
+def get_metadata(snapshot: Snapshot) -> Metadata:
+    """Return the metadata of a checkpoint; without metadata, the metadata of a model without a description."""
+    return snapshot.metadata or Metadata()

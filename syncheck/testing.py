@@ -95,7 +95,7 @@ def assert_in_sync(
 ) -> Report:
     """Raise OutOfSync unless replicas are the same model; otherwise return the report.
 
-    things, options, group, across_ranks, comparing: as in `compare`. limit: rows of tensors per replica group in the
+    things, options, group, across_ranks, comparing: as in `compare`. limit: rows of tensors per group in the
     error message, 0 for all.
 
     Also fails if a comparison was impossible: no tensor compared, an unreadable file, or a tensor of an unsupported
@@ -168,7 +168,7 @@ def compare(
 def message(report: Report, limit: int = 10) -> str:
     """Return a text of bounded size about a report, the message of OutOfSync.
 
-    limit: rows of tensors per replica group, 0 for all.
+    limit: rows of tensors per group, 0 for all.
     """
     from syncheck.report import failure
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 _Rank = TypeVar("_Rank")
 _Value = TypeVar("_Value")
@@ -125,6 +125,14 @@ def group_ranks(values: Mapping[_Rank, _Value]) -> dict[_Value, list[_Rank]]:
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
     return ranks_of
+
+
+def find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the set of ranks that includes a rank; empty if no set does."""
+    for ranks in sets:
+        if rank in ranks:
+            return ranks
+    return ()
 
 
 def option_text(name: str, value: object) -> str:

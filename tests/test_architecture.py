@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import re
@@ -16,6 +17,7 @@ from support.states import omit
 
 import syncheck
 import syncheck.live
+from syncheck.cli.parser import build_parser
 from syncheck.readers.folders import FOLDERS
 from syncheck.readers.formats import READERS
 from tools.house import measure
@@ -160,6 +162,21 @@ def test_only_the_command_line_prints_and_exits() -> None:
             continue
         calls = [node.func for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
         assert not [call for call in calls if ast.unparse(call) in ("print", "sys.exit", "exit")], source
+
+
+PROGRAMS = ("syncheck", "train", "benchmarks", "fuzz", "docs", "tools", "fixtures")
+
+
+def test_no_program_accepts_the_start_of_an_option() -> None:
+    """Every parser refuses abbreviations: they would mean another option as soon as one with this start is added."""
+    for source in sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py")):
+        for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("argparse.ArgumentParser", "Parser"):
+                assert "allow_abbrev=False" in ast.unparse(call), source
+
+    parser = build_parser()
+    (commands,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    assert not any(each_parser.allow_abbrev for each_parser in (parser, *commands.values()))
 
 
 # Modules that open files for writing, and the reason for those that write no output of a user.

@@ -220,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the rates of each path."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     parser.add_argument("--max", action="store_true", help="exit with 1 beyond a limit")

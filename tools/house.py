@@ -149,7 +149,9 @@ def describe(name: str, house: House) -> list[str]:
 
 def main() -> int:
     """Print the measurements of each package."""
-    parser = argparse.ArgumentParser(description="Measure how the modules of a package are arranged.")
+    parser = argparse.ArgumentParser(
+        description="Measure how the modules of a package are arranged.", allow_abbrev=False
+    )
     parser.add_argument("packages", nargs="+", type=Path, metavar="PACKAGE", help="folder of a package, like syncheck")
     for package in parser.parse_args().packages:
         house = measure(package)

@@ -157,7 +157,9 @@ def _count(measure: Measure, text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rates, and return the exit code: 1 if a limit is exceeded and `--max` was given, otherwise 0."""
-    parser = argparse.ArgumentParser(description="Measure how plain the English of documents and code is.")
+    parser = argparse.ArgumentParser(
+        description="Measure how plain the English of documents and code is.", allow_abbrev=False
+    )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="Python and Markdown files, and folders")
     parser.add_argument("--max", action="store_true", help="exit with 1 if a rate exceeds its limit")
     parser.add_argument("--strings", action="store_true", help="include string literals of at least five words")

@@ -41,7 +41,7 @@ def set_address(site: str, repository: str, root: Path = ROOT) -> list[str]:
 
 def main() -> None:
     """Replace the placeholders, and print the changed files."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("site", help="the address of the documentation site")
     parser.add_argument("repository", help="the address of the repository: https://github.com/OWNER/NAME")
     arguments = parser.parse_args()

@@ -134,7 +134,7 @@ def load(path: str, module: nn.Module, optimizer: Optimizer, scaler: torch.amp.G
 
 
 if __name__ == "__main__":
-    torchrun, parser = "RANK" in os.environ, argparse.ArgumentParser(description="Train one process, DDP or FSDP2.")
+    torchrun, parser = "RANK" in os.environ, argparse.ArgumentParser(description="Train one model.", allow_abbrev=False)
     parser.add_argument("--method", choices=("single", "ddp", "fsdp"), default="ddp" if torchrun else "single")
     parser.add_argument("--epochs", type=int, default=5, help="of the whole run, also with --resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per optimizer step, over all ranks")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from _typeshed import SupportsWrite
 
-DESCRIPTION = "Train a model with a parallel method, and save one checkpoint per rank."
+DESCRIPTION = "Train a model with a parallel method; with --save-per-rank, save one checkpoint per rank."
 EXAMPLES = """examples:
   torchrun --nproc-per-node 2 train/run.py --save-per-rank          # ddp
   python train/run.py --spawn 2 --save-per-rank                     # the same

@@ -1,4 +1,4 @@
-"""Train a model with a parallel method and save one checkpoint per rank.
+"""Train a model with a parallel method; with --save-per-rank, save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
     torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/launchers.md
@@ -85,6 +85,7 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
         raise UserError(f"{error}{advice}") from error
     grouped = METHODS[settings.method].grouped
     ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
+    # The number of ranks with data of their own depends on the mesh of the method.
     ctx = METHODS[settings.method].place(settings, ctx)
     check(settings, ctx.mesh.data_size)
     if not 0 < args.timeout <= LONGEST:

@@ -38,6 +38,7 @@ class Settings:
     fields are the types of the options.
     """
 
+    # A run always has a method. The parser's default is None, so that `settings_from` can choose it by the launcher.
     method: str = option(
         "single", "default: ddp if several processes were started, otherwise single", group="method", default=None
     )

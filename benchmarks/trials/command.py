@@ -142,7 +142,9 @@ def write_page(outcomes: Sequence[Outcome], conversions: dict[str, dict[str, int
 
 def main(arguments: Sequence[str]) -> int:
     """Run the trials; write the page of the documents, or print tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks trials", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks trials", description=(__doc__ or "").partition(":")[0], allow_abbrev=False
+    )
     parser.add_argument("--part", choices=PARTS, help="print the tables of this part, and write no page")
     parser.add_argument("--runs", type=int, default=280, help="simulated runs of the part (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the part (default: %(default)s)")

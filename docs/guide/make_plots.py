@@ -82,7 +82,7 @@ def save(name: str, figure: Figure) -> None:
 
 def main() -> int:
     """Create the plots named on the command line."""
-    parser = argparse.ArgumentParser(description="Create the plots of the guide.")
+    parser = argparse.ArgumentParser(description="Create the plots of the guide.", allow_abbrev=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"plots to create (default: all): {', '.join(PLOTS)}")
     parser.add_argument("--from-data", action="store_true", help="redraw from saved numbers without training")
     args = parser.parse_args()

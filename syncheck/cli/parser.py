@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from syncheck import option_kinds, options
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from syncheck.options import Declaration
+
+# The message of argparse for an unknown command, or an unknown value of an option.
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<typed>.+?)' \(choose from (?P<choices>.+)\)$")
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (usage error, unreadable
 file, nothing compared), 3 crash of syncheck, 130 interrupted"""
@@ -29,10 +33,14 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Import rich, which colors the help, only when help is printed.
+    """Import rich, which colors the help, only when help is printed, and suggest the names of options and commands.
 
-    argparse creates a formatter to check each added argument, so `formatter_class` cannot be set in advance.
+    argparse creates a formatter to check each added argument, so `formatter_class` cannot be set in advance. The start
+    of an option is no option: a script that uses it would break, or mean another option, when an option is added.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def format_help(self) -> str:
         """Return the help of this parser."""
@@ -51,15 +59,14 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and report an unknown option here, so that the error refers to the help of this command."""
         namespace, unknown = super().parse_known_args(args, namespace)
-        # The parser of all commands passes unknown options on to its caller.
-        if unknown and not self._subparsers:
+        if unknown:
             suggestion = _suggest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Report a usage error in one line, without the usage of argparse."""
-        text = logged(one_line(message))
+        text = logged(one_line(message + _suggest_choice(message)))
         self.exit(2, f"{self.prog}: error: {text}{'' if text.endswith('?') else '.'} See: {self.prog} --help\n")
 
     def list_commands(self, _: argparse.Namespace) -> int:
@@ -75,12 +82,25 @@ def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _suggest(word: str, options: Iterable[str]) -> str:
-    """Return a question that names the most similar option; empty if none is similar."""
+def _suggest(word: str, names: Iterable[str]) -> str:
+    """Return a question with the names that begin with a word, else with the most similar name; empty without any."""
     from difflib import get_close_matches
 
-    matches = get_close_matches(word, options, 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    all_names = list(names)
+    # Two dashes alone, and an empty word, begin all names.
+    matches = [name for name in all_names if word.strip("-") and name.startswith(word)]
+    if not matches:
+        matches = get_close_matches(word, all_names, 1)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _suggest_choice(message: str) -> str:
+    """Return a question with the command or value that was probably meant by an invalid choice; empty if none is."""
+    match = _INVALID_CHOICE.search(message)
+    # Also None if argparse suggests a choice itself, as newer versions of Python can.
+    if match is None:
+        return ""
+    return _suggest(match["typed"], re.findall(r"[\w-]+", match["choices"]))
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:

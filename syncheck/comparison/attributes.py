@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.group_metadata import get_metadata
-from syncheck.comparison.notes import note_if
 from syncheck.layout.replica_groups import MODEL_PARALLEL, coordinates_in
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
+from syncheck.snapshots import get_metadata
 from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.exchanged import find_exchanged, find_resembling
@@ -36,10 +36,10 @@ _PAIRED = 64
 _BLOCK = 1 << 16  # bytes of a checksum at a time
 
 
-def add_evidence(
+def collect_evidence(
     diffs: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
-) -> tuple[TensorDiff, ...]:
-    """Return the diffs with evidence added to tensors whose bytes were compared and differ.
+) -> dict[str, Evidence]:
+    """Return evidence about the tensors whose bytes were compared and differ, by name.
 
     replicas: tensors by name and rank. Raises CheckpointError if a file can no longer be read.
     """
@@ -62,15 +62,7 @@ def add_evidence(
     for name, resembles in resembling.items():
         fields[name]["resembles"] = resembles
 
-    with_evidence = []
-    for diff in diffs:
-        evidence = fields.get(diff.name)
-        if evidence:
-            diff = replace(diff, evidence=Evidence(**evidence))
-
-        with_evidence.append(diff)
-
-    return tuple(with_evidence)
+    return {name: Evidence(**fields_of_tensor) for name, fields_of_tensor in fields.items() if fields_of_tensor}
 
 
 def _inspect_tensors(
@@ -144,11 +136,10 @@ def _find_damage(
 def _list_records(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Record]:
     """Return the records with checksums of a tensor on all ranks. Only torch.save stores checksums."""
     records = []
-    for ranks in diff.clusters:
-        for rank in ranks:
-            tensor = tensors[rank]
-            boxes = [shard.tensor for shard in tensor.shards] or [tensor]
-            records += [_Record(rank, box, *box.record) for box in boxes if box.record]
+    for rank in chain.from_iterable(diff.clusters):
+        tensor = tensors[rank]
+        boxes = [shard.tensor for shard in tensor.shards] or [tensor]
+        records += [_Record(rank, box, *box.record) for box in boxes if box.record]
 
     return records
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import Comparison
     from syncheck.snapshots import Tensor
 
@@ -90,7 +90,7 @@ class _UnusableStep(Exception):
 
 def add_free_running(
     groups: Sequence[Comparison],
-    compared: Sequence[tuple[Comparison, ReplicaGroup]],
+    compared: Sequence[tuple[Comparison, CheckpointGroup]],
     unreadable: list[Unreadable],
     jobs: int | None,
 ) -> list[Comparison]:
@@ -117,7 +117,7 @@ def add_free_running(
     return result
 
 
-def _list_series(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGroup]]) -> list[ReplicaGroup]:
+def _list_series(now: CheckpointGroup, runs: Mapping[str, Mapping[int, CheckpointGroup]]) -> list[CheckpointGroup]:
     """Return the steps of a run, if there are several and the group is the last. runs: by run and step, in order."""
     steps = runs.get(now.run, {})
     is_last = now.step == max(steps, default=None)
@@ -128,7 +128,7 @@ def _statistics_differ(group: Comparison) -> bool:
     return any(diff.kind in BN_STATISTICS and diff.status == "different" for diff in group.tensors)
 
 
-def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> FreeRunning | None:
+def _analyze_run(group: Comparison, series: Sequence[CheckpointGroup], jobs: int | None) -> FreeRunning | None:
     """Compare the statistics of a run with both models. series: the groups of files in the order of the steps.
 
     Returns None if the files have no common batch count, or fewer than two steps can be used.
@@ -181,7 +181,7 @@ def _pair_moments(moments: Sequence[_Moment]) -> dict[tuple[int, int], _Pair]:
     return pairs
 
 
-def _read_moments(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> list[_Moment]:
+def _read_moments(group: Comparison, series: Sequence[CheckpointGroup], jobs: int | None) -> list[_Moment]:
     """Return the statistics of the steps that can be used. Parameters as in `_analyze_run`."""
     names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
     # Early steps separate the models best, and the finding is about the last step.
@@ -226,7 +226,7 @@ def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     return list(early)
 
 
-def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment:
+def _read_moment(replicas: CheckpointGroup, names: Sequence[str], files: Files) -> _Moment:
     """Read the statistics of one step. Raises _UnusableStep if some are missing, or shapes or batch counts differ."""
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts: set[int] = set()

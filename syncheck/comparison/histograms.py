@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,13 +25,13 @@ _BLOCK = 1 << 16  # elements
 _EDGES = np.array([float(f"1e{power}") for power in (*DECADES, DECADES.stop)])
 
 
-def add_histograms(
+def compute_histograms(
     diffs: Sequence[TensorDiff],
     replicas: Mapping[str, Mapping[int, Tensor]],
     files: Files,
     exact: Callable[[TensorDiff], bool],
-) -> tuple[TensorDiff, ...]:
-    """Return the diffs with histograms added to the floating-point tensors that differ most.
+) -> dict[str, Histogram]:
+    """Return histograms of the floating-point tensors that differ most, by name.
 
     replicas: tensors by name and rank. exact: returns False if a tolerance applies, which tests the lowest against the
     highest value of each element. Raises CheckpointError if a file can no longer be read.
@@ -44,21 +43,19 @@ def add_histograms(
             floats.append(diff)
 
     floats.sort(key=_rank_by_difference)
-    histograms: dict[str, Histogram | None] = {}
+    histograms: dict[str, Histogram] = {}
     for diff in floats[:MOST]:
-        histograms[diff.name] = _compute_histogram(
+        histogram = _compute_histogram(
             diff,
             replicas[diff.name],
             files,
             exact=exact(diff),
         )
+        # Only replica groups with several clusters have one.
+        if histogram is not None:
+            histograms[diff.name] = histogram
 
-    with_histograms = []
-    for diff in diffs:
-        histogram = histograms.get(diff.name)
-        with_histograms.append(replace(diff, histogram=histogram))
-
-    return tuple(with_histograms)
+    return histograms
 
 
 def _rank_by_difference(diff: TensorDiff) -> tuple[bool, float]:

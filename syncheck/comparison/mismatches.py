@@ -13,7 +13,7 @@ from syncheck.text import group_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncheck.layout.replica_groups import ReplicaSets, Sets
+    from syncheck.layout.replica_groups import ReplicaGroups, Sets
     from syncheck.messages import Message
     from syncheck.snapshots import Tensor
 
@@ -48,11 +48,12 @@ def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Rea
     return replace(bare, reason=reason, detail=detail)
 
 
-def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
+def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_groups: ReplicaGroups) -> TensorDiff | None:
     """Return a diff if the values cannot be compared: different shapes, dtypes or layouts, or refused by the reader."""
     # The common case first. A loop takes half the time of any() with a generator.
+    plain = (bare.shape, bare.dtype, None, None)
     for tensor in tensors.values():
-        if tensor.shape != bare.shape or tensor.dtype != bare.dtype or tensor.refused or tensor.sharding is not None:
+        if (tensor.shape, tensor.dtype, tensor.refused, tensor.sharding) != plain:
             break
     else:
         return None
@@ -66,7 +67,7 @@ def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets:
         _find_layouts,
     )
     for find in searches:
-        diff = find(bare, tensors, replica_sets)
+        diff = find(bare, tensors, replica_groups)
         if diff is not None:
             return diff
 
@@ -79,7 +80,7 @@ def find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets:
 
 
 def _find_refused_shards(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
+    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_groups: ReplicaGroups
 ) -> TensorDiff | None:
     """Return a diff if some ranks hold shards that the reader refuses."""
     refusals: dict[int, Message] = {}
@@ -101,7 +102,7 @@ def _find_refused_shards(
 
 
 def _find_refused_kinds(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
+    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_groups: ReplicaGroups
 ) -> TensorDiff | None:
     """Return a diff if the reader refuses tensors for different reasons, or only on some ranks.
 
@@ -118,7 +119,7 @@ def _find_refused_kinds(
     return find_unequal(bare, Reason.DTYPE, kinds, tensors)
 
 
-def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
+def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_groups: ReplicaGroups) -> TensorDiff | None:
     """Return a diff if ranks hold tensors of different global shapes."""
     shapes: dict[int, tuple[int, ...]] = {}
     for rank, tensor in tensors.items():
@@ -130,8 +131,8 @@ def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: 
         shapes[rank] = shape
 
     # Uneven parts of plain tensors.
-    is_divided = replica_sets.kind == "model parallel"
-    if is_divided and _is_equal_within(shapes, replica_sets):
+    is_divided = replica_groups.kind == "model parallel"
+    if is_divided and _is_equal_within(shapes, replica_groups):
         return None
 
     return find_unequal(bare, Reason.SHAPE, shapes, tensors)
@@ -145,9 +146,9 @@ def _has_unknown_dtype(tensor: Tensor) -> bool:
     return tensor.dtype == "unknown"
 
 
-def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
+def _is_equal_within(values: Mapping[int, Any], replica_groups: ReplicaGroups) -> bool:
     """Whether the values are equal within each replica group."""
-    for ranks in replica_sets.sets:
+    for ranks in replica_groups.sets:
         values_of_group = {values[rank] for rank in ranks}
         if len(values_of_group) > 1:
             return False
@@ -155,7 +156,7 @@ def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bo
     return True
 
 
-def _find_dtypes(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
+def _find_dtypes(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_groups: ReplicaGroups) -> TensorDiff | None:
     """Return a diff if ranks hold tensors of different dtypes."""
     if any(map(_has_unknown_dtype, tensors.values())):
         return None
@@ -164,7 +165,7 @@ def _find_dtypes(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets:
     return find_unequal(bare, Reason.DTYPE, dtypes, tensors)
 
 
-def _find_layouts(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
+def _find_layouts(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_groups: ReplicaGroups) -> TensorDiff | None:
     """Return a diff if ranks hold shards of different layouts, which are never replicas."""
     texts: dict[int, str] = {}
     layouts: dict[int, str] = {}

@@ -11,8 +11,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.notes import note_if
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
 from syncheck.tensors.names import CODE, is_adapter_setting
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.replica_groups import ReplicaSets
+    from syncheck.layout.replica_groups import ReplicaGroups
     from syncheck.messages import Message
 
 _ORDER = tuple(Membership)
@@ -100,9 +99,9 @@ class ModelValues:
 
         # A number has no shards: it is divided between the ranks like a scalar tensor.
         scalar = Tensor(name, "uint8", (), (), "", 0)
-        replica_sets = self._alignment.find_replica_sets(name, dict.fromkeys(values, scalar))
-        differs = _differ(values, replica_sets)
-        missing_ranks = tuple(sorted(set(replica_sets.expected) - values.keys()))
+        replica_groups = self._alignment.find_replica_groups(name, dict.fromkeys(values, scalar))
+        differs = _differ(values, replica_groups)
+        missing_ranks = tuple(sorted(set(replica_groups.expected) - values.keys()))
         if not differs and not missing_ranks:
             return None
 
@@ -145,9 +144,9 @@ class ModelValues:
         )
 
 
-def _differ(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
+def _differ(values: Mapping[int, Any], replica_groups: ReplicaGroups) -> bool:
     """Whether values differ between ranks that must have equal values."""
-    for first_rank, *other_ranks in replica_sets.sets:
+    for first_rank, *other_ranks in replica_groups.sets:
         for rank in other_ranks:
             if not are_equal(values[rank], values[first_rank]):
                 return True

@@ -10,15 +10,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import OptionError
 from syncheck.records import Reason
-from syncheck.text import names_text, ranks_text
+from syncheck.text import find_set, names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import TensorDiff, Unreadable
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
@@ -27,7 +26,7 @@ _MOST_PATHS = 6
 _MOST_DIGITS = 100
 
 
-def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> int | None:
+def find_reference_rank(reference: str | int | None, replicas: CheckpointGroup) -> int | None:
     """Return the rank of the reference in a group; None if the group does not contain it.
 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
@@ -56,7 +55,7 @@ def _parse_rank(text: str) -> int | None:
 
 
 def check_reference(
-    reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
+    reference: str | int | None, groups: Sequence[CheckpointGroup], unreadable: Sequence[Unreadable] = ()
 ) -> None:
     """Raise OptionError with the available ranks and paths if no group contains the reference."""
     if reference is None:
@@ -80,9 +79,10 @@ def check_reference(
         if isinstance(reference, str) and _is_same_path(reference, file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
 
+    verb = "is only" if len(ranks) == 1 else "are"
     candidates = f"{ranks_text(sorted(ranks))}: {names_text(paths, _MOST_PATHS)}"
     raise OptionError(
-        f"no replica has this rank or path; there are {candidates}",
+        f"no replica has this rank or path; there {verb} {candidates}",
         reference=reference,
     )
 
@@ -129,7 +129,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     return replace(diff, **statistics.size(diff.shape))
 
 
-def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
+def _find_path(path: str, replicas: CheckpointGroup) -> list[int]:
     """Return the ranks of the replicas with a path, in this spelling or in another one."""
     exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
     if exact:
@@ -138,7 +138,7 @@ def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
     return [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
 
 
-def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
+def _find_below(folder: str, replicas: CheckpointGroup) -> list[int]:
     """Return the ranks of the replicas in a folder."""
     top = os.path.join(_resolve(folder), "")
     return [rank for rank, snapshot in replicas.ranks if _resolve(snapshot.path).startswith(top)]

@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
-from syncheck.comparison.classification import classify
-from syncheck.comparison.group_metadata import get_metadata, hyperparameters, merge_metadata
-from syncheck.comparison.group_notes import make_notes
 from syncheck.comparison.group_tensors import GroupTensors
 from syncheck.comparison.model_values import note_unknown_values
-from syncheck.comparison.notes import note_if
 from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
-from syncheck.comparison.tally import Tally
+from syncheck.comparison.selection import classify, merge_metadata
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
 from syncheck.layout.alignment import align
 from syncheck.layout.copies import broken_ties, common_ties
 from syncheck.layout.replica_groups import mesh_of
-from syncheck.messages import Grouping, Note
+from syncheck.messages import Grouping, Note, note_if
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica
-from syncheck.tensors.blocks import Files
-from syncheck.tensors.finiteness import prepare
+from syncheck.snapshots import get_metadata
 from syncheck.tensors.value_kinds import counts_updates, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.comparison.classification import Classification
-    from syncheck.comparison.selection import Selection
+    from syncheck.comparison.group_tensors import Tally
+    from syncheck.comparison.selection import Classification, Selection
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
+    from syncheck.messages import Message
     from syncheck.records import ValueDiff
     from syncheck.snapshots import Snapshot
 
+_SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
+# Elements of the smallest RNG state, that of a CUDA generator.
+_SMALLEST_STATE = 16
 
-def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
+
+def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison:
     """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
     alignment = align(dict(replicas.ranks))
     snapshots = alignment.snapshots
     classification = classify(alignment, selection)
-    tally = _compare_tensors(alignment, classification, selection)
+    tally = GroupTensors(alignment, classification, selection).compare()
     values = _compare_values(
         replicas,
         alignment,
@@ -53,7 +53,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         name = f"{replicas.run} step {replicas.step}"
 
     notes = note_if(claimed_twice, Note.RANKS_TWICE(ranks=claimed_twice))
-    notes += make_notes(
+    notes += _make_notes(
         snapshots,
         tally,
         selection,
@@ -88,27 +88,8 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     )
 
 
-def _compare_tensors(alignment: Alignment, classification: Classification, selection: Selection) -> Tally:
-    """Return the results of all tensors; empty for a single replica."""
-    tally = Tally()
-    snapshots = alignment.snapshots
-    if len(snapshots) > 1:
-        # Importing numpy for the search for NaN pays off only for large files.
-        prepare(max(snapshot.bytes for snapshot in snapshots.values()))
-        with Files(jobs=selection.jobs) as files:
-            GroupTensors(
-                alignment,
-                classification,
-                selection,
-                files,
-                tally,
-            ).compare()
-
-    return tally
-
-
 def _compare_values(
-    replicas: ReplicaGroup, alignment: Alignment, classification: Classification, selection: Selection
+    replicas: CheckpointGroup, alignment: Alignment, classification: Classification, selection: Selection
 ) -> list[ValueDiff]:
     """Return the diffs of values, and of the attributes of modules in memory."""
     snapshots = alignment.snapshots
@@ -127,7 +108,7 @@ def _compare_values(
 
 
 def _collect_evidence(
-    replicas: ReplicaGroup, alignment: Alignment, tally: Tally, claimed_twice: tuple[int, ...]
+    replicas: CheckpointGroup, alignment: Alignment, tally: Tally, claimed_twice: tuple[int, ...]
 ) -> GroupEvidence:
     """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
     snapshots = alignment.snapshots
@@ -139,7 +120,7 @@ def _collect_evidence(
     return GroupEvidence(
         metadata=merge_metadata(snapshots),
         names=tally.names,
-        hyperparameters=hyperparameters(first.values),
+        hyperparameters=list_hyperparameters(first.values),
         normalized=_count_prefixes(alignment),
         stores_progress=any(map(stores_progress, snapshots.values())),
         counts_updates=all(map(counts_updates, snapshots.values())),
@@ -150,12 +131,12 @@ def _collect_evidence(
     )
 
 
-def _are_files_of_ranks(replicas: ReplicaGroup) -> bool:
+def _are_files_of_ranks(replicas: CheckpointGroup) -> bool:
     """Whether a group may mix the files of several runs, unlike the ranks of a running job, and two models."""
     return not replicas.paired and not replicas.two_models
 
 
-def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
+def _find_claimed_twice(replicas: CheckpointGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
     if in_memory(snapshots) or not _are_files_of_ranks(replicas):
         return ()
@@ -198,3 +179,105 @@ def _count_prefixes(alignment: Alignment) -> dict[int, int]:
         return {}
 
     return counts
+
+
+def list_hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return lr, weight decay and momentum of the first parameter group from the values of a snapshot.
+
+    decoupled_weight_decay: 1.0 if the decay is not part of the gradients, as with AdamW.
+    """
+    numbers: dict[str, float] = {}
+    for setting in _SETTINGS:
+        value = values.get(f"optimizer.param_groups.0.{setting}")
+        if isinstance(value, (int, float)):
+            numbers[setting] = float(value)
+
+    return numbers
+
+
+def _make_notes(
+    snapshots: Mapping[int, Snapshot], tally: Tally, selection: Selection, *, guessed: bool
+) -> list[Message]:
+    """Return notes about files, uncompared ranks, and options. guessed: whether kinds were guessed from names."""
+    uncompared_ranks = tally.find_uncompared(tuple(snapshots))
+    equal_states = _find_equal_rng(snapshots, tally)
+    unknown_classes = _list_unknown_classes(snapshots)
+    # A single file is not compared, so options have no effect.
+    is_comparison = len(snapshots) > 1
+    has_reference = is_comparison and selection.reference is not None
+    return [
+        *note_if(tally.has_only_shards(), Note.ONLY_SHARDS()),
+        *note_if(uncompared_ranks, Note.RANKS_NOT_COMPARED(ranks=uncompared_ranks)),
+        *_compare_world_sizes(snapshots),
+        *note_if(equal_states, Note.EQUAL_RNG(names=equal_states)),
+        *note_if(guessed and tally.by_kind, Note.KINDS_GUESSED()),
+        *note_if(unknown_classes, Note.UNKNOWN_CLASSES(classes=unknown_classes)),
+        *_list_file_notes(snapshots),
+        *note_if(is_comparison and selection.quick, Note.QUICK()),
+        *note_if(has_reference, Note.REFERENCE(rank=selection.reference)),
+    ]
+
+
+def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
+    """Return notes if the number of ranks in the metadata is not the number of files."""
+    world_sizes: dict[int, int] = {}
+    for rank, snapshot in snapshots.items():
+        world_size = get_metadata(snapshot).world_size
+        if world_size:
+            world_sizes[rank] = world_size
+
+    if not world_sizes:
+        return []
+
+    world_size, *other_sizes = set(world_sizes.values())
+    if other_sizes:
+        return [Note.WORLD_SIZES(files=len(snapshots), sizes=world_sizes)]
+
+    absent_ranks = tuple(rank for rank in range(world_size) if rank not in snapshots)
+    if absent_ranks:
+        return [Note.RANKS_ABSENT(ranks=absent_ranks, world_size=world_size)]
+
+    # In memory, each rank describes itself alone.
+    is_too_many = len(snapshots) > world_size and not in_memory(snapshots)
+    note = Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size)
+    return note_if(is_too_many, note)
+
+
+def _find_equal_rng(snapshots: Mapping[int, Snapshot], tally: Tally) -> tuple[str, ...]:
+    """Return the RNG states that were compared and are equal on all ranks."""
+    differing = {diff.name for diff in tally.diffs}
+    states = [name for name, kind in tally.names.items() if kind == "rng"]
+    equal_states = []
+    for name in states:
+        if name not in differing and _is_whole_state(name, snapshots):
+            equal_states.append(name)
+
+    return tuple(equal_states)
+
+
+def _is_whole_state(name: str, snapshots: Mapping[int, Snapshot]) -> bool:
+    """Whether an RNG state has at least the size of the smallest one; smaller tensors are positions in a state."""
+    sizes = [snapshot.tensors[name].numel for snapshot in snapshots.values() if name in snapshot.tensors]
+    return min(sizes, default=0) >= _SMALLEST_STATE
+
+
+def _list_unknown_classes(snapshots: Mapping[int, Snapshot]) -> tuple[str, ...]:
+    """Return the unknown classes in the pickles of all ranks."""
+    stubs: set[str] = set()
+    for snapshot in snapshots.values():
+        stubs.update(snapshot.stubs)
+
+    # A DTensor or ShardedTensor contains objects of other torch classes.
+    if any(stub.endswith((".DTensor", ".ShardedTensor")) for stub in stubs):
+        stubs = {stub for stub in stubs if not stub.startswith("torch.")}
+
+    return tuple(sorted(stubs))
+
+
+def _list_file_notes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
+    """Return the notes of the readers, each note once."""
+    notes: dict[Message, None] = {}
+    for snapshot in snapshots.values():
+        notes |= dict.fromkeys(snapshot.notes)
+
+    return list(notes)

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.group_metadata import get_metadata
 from syncheck.layout.groups import rank_in_path, rank_of
+from syncheck.snapshots import get_metadata
 from syncheck.tensors.value_kinds import differs_by_design, in_configuration, is_seed, values_of
 
 if TYPE_CHECKING:

@@ -6,18 +6,18 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.rank_sets import find_set
 from syncheck.errors import CheckpointError
 from syncheck.layout.alignment import align
 from syncheck.layout.groups import group_by_step
 from syncheck.records import Unreadable
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.clustering import cluster_replicas
+from syncheck.text import find_set
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Tensor
 
@@ -28,7 +28,11 @@ MOST_STEPS = 50
 
 
 def add_stale_ranks(
-    compared: Sequence[tuple[Comparison, ReplicaGroup]], unreadable: list[Unreadable], jobs: int | None, *, quick: bool
+    compared: Sequence[tuple[Comparison, CheckpointGroup]],
+    unreadable: list[Unreadable],
+    jobs: int | None,
+    *,
+    quick: bool,
 ) -> list[Comparison]:
     """Add the stale ranks of each group to its evidence.
 
@@ -54,7 +58,9 @@ def add_stale_ranks(
     return groups
 
 
-def _list_earlier(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGroup]]) -> list[tuple[int, ReplicaGroup]]:
+def _list_earlier(
+    now: CheckpointGroup, runs: Mapping[str, Mapping[int, CheckpointGroup]]
+) -> list[tuple[int, CheckpointGroup]]:
     """Return the earlier steps of the run of a group, from the latest. runs: groups by run and step, in order."""
     if now.step is None:
         return []
@@ -70,7 +76,7 @@ class _Search:
     A rank is stale if all of its tensors that differ are bitwise equal to another rank's tensors at an earlier step.
     """
 
-    def __init__(self, group: Comparison, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]]) -> None:
+    def __init__(self, group: Comparison, now: CheckpointGroup, earlier: Sequence[tuple[int, CheckpointGroup]]) -> None:
         self._now = now
         self._earlier = earlier
         self._differing: list[TensorDiff] = []

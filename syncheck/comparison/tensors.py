@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.mismatches import find_mismatch, find_unequal, make_bare_diff, with_clusters
 from syncheck.messages import Detail
@@ -16,7 +15,7 @@ from syncheck.text import sets_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import ReplicaSets, Sets
+    from syncheck.layout.replica_groups import ReplicaGroups, Sets
     from syncheck.records import Status, TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
@@ -28,114 +27,70 @@ if TYPE_CHECKING:
 _ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
 
 
+class BlockComparison(NamedTuple):
+    """How to compare the bytes of one tensor.
+
+    files: open files.
+    tolerance: of the tensor.
+    scan: searches the bytes that are read for NaN and infinity.
+    quick: compare stored checksums only.
+    """
+
+    files: Files
+    tolerance: Tolerance
+    scan: FiniteScan
+    quick: bool
+
+
 def compare_tensor(
     name: str,
     kind: str,
     tensors: Mapping[int, Tensor],
-    replica_sets: ReplicaSets,
-    files: Files,
-    tolerance: Tolerance,
+    replica_groups: ReplicaGroups,
+    blocks: BlockComparison,
     *,
     sharded: bool,
-    quick: bool,
-    scan: FiniteScan | None = None,
 ) -> TensorDiff | None:
     """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
     tensors: by rank.
-    replica_sets: the replica groups and the ranks required to have the tensor.
+    replica_groups: the ranks that must hold equal bytes, and the ranks required to have the tensor.
+    blocks: how to compare the bytes.
     sharded: whether each rank holds different tensors by design, so missing tensors are no difference.
-    quick: compare stored checksums only.
-    scan: searches the bytes that are read for NaN and infinity.
     Raises CheckpointError if a file can no longer be read.
     """
     bare = make_bare_diff(name, kind, tensors)
-    compare = _Compare(
-        files,
-        tolerance,
-        tensors,
-        scan,
-        quick=quick,
-    )
-    diff = find_mismatch(bare, tensors, replica_sets)
-    if diff is None:
-        diff = _compare_sets(
+    mismatch = find_mismatch(bare, tensors, replica_groups)
+    groups_to_compare = replica_groups
+    if mismatch is not None:
+        # Ranks with equal shapes and dtypes can still be compared with each other.
+        groups_to_compare = _select_matching(mismatch, tensors, replica_groups)
+    elif replica_groups.has_only_shards:
+        detail = Detail.SHARDED(layout=replica_groups.layout)
+        mismatch = replace(bare, reason=Reason.SHARDED, detail=detail)
+
+    diffs = []
+    for ranks in groups_to_compare.comparable:
+        diff_of_group = _compare_replicas(
             bare,
             tensors,
-            replica_sets,
-            compare,
+            ranks,
+            blocks,
         )
-    else:
-        # Ranks with equal shapes and dtypes can still be compared with each other.
-        values = _compare_matching(diff, tensors, replica_sets, compare)
-        diff = _add_values(diff, values)
+        if diff_of_group is not None:
+            diffs.append(diff_of_group)
 
-    # Ranks of other pipeline stages or experts do not need the tensor.
-    missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
-    if not missing_ranks:
-        return diff
+    diff = _join_diffs(diffs, groups_to_compare)
+    if mismatch is not None:
+        diff = _add_values(mismatch, diff)
 
-    present_ranks = tuple(tensors)
-    if sharded and (diff is None or diff.reason is Reason.SHARDED):
-        if diff is None and len(present_ranks) > 1:
-            return None  # all ranks with the tensor agree
-
-        return replace(
-            bare,
-            reason=Reason.SHARDED,
-            detail=Detail.PARTITIONED(ranks=present_ranks),
-        )
-
-    missing = _make_missing(
+    return _add_missing(
+        diff,
         bare,
-        present_ranks,
-        replica_sets.expected,
-        missing_ranks,
+        tensors,
+        replica_groups,
+        sharded=sharded,
     )
-    return missing if diff is None else _add_missing(diff, missing, present_ranks)
-
-
-class _Compare:
-    """Compares the replicas of one set.
-
-    files: open files.
-    tolerance: of the tensor.
-    tensors: the tensor on all ranks.
-    scan: searches the bytes that are read.
-    quick: compare stored checksums only.
-    """
-
-    def __init__(
-        self,
-        files: Files,
-        tolerance: Tolerance,
-        tensors: Mapping[int, Tensor],
-        scan: FiniteScan | None,
-        *,
-        quick: bool,
-    ) -> None:
-        self._files = files
-        self._tolerance = tolerance
-        self._first_dtype = next(iter(tensors.values())).dtype
-        self._scan = scan
-        self._quick = quick
-
-    def __call__(self, bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
-        """Return the diff of the members of a replica set; None if they are identical."""
-        tensors = list(members.values())
-        result = _compare_without_bytes(tensors, self._files, quick=self._quick)
-        if result is not None:
-            return _make_diff(bare, tuple(members), result)
-
-        # Replicas of other dtypes than the first one differ from it, so they need no search.
-        scan = self._scan if bare.dtype == self._first_dtype else None
-        return _compare_bytes(
-            bare,
-            members,
-            self._files,
-            self._tolerance,
-            scan,
-        )
 
 
 def _add_values(mismatch: TensorDiff, values: TensorDiff | None) -> TensorDiff:
@@ -144,6 +99,9 @@ def _add_values(mismatch: TensorDiff, values: TensorDiff | None) -> TensorDiff:
     values: the diff of the ranks whose values can be compared; None if they are equal.
     """
     if values is None:
+        return mismatch
+
+    if not values.out_of_sync:
         return mismatch
 
     if mismatch.out_of_sync:
@@ -166,10 +124,49 @@ def _make_missing(
     )
 
 
-def _add_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]) -> TensorDiff:
+def _add_missing(
+    diff: TensorDiff | None,
+    bare: TensorDiff,
+    tensors: Mapping[int, Tensor],
+    replica_groups: ReplicaGroups,
+    *,
+    sharded: bool,
+) -> TensorDiff | None:
+    """Return the diff of a tensor together with the ranks that lack it. Arguments as in `compare_tensor`.
+
+    diff: of the ranks that have the tensor; None if they are identical.
+    """
+    # Ranks of other pipeline stages or experts do not need the tensor.
+    missing_ranks = tuple(rank for rank in replica_groups.expected if rank not in tensors)
+    if not missing_ranks:
+        return diff
+
+    present_ranks = tuple(tensors)
+    if sharded:
+        # All ranks with the tensor agree.
+        if diff is None and len(present_ranks) > 1:
+            return None
+
+        if diff is None or diff.reason is Reason.SHARDED:
+            return replace(
+                bare,
+                reason=Reason.SHARDED,
+                detail=Detail.PARTITIONED(ranks=present_ranks),
+            )
+
+    missing = _make_missing(
+        bare,
+        present_ranks,
+        replica_groups.expected,
+        missing_ranks,
+    )
+    return missing if diff is None else _join_missing(diff, missing, present_ranks)
+
+
+def _join_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]) -> TensorDiff:
     """Return the diff of a tensor that differs, and that some ranks lack. present: the ranks that have it."""
     clustered = set[int]().union(*diff.clusters)
-    # Ranks of replica sets without a difference are in no cluster yet.
+    # Ranks of replica groups without a difference are in no cluster yet.
     unclustered = tuple(rank for rank in present if rank not in clustered)
     clusters = diff.clusters
     if unclustered:
@@ -191,34 +188,19 @@ def _add_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]
     )
 
 
-def _compare_matching(
-    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
-) -> TensorDiff | None:
-    """Compare ranks with the same shape and dtype if not all ranks have the same. Return None if they do not differ."""
+def _select_matching(
+    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_groups: ReplicaGroups
+) -> ReplicaGroups:
+    """Return the sets of ranks with the same shape and dtype, if not all ranks have the same."""
     matching_sets: list[tuple[int, ...]] = []
-    for ranks in replica_sets.sets:
+    for ranks in replica_groups.sets:
         matching_sets += _group_by_type(tensors, ranks)
 
-    if not matching_sets:
-        return None
-
-    members = {rank: tensors[rank] for rank in chain.from_iterable(matching_sets)}
-    matching = replace(
-        replica_sets,
+    return replace(
+        replica_groups,
         sets=tuple(matching_sets),
-        layout=replica_sets.layout or f"of one {mismatch.reason}",
+        layout=replica_groups.layout or f"of one {mismatch.reason}",
     )
-    bare = make_bare_diff(mismatch.name, mismatch.kind, members)
-    diff = _compare_sets(
-        bare,
-        members,
-        matching,
-        compare,
-    )
-    if diff is None or not diff.out_of_sync:
-        return None
-
-    return diff
 
 
 def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[tuple[int, ...]]:
@@ -232,51 +214,43 @@ def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[
     return [tuple(matching_ranks) for matching_ranks in by_type.values() if len(matching_ranks) > 1]
 
 
-def _compare_sets(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
+def _compare_replicas(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], blocks: BlockComparison
 ) -> TensorDiff | None:
-    """Compare within each replica set. Return None if all are identical, else the numbers of the worst set."""
-    if replica_sets.kind and not replica_sets.comparable:
-        detail = Detail.SHARDED(layout=replica_sets.layout)
-        return replace(bare, reason=Reason.SHARDED, detail=detail)
-
-    diffs: list[TensorDiff] = []
-    for ranks in replica_sets.comparable:
-        diff = _compare_set(
-            bare,
-            tensors,
-            ranks,
-            compare,
-        )
-        if diff is not None:
-            diffs.append(diff)
-
-    if not diffs:
-        return None
-
-    if len(replica_sets.sets) == 1:
-        return diffs[0]
-
-    return _join_diffs(diffs, replica_sets)
-
-
-def _compare_set(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], compare: _Compare
-) -> TensorDiff | None:
-    """Compare within one replica set. ranks: of the set."""
+    """Compare the replicas of one replica group. Return None if they are identical. ranks: of the group."""
+    members = tensors
     if len(ranks) < len(tensors):
-        tensors = {rank: tensors[rank] for rank in ranks}
-        bare = make_bare_diff(bare.name, bare.kind, tensors)
+        members = {rank: tensors[rank] for rank in ranks}
+        bare = make_bare_diff(bare.name, bare.kind, members)
 
     # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
-    shapes = {rank: tensor.shape for rank, tensor in tensors.items()}
+    shapes = {rank: tensor.shape for rank, tensor in members.items()}
     mismatch = find_unequal(
         bare,
         Reason.SHAPE,
         shapes,
-        tensors,
+        members,
     )
-    return compare(bare, tensors) if mismatch is None else mismatch
+    if mismatch is not None:
+        return mismatch
+
+    replicas = list(members.values())
+    result = _compare_without_bytes(replicas, blocks)
+    if result is not None:
+        return _describe_digests(bare, tuple(members), result)
+
+    # Replicas of other dtypes than the first one differ from it, so they need no search.
+    scan = blocks.scan if bare.dtype == blocks.scan.dtype else None
+    clusters = cluster_replicas(replicas, blocks.files, scan)
+    if len(clusters) == 1:
+        return None
+
+    return _measure_clusters(
+        bare,
+        members,
+        clusters,
+        blocks,
+    )
 
 
 def _rank_by_difference(diff: TensorDiff) -> tuple[int, float]:
@@ -284,8 +258,14 @@ def _rank_by_difference(diff: TensorDiff) -> tuple[int, float]:
     return _ORDER.index(diff.status), diff.max_abs or 0
 
 
-def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff:
-    """Return one diff of several replica sets, with the numbers of the worst set."""
+def _join_diffs(diffs: Sequence[TensorDiff], replica_groups: ReplicaGroups) -> TensorDiff | None:
+    """Return one diff of several replica groups, with the numbers of the worst set; None without a difference."""
+    if not diffs:
+        return None
+
+    if len(replica_groups.sets) == 1:
+        return diffs[0]
+
     # The numbers of several sets have no common reference, so those of the worst set stand for all.
     worst = max(diffs, key=_rank_by_difference)
     clusters: list[tuple[int, ...]] = []
@@ -296,34 +276,31 @@ def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> Tenso
         minority += diff.minority
         nonfinite |= diff.nonfinite
 
-    compared_sets = sets_text(replica_sets.comparable, 3)
-    within_groups = Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets)
+    compared_sets = sets_text(replica_groups.comparable, 3)
+    within_groups = Detail.WITHIN_GROUPS(layout=replica_groups.layout, sets=compared_sets)
     return replace(
         worst,
         detail=worst.detail or within_groups,
-        replica_groups=replica_sets.sets,
+        replica_groups=replica_groups.sets,
         clusters=tuple(clusters),
         minority=tuple(sorted(minority)),
         nonfinite=dict(sorted(nonfinite.items())),
     )
 
 
-def _compare_bytes(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance, scan: FiniteScan | None
-) -> TensorDiff | None:
-    """Compare replicas bitwise and measure the differences. Return None if all are identical."""
-    members = list(tensors.values())
-    clusters = cluster_replicas(members, files, scan)
-    if len(clusters) == 1:
-        return None
-
+def _measure_clusters(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], clusters: Sequence[Sequence[int]], blocks: BlockComparison
+) -> TensorDiff:
+    """Return the diff of replicas with different bytes. clusters: of positions in `tensors`."""
     from syncheck.tensors.differences import measure_differences  # needs numpy
 
+    replicas = list(tensors.values())
+    tolerance = blocks.tolerance
     sets = _name_ranks(clusters, tuple(tensors))
     has_majority = bool(minority_of(sets))
     statistics = measure_differences(
-        [members[positions[0]] for positions in clusters],
-        files,
+        [replicas[positions[0]] for positions in clusters],
+        blocks.files,
         tolerance,
         majority=has_majority,
     )
@@ -365,17 +342,17 @@ def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, in
     return dict(sorted(by_rank.items()))
 
 
-def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
+def _compare_without_bytes(members: Sequence[Tensor], blocks: BlockComparison) -> DigestResult | None:
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = [tensor for tensor in members if tensor.digest is not None]
     are_all_fingerprints = len(fingerprints) == len(members)
     # Digests of files are computed from their bytes, which takes longer than to compare checksums.
-    if fingerprints and (not quick or are_all_fingerprints):
+    if fingerprints and (not blocks.quick or are_all_fingerprints):
         from syncheck.tensors.digests import compare_digests
 
-        return compare_digests(members, files)
+        return compare_digests(members, blocks.files)
 
-    if quick and any(tensor.data is None for tensor in members):
+    if blocks.quick and any(tensor.data is None for tensor in members):
         from syncheck.tensors.digests import compare_checksums
 
         return compare_checksums(members)
@@ -383,7 +360,7 @@ def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bo
     return None
 
 
-def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -> TensorDiff | None:
+def _describe_digests(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -> TensorDiff | None:
     """Return the diff from digests or checksums; None if all are identical."""
     if len(result.clusters) == 1:
         return None

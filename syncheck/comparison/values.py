@@ -6,13 +6,12 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.group_metadata import get_metadata
 from syncheck.comparison.model_values import ModelValues, are_equal
-from syncheck.comparison.notes import note_if
 from syncheck.layout.optimizer_shards import OptimizerShards
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
+from syncheck.snapshots import get_metadata
 from syncheck.tensors.kinds import make_selector
 from syncheck.tensors.names import is_rng_state
 from syncheck.tensors.value_kinds import (
@@ -20,6 +19,7 @@ from syncheck.tensors.value_kinds import (
     differs_by_design,
     is_lbfgs_state,
     is_membership,
+    list_containers,
     make_value_classifier,
     values_of,
 )
@@ -47,7 +47,8 @@ def compare_values(
     Different values count as out of sync, except values of the rank itself (like its host or RNG state) and excluded
     values. Values of the model count like tensors. If `strict`, as for replicas in memory, other values of kind `other`
     and missing values count. Otherwise, as in files, values of kind `other` are only listed, and missing settings and
-    scaler state count if their whole container is missing or has another class. A missing loss scale always counts.
+    scaler state count if their whole container is missing or has another class. A missing loss scale always counts, and
+    so does every value with another structure on some ranks: a number on one rank, and a dict or list on another.
 
     is_selected: whether the options select a name and kind.
     exclude: globs of names that do not count.
@@ -82,18 +83,26 @@ class _Values:
         values_by_rank = {rank: values_of(snapshot) for rank, snapshot in snapshots.items()}
         partial_values = _PartialValues(alignment)
         self.by_name: dict[str, dict[int, Any]] = defaultdict(dict)
+        # The names of values other than None.
+        self._plain_names: dict[int, set[str]] = defaultdict(set)
         for rank, values in values_by_rank.items():
             for name, value in values.items():
-                if not partial_values.includes(name):
-                    self.by_name[name][rank] = value
+                if partial_values.includes(name):
+                    continue
+
+                self.by_name[name][rank] = value
+                if value is not None:
+                    self._plain_names[rank].add(name)
+
+        self._plain_anywhere = set[str]().union(*self._plain_names.values())
 
         @cache
-        def list_containers(rank: int) -> dict[str, set[str]]:
+        def find_keys(rank: int) -> dict[str, set[str]]:
             names = (*values_by_rank[rank], *snapshots[rank].tensors)
-            return _list_containers(names)
+            return _list_keys(names)
 
         # Most groups have no absent value, and need no containers.
-        self._containers = list_containers
+        self._containers = find_keys
         self._ranks = alignment.ranks
         self._kind_of = make_value_classifier(self.by_name)
         self._has_one_format = len(_list_formats(snapshots)) == 1
@@ -116,6 +125,16 @@ class _Values:
         if not differs and not absent_ranks:
             return None
 
+        restructured_ranks = self._find_restructured(name, absent_ranks)
+        if restructured_ranks:
+            return ValueDiff(
+                name,
+                dict.fromkeys(self._ranks) | by_rank,
+                counts=True,
+                kind=self._kind_of(name),
+                lost=restructured_ranks,
+            )
+
         owner = _get_owner(name)
         lost_ranks = tuple(rank for rank in absent_ranks if owner not in self._containers(rank))
         is_lost = len(lost_ranks) > 0
@@ -127,6 +146,44 @@ class _Values:
             kind=self._kind_of(name),
             lost=lost_ranks,
         )
+
+    def _find_restructured(self, name: str, absent_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that hold another structure in place of a value, if this counts.
+
+        They hold a dict or list with its name, or a plain value with the name of one of its containers. None has no
+        structure, because it stands for a value that a rank does not have.
+
+        absent_ranks: ranks without the value.
+        """
+        # Other formats may store another structure.
+        if not self._has_one_format:
+            return ()
+
+        if not self._counts_restructured(name):
+            return ()
+
+        containers = list_containers(name)
+        restructured_ranks = []
+        for rank in absent_ranks:
+            has_plain_container = not self._plain_names[rank].isdisjoint(containers)
+            has_keys = bool(self._containers(rank).get(name))
+            if has_plain_container or (has_keys and name in self._plain_anywhere):
+                restructured_ranks.append(rank)
+
+        return tuple(restructured_ranks)
+
+    def _counts_restructured(self, name: str) -> bool:
+        """Whether the options and the name of a value let another structure count, whatever its kind.
+
+        A rank may have another loss or time than other ranks, but the same program saves the same structure.
+        """
+        if differs_by_design(name):
+            return False
+
+        if self._kind_of(name) != "other":
+            return self._is_included(name, "value")
+
+        return self._is_selected(name, "value")
 
     def _is_of_model(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a value is compared like a tensor."""
@@ -233,7 +290,7 @@ class _PartialValues:
         return True
 
 
-def _list_containers(names: Iterable[str]) -> dict[str, set[str]]:
+def _list_keys(names: Iterable[str]) -> dict[str, set[str]]:
     """Return the keys of each container of values and tensors."""
     keys: dict[str, set[str]] = defaultdict(set)
     for name in names:
@@ -311,8 +368,13 @@ def _find_absent_tops(
     """Return the first parts of the names of absent values by the ranks without them, unless their absence counts."""
     present: dict[str, set[int]] = defaultdict(set)
     for rank, snapshot in snapshots.items():
-        for name in snapshot.values:
-            present[_get_top(name)].add(rank)
+        for name, value in snapshot.values.items():
+            top = _get_top(name)
+            # None at the top stands for an object that the rank does not have.
+            if value is None and name == top:
+                continue
+
+            present[top].add(rank)
 
     # Differences that count are in a finding, and values of the model have notes of their own.
     counted = {_get_top(diff.name) for diff in diffs if diff.counts or diff.kind == "model"}

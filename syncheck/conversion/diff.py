@@ -15,7 +15,7 @@ from syncheck.conversion.sides import LABELS, Side, Source, list_inputs, list_sn
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
 from syncheck.layout.copies import accept_partitioned_files, list_ties, require_own_numbers
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.layout.labels import check_layouts
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
@@ -67,7 +67,7 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     return judge_group(accept_partitioned_files(copies), (), _list_allowed(options))
 
 
-def _select_ranks(side: Side, *, adapters: bool) -> ReplicaGroup:
+def _select_ranks(side: Side, *, adapters: bool) -> CheckpointGroup:
     """Return the files of a side that hold adapters, or all other files."""
     ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if is_adapter(snapshot) == adapters)
     return replace(side.group, ranks=ranks)
@@ -197,7 +197,7 @@ def _adapt(side: Side) -> AdaptedModel:
 def _compare_models(sides: Sequence[Side], options: DiffOptions, *, histograms: bool) -> Comparison:
     """Compare the models of two sides, which stand in the place of ranks."""
     models = [side.model for side in sides]
-    pair = ReplicaGroup(
+    pair = CheckpointGroup(
         " and ".join(model.path for model in models),
         step=None,
         ranks=tuple(zip(SIDES, models, strict=True)),

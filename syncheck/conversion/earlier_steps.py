@@ -15,14 +15,14 @@ from syncheck.readers import find
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
 
 # Limits of the earlier steps that are opened, and of the files of all steps that are opened to find them.
 _MOST_STEPS, _MOST_FILES = 8, 4096
 _NUMBER = re.compile(r"\d+")
 
 
-def find_earlier(files: Sequence[str]) -> Iterator[tuple[str, ReplicaGroup]]:
+def find_earlier(files: Sequence[str]) -> Iterator[tuple[str, CheckpointGroup]]:
     """Yield title and files of the earlier steps of a run, the latest step first.
 
     Other steps have the same path with other numbers, in the name of the file and of its folder.
@@ -43,7 +43,7 @@ def find_earlier(files: Sequence[str]) -> Iterator[tuple[str, ReplicaGroup]]:
         yield title, groups_by_step[step]
 
 
-def _group_all_steps(files: Sequence[str]) -> Sequence[ReplicaGroup]:
+def _group_all_steps(files: Sequence[str]) -> Sequence[CheckpointGroup]:
     """Return the groups of all files whose paths differ from the files of one step in numbers only."""
     # The files of all ranks usually share one pattern.
     patterns = dict.fromkeys(_make_pattern(path) for path in files)
@@ -56,7 +56,7 @@ def _group_all_steps(files: Sequence[str]) -> Sequence[ReplicaGroup]:
     return group_replicas(opened.snapshots, roots=opened.roots)
 
 
-def _index_by_path(groups: Sequence[ReplicaGroup]) -> dict[str, ReplicaGroup]:
+def _index_by_path(groups: Sequence[CheckpointGroup]) -> dict[str, CheckpointGroup]:
     """Return the group of each file."""
     groups_by_path = {}
     for group in groups:
@@ -65,7 +65,7 @@ def _index_by_path(groups: Sequence[ReplicaGroup]) -> dict[str, ReplicaGroup]:
     return groups_by_path
 
 
-def _index_by_step(groups: Sequence[ReplicaGroup]) -> dict[int, ReplicaGroup]:
+def _index_by_step(groups: Sequence[CheckpointGroup]) -> dict[int, CheckpointGroup]:
     """Return the groups of a run by step, without groups of an unknown step."""
     return {group.step: group for group in groups if group.step is not None}
 

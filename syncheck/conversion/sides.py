@@ -14,7 +14,7 @@ from syncheck.conversion.name_maps import find_variables
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.layout import views
 from syncheck.layout.grouping import group_replicas
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.layout.second_weights import separate_copies
 from syncheck.layout.whole_model import join, locate_shards, split_folder
 from syncheck.messages import Grouping
@@ -42,7 +42,7 @@ class Side:
 
     label: str
     """A or B."""
-    group: ReplicaGroup
+    group: CheckpointGroup
     """The files by rank."""
     model: Snapshot
     """The model, with whole tensors."""
@@ -121,7 +121,7 @@ def open_side(label: str, source: Source) -> Side:
     )
 
 
-def _open_files(source: Source) -> tuple[str, ReplicaGroup, find.Opened]:
+def _open_files(source: Source) -> tuple[str, CheckpointGroup, find.Opened]:
     """Return the paths as text, the files of one model by rank, and everything that was opened."""
     paths = _split(source)
     opened = find.open_checkpoints(paths)
@@ -220,7 +220,7 @@ def _split(source: Source) -> list[str]:
     return parts or [path]
 
 
-def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
+def _merge_parts(title: str, groups: Sequence[CheckpointGroup]) -> CheckpointGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots: list[Snapshot] = []
     are_parts = True
@@ -233,7 +233,7 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
     may_be_one = are_parts or len(set(names)) == len(names)
     if may_be_one and len(groups) == len(snapshots):
-        return ReplicaGroup(
+        return CheckpointGroup(
             title,
             None,
             tuple(enumerate(snapshots)),
@@ -243,12 +243,12 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     raise UsageError(f"{title}: {len(groups)} models ({titles}); pass the files of one step of one run")
 
 
-def list_snapshots(group: ReplicaGroup) -> list[Snapshot]:
+def list_snapshots(group: CheckpointGroup) -> list[Snapshot]:
     """Return the snapshots of a group without their ranks."""
     return [snapshot for _, snapshot in group.ranks]
 
 
-def _name_group(group: ReplicaGroup) -> str:
+def _name_group(group: CheckpointGroup) -> str:
     """Return the run of a group, and its step if it is known."""
     return group.run if group.step is None else f"{group.run} step {group.step}"
 

@@ -93,10 +93,15 @@ def select_missing(diffs: Iterable[TensorDiff], *kinds: str) -> list[TensorDiff]
     return select_kinds(missing, *kinds) if kinds else missing
 
 
+def select_out_of_sync(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors that are out of sync."""
+    return [diff for diff in diffs if diff.out_of_sync]
+
+
 def out_of_sync(group: Comparison, *kinds: str) -> list[TensorDiff]:
     """Return the tensors of the kinds that are out of sync, whatever rule explains them; without kinds, all."""
     # Also tensors that a rule has covered: they still show what happened to the ranks.
-    differing = [diff for diff in group.tensors if diff.out_of_sync]
+    differing = select_out_of_sync(group.tensors)
     return select_kinds(differing, *kinds) if kinds else differing
 
 

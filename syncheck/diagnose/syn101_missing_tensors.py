@@ -1,7 +1,8 @@
 """Some tensors are missing from the checkpoints of some ranks.
 
 Signature: a tensor name is present in some files of the group and missing in others, or all values of an optimizer, a
-scheduler or a loss scaler are missing in some files.
+scheduler or a loss scaler are missing in some files. Or a value is a number or text in some files, and a dict or list
+with the same name in others.
 
 If only the state of a saved optimizer is missing on some ranks, the finding is SYN215.
 

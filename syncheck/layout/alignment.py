@@ -8,7 +8,7 @@ running job need the same answer, so they cannot disagree. An `Alignment` has, f
 - Copies: a copy of a tensor in another pipeline stage has the name of the tensor.
 - Positions: the mesh coordinates of each rank, from which follow the boxes that it holds.
 - Replicated tensors: whole on all tensor-parallel ranks, although their files do not record it.
-- Replica sets: for each tensor, the ranks whose bytes must be equal, and the ranks required to hold it.
+- Replica groups: for each tensor, the ranks whose bytes must be equal, and the ranks required to hold it.
 
 Four questions sound alike and are not answered here:
 
@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 
 from syncheck.layout.copies import find_copies, find_second_copies, is_embedding_in_stages
 from syncheck.layout.optimizer_shards import OptimizerShards, detect_partitioning
-from syncheck.layout.replica_groups import Positions, find_positions, find_replica_sets, find_replicated
+from syncheck.layout.replica_groups import Positions, find_positions, find_replica_groups, find_replicated
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.layout.replica_groups import ReplicaSets
+    from syncheck.layout.replica_groups import ReplicaGroups
     from syncheck.snapshots import Snapshot, Tensor
 
 
@@ -65,13 +65,13 @@ class Alignment:
         """All ranks of the model."""
         return tuple(self.snapshots)
 
-    def find_replica_sets(self, name: str, tensors: Mapping[int, Tensor]) -> ReplicaSets:
-        """Return the replica sets of a tensor.
+    def find_replica_groups(self, name: str, tensors: Mapping[int, Tensor]) -> ReplicaGroups:
+        """Return the replica groups of a tensor.
 
         name: its common name.
         tensors: by rank; they may be assembled from shards.
         """
-        return find_replica_sets(
+        return find_replica_groups(
             tensors,
             self.ranks,
             self.positions,

@@ -21,8 +21,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import (
+    CheckpointGroup,
     Ranked,
-    ReplicaGroup,
     are_unique,
     find_last_step,
     find_shared_numbers,
@@ -56,7 +56,7 @@ def group_replicas(
     group_by: str | None = None,
     roots: Mapping[str, str] = _NO_PATHS,
     alike: Mapping[str, str] = _NO_PATHS,
-) -> tuple[ReplicaGroup, ...]:
+) -> tuple[CheckpointGroup, ...]:
     """Group the snapshots of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path. Files with equal captured groups, or equal matches without
@@ -93,7 +93,7 @@ def group_replicas(
 
 def _group_by_uniform_paths(
     snapshots: Sequence[Snapshot], roots: Mapping[str, str], alike: Mapping[str, str]
-) -> tuple[ReplicaGroup, ...]:
+) -> tuple[CheckpointGroup, ...]:
     """Group by uniform paths, but return the user's paths. Parameters as in `group_replicas`."""
     uniform: list[Snapshot] = []
     uniform_roots: dict[str, str] = {}
@@ -123,7 +123,7 @@ def _make_natural_key(snapshot: Snapshot) -> list[tuple[int, int, str]]:
     return key
 
 
-def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[ReplicaGroup]:
+def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[CheckpointGroup]:
     def make_key(snapshot: Snapshot) -> tuple[str, ...]:
         match = pattern.search(snapshot.path)
         if match is None:
@@ -134,7 +134,7 @@ def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
     groups = []
     for key, members in partition_by(snapshots, make_key).items():
-        group = ReplicaGroup(
+        group = CheckpointGroup(
             run="-".join(key),
             step=None,
             ranks=number_replicas(members),
@@ -152,12 +152,12 @@ class _Launch(NamedTuple):
     run_id: str | None
 
 
-def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
+def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[CheckpointGroup]:
     """Group by run and run_id, then by folder and name pattern.
 
     Different steps do not split files of one folder and pattern, so that stale replicas are found.
     """
-    groups: list[ReplicaGroup] = []
+    groups: list[CheckpointGroup] = []
     for launch, members in partition_by(snapshots, _get_launch).items():
         shared = find_shared_numbers(members)
         for pattern, candidates in partition_by(members, partial(template_of, shared=shared)).items():
@@ -165,7 +165,7 @@ def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
             for replicas in _split_repeated(candidates):
                 step = find_last_step(map(_get_step, replicas))
                 ranks = number_replicas(replicas)
-                group = ReplicaGroup(
+                group = CheckpointGroup(
                     run=name,
                     step=step,
                     ranks=ranks,
@@ -200,7 +200,7 @@ def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
     return list(partition_by(members, _get_step).values())
 
 
-def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[ReplicaGroup]:
+def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[CheckpointGroup]:
     """Group folders with equal relative paths, which are copies of each other, path by path.
 
     Files with one name in several folders are treated likewise if the folders' names differ in words.
@@ -210,7 +210,7 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
         path = snapshots[0].path
         step = split_path(path).number_of("step")
         return [
-            ReplicaGroup(
+            CheckpointGroup(
                 run=title_of(path),
                 step=step,
                 ranks=number_replicas(snapshots),
@@ -224,7 +224,7 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
     groups = []
     for key, members in partition_by(snapshots, partial(_make_relative_key, roots=roots)).items():
         ranks = _number_folders(members, roots)
-        group = ReplicaGroup(
+        group = CheckpointGroup(
             run=title_of(key.run),
             step=None,
             ranks=ranks,
@@ -291,7 +291,7 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
     return number_by_rank(members, ranks)
 
 
-def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
+def _group_by_names(snapshots: list[Snapshot]) -> list[CheckpointGroup]:
     """Group by ranks in names, or if no name has a rank, by words."""
     files = refine_paths(snapshots)
     templates = find_templates(files)
@@ -307,42 +307,41 @@ def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
     return groups
 
 
-def _group_by_words(files: Sequence[File]) -> list[ReplicaGroup]:
+def _group_by_words(files: Sequence[File]) -> list[CheckpointGroup]:
     """Group files whose names contain no rank and differ in words: a/checkpoint-5 and b/checkpoint-5 are replicas.
 
     Returns no group if some names differ in numbers only, or if the files are of different steps.
     """
-    make_key = _make_named_key if _have_equal_folders(files) else _make_key_of_moment
-    files_by_key = partition_by(files, make_key)
+    by_name = _have_equal_folders(files)
+    files_by_key = partition_by(files, partial(_make_key_of_words, by_name=by_name))
     if all(map(_differ_in_words, files_by_key.values())):
         return [_make_rankless_group(members) for members in files_by_key.values()]
 
-    # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
-    moments = {(key.step, key.part) for key in files_by_key} - {((), ())}
-    if len(moments) != 1 or not _differ_in_words(files):
+    # Files with one step are replicas of the files without a step, as step_5.pth and best.pth.
+    nameless_keys = {key._replace(run="") for key in files_by_key} - {FileKey(run="")}
+    if len(nameless_keys) != 1 or not _differ_in_words(files):
         return []
 
-    ((steps, part),) = moments
-    has_one_step = len(steps) == 1 and not part
+    (key,) = nameless_keys
+    # A path may have several steps, as epoch_1/step_5.pth.
+    has_one_step = len(key.step) == 1 and not key.part
     return [_make_rankless_group(files)] if has_one_step else []
 
 
-def _make_named_key(file: File) -> FileKey:
-    """Return the key of a file without a rank: its name, step and part."""
-    key = file.numbers.key()
-    return key._replace(run=os.path.basename(file.snapshot.path))
+def _make_key_of_words(file: File, *, by_name: bool) -> FileKey:
+    """Return what replicas have in common if their paths contain no rank: step and part, and often the name.
 
+    Files with a step or part must have the same name, in folders with different words. Other files may have any name,
+    because it can be the only word that differs.
 
-def _make_key_of_moment(file: File) -> FileKey:
-    """Return the key of a file without a rank whose name may be the only word that differs: its step and part.
-
-    A file with a step or part has its name in the key, too.
+    by_name: whether other files must have the same name, too.
     """
-    key = _make_named_key(file)
-    if key.step or key.part:
-        return key
+    key = file.numbers.key()
+    name = "*"
+    if by_name or key.step or key.part:
+        name = os.path.basename(file.snapshot.path)
 
-    return key._replace(run="*")
+    return key._replace(run=name)
 
 
 def _have_equal_folders(files: Iterable[File]) -> bool:
@@ -352,7 +351,12 @@ def _have_equal_folders(files: Iterable[File]) -> bool:
         folder, name = os.path.split(file.snapshot.path)
         contents[folder].add(name)
 
-    return _are_equal(contents) and len(min(contents.values(), key=len)) > 1
+    if not _are_equal(contents):
+        return False
+
+    # One file in each folder does not show that its name matters.
+    names = next(iter(contents.values()))
+    return len(names) > 1
 
 
 def _differ_in_words(files: Sequence[File]) -> bool:
@@ -360,7 +364,7 @@ def _differ_in_words(files: Sequence[File]) -> bool:
     return len(find_templates(files)) == len(files) > 1
 
 
-def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
+def _make_rankless_group(files: Sequence[File]) -> CheckpointGroup:
     members: list[Snapshot] = []
     moments: set[tuple[tuple[Role, int], ...]] = set()
     for snapshot, numbers in files:
@@ -374,7 +378,7 @@ def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
         step = files[0].numbers.number_of("step")
         grouping = Grouping.NO_RANKS_ONE_STEP()
 
-    return ReplicaGroup(
+    return CheckpointGroup(
         run="files",
         step=step,
         ranks=tuple(enumerate(members)),
@@ -382,13 +386,13 @@ def _make_rankless_group(files: Sequence[File]) -> ReplicaGroup:
     )
 
 
-def _separate_files(template: Template) -> list[ReplicaGroup]:
+def _separate_files(template: Template) -> list[CheckpointGroup]:
     """Return a group for each file of a template without a rank."""
     grouping = (_explain_single_files(template.numbers),)
     groups = []
     for snapshot, numbers in template.files:
         name = title_of(numbers.without(*numbers.all_of("step")))
-        group = ReplicaGroup(
+        group = CheckpointGroup(
             run=name,
             step=numbers.number_of("step"),
             ranks=((0, snapshot),),
@@ -413,7 +417,7 @@ def _explain_single_files(paths: Sequence[PathNumbers]) -> Message:
     return Grouping.NAME_ALONE()
 
 
-def _group_template(template: Template) -> list[ReplicaGroup]:
+def _group_template(template: Template) -> list[CheckpointGroup]:
     """Group files whose paths differ only in numbers by their keys."""
     files, grouping = resolve_roles(template)
     groups = []
@@ -427,7 +431,7 @@ def _get_key(file: File) -> FileKey:
     return file.numbers.key()
 
 
-def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message, ...]) -> ReplicaGroup:
+def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message, ...]) -> CheckpointGroup:
     """Return the group of files with one key.
 
     rank: position of the rank.
@@ -446,7 +450,7 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
         grouping = _explain_counting(files, grouping)
 
     name = title_of(first.without(*first.all_of("step"), *first.list_positions("replica")))
-    return ReplicaGroup(
+    return CheckpointGroup(
         run=name,
         step=first.number_of("step"),
         ranks=number_by_rank(members, ranks),

@@ -1,4 +1,4 @@
-"""Groups of replicas and their names."""
+"""Groups of checkpoints that are replicas of one model and step, and their names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _FILLER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaGroup:
-    """Snapshots of replicas, in the order of their ranks."""
+class CheckpointGroup:
+    """The checkpoints of one step of one run, which are replicas, in the order of their ranks."""
 
     run: str
     """A name for the group."""
@@ -177,12 +177,12 @@ def title_of(pattern: str) -> str:
     return "files"
 
 
-def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
+def make_names_unique(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     """Make the names of runs unique: groups differ if their run_id differs, or if a step repeats within a run.
 
     Such a group is named after its run's common folder; runs in one folder also get their run_id.
     """
-    unique: list[ReplicaGroup] = []
+    unique: list[CheckpointGroup] = []
     for run, groups_of_run in partition_by(groups, attrgetter("run")).items():
         names, folders = _name_groups(run, groups_of_run)
         for group, name, segments in zip(groups_of_run, names, _strip_common(folders), strict=True):
@@ -191,7 +191,7 @@ def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     return unique
 
 
-def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], list[tuple[str, ...]]]:
+def _name_groups(run: str, groups: Sequence[CheckpointGroup]) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return the name of each group of a run, and the segments of the folder in its name."""
     launches = partition_by(groups, attrgetter("run_id"))
     folder_of_launch: dict[str | None, str] = {}
@@ -254,7 +254,7 @@ def _count_common(folders: Sequence[tuple[str, ...]]) -> int:
     return common
 
 
-def _find_common_folder(groups: Iterable[ReplicaGroup]) -> str:
+def _find_common_folder(groups: Iterable[CheckpointGroup]) -> str:
     """Return the folder that contains the files of all groups, or else that of the first file."""
     folders: list[str] = []
     for group in groups:
@@ -266,20 +266,20 @@ def _find_common_folder(groups: Iterable[ReplicaGroup]) -> str:
         return folders[0]
 
 
-def select_last_steps(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
+def select_last_steps(groups: Sequence[CheckpointGroup]) -> tuple[CheckpointGroup, ...]:
     """Return the last step's group of each run with several replicas; for repeated steps, the first group."""
     # Reversed, so that the first group of a repeated step is the last one that the dictionary keeps.
     several = [group for group in reversed(groups) if len(group.ranks) > 1]
-    last_groups: dict[str, ReplicaGroup] = {}
+    last_groups: dict[str, CheckpointGroup] = {}
     for group in sorted(several, key=attrgetter("order")):
         last_groups[group.run] = group
 
     return tuple(last_groups.values())
 
 
-def group_by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, ReplicaGroup]]:
+def group_by_step(groups: Iterable[CheckpointGroup]) -> dict[str, dict[int, CheckpointGroup]]:
     """Map run and step to groups with a known step; for repeated steps, the first group."""
-    runs: dict[str, dict[int, ReplicaGroup]] = defaultdict(dict)
+    runs: dict[str, dict[int, CheckpointGroup]] = defaultdict(dict)
     for group in groups:
         if group.step is not None:
             runs[group.run].setdefault(group.step, group)

@@ -26,12 +26,12 @@ from syncheck.messages import Grouping
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.layout.path_numbers import Role
     from syncheck.snapshots import Snapshot
 
 
-def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
+def join_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     """Join groups with known ranks if no rank repeats.
 
     First join groups whose paths differ only in the rank, or in the rank and one folder (the host). Then join a group
@@ -49,17 +49,17 @@ def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     return _join_leftovers(groups)
 
 
-def _get_template(group: ReplicaGroup) -> str:
+def _get_template(group: CheckpointGroup) -> str:
     _, first = group.ranks[0]
     return template_of(first)
 
 
-def _join_by_path(groups: Sequence[ReplicaGroup], level: int | None) -> list[ReplicaGroup]:
+def _join_by_path(groups: Sequence[CheckpointGroup], level: int | None) -> list[CheckpointGroup]:
     """Join the groups with equal paths.
 
     level: of the folder that may differ, counted from the file's own folder; None if all folders must be equal.
     """
-    joined: list[ReplicaGroup] = []
+    joined: list[CheckpointGroup] = []
     for path, candidates in partition_by(groups, partial(_star_folder, level=level)).items():
         # Groups whose ranks are unknown or repeat have no path in common.
         if path is None:
@@ -72,9 +72,9 @@ def _join_by_path(groups: Sequence[ReplicaGroup], level: int | None) -> list[Rep
     return joined
 
 
-def _join_by_step(groups: Sequence[ReplicaGroup], level: int | None) -> list[ReplicaGroup]:
+def _join_by_step(groups: Sequence[CheckpointGroup], level: int | None) -> list[CheckpointGroup]:
     """Join the groups of each step. An older step in a file is a finding, not another group, unless ranks repeat."""
-    joined: list[ReplicaGroup] = []
+    joined: list[CheckpointGroup] = []
     for groups_of_step in partition_by(groups, attrgetter("step")).values():
         if _can_join(groups_of_step):
             joined.append(_join(groups_of_step, level))
@@ -84,7 +84,7 @@ def _join_by_step(groups: Sequence[ReplicaGroup], level: int | None) -> list[Rep
     return joined
 
 
-def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
+def _star_folder(group: CheckpointGroup, level: int | None) -> str | None:
     """Return the path template of a group with `*` for one folder; None if its ranks are unknown.
 
     level: as in `_join_by_path`.
@@ -105,7 +105,7 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
     return "/".join(segments)
 
 
-def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
+def _can_join(groups: Sequence[CheckpointGroup]) -> bool:
     """Whether several groups are of one run and have no rank in common."""
     runs = {(group.run, group.run_id) for group in groups if group.has_metadata}
     if len(groups) < 2 or len(runs) > 1:
@@ -114,7 +114,7 @@ def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
     return _list_ranks(groups) is not None
 
 
-def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
+def _list_ranks(groups: Iterable[CheckpointGroup]) -> list[int] | None:
     """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
     members = _list_members(groups)
     known_ranks = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
@@ -126,7 +126,7 @@ def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
     return None
 
 
-def _list_members(groups: Iterable[ReplicaGroup]) -> list[tuple[int, Snapshot]]:
+def _list_members(groups: Iterable[CheckpointGroup]) -> list[tuple[int, Snapshot]]:
     """Return the members of all groups with their ranks."""
     members: list[tuple[int, Snapshot]] = []
     for group in groups:
@@ -135,7 +135,7 @@ def _list_members(groups: Iterable[ReplicaGroup]) -> list[tuple[int, Snapshot]]:
     return members
 
 
-def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGroup:
+def _join(groups: Sequence[CheckpointGroup], level: int | None = None) -> CheckpointGroup:
     """Join groups into a single group.
 
     level: of the host's folder, as in `_join_by_path`; None if the groups are not of several hosts.
@@ -185,7 +185,7 @@ def _name_joined_run(snapshot: Snapshot, level: int, step: int | None) -> str:
     return title_of("/".join(other_segments))
 
 
-def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
+def _join_leftovers(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     """Join each group, and each single file, with the only other group of its run that lacks its ranks."""
     while True:
         joined = _join_first_leftover(groups)
@@ -195,7 +195,7 @@ def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
         groups = joined
 
 
-def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | None:
+def _join_first_leftover(groups: list[CheckpointGroup]) -> list[CheckpointGroup] | None:
     """Join one group with the other groups of its run; None if no groups belong together."""
     for group in groups:
         # For a pair, the group without rank 0 is tried.
@@ -213,7 +213,7 @@ def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | Non
     return None
 
 
-def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
+def _belong_together(group: CheckpointGroup, candidate: CheckpointGroup) -> bool:
     """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
     is_described = group.has_metadata
     if is_described != candidate.has_metadata or not _can_join([group, candidate]):
@@ -230,7 +230,7 @@ def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
     return have_equal_paths and smaller_size == 1
 
 
-def _get_moment(group: ReplicaGroup) -> tuple[tuple[Role, int], ...]:
+def _get_moment(group: CheckpointGroup) -> tuple[tuple[Role, int], ...]:
     """Return the step and the part of the checkpoint in the path of a group."""
     _, first = group.ranks[0]
     return split_path(first.path).fixed()

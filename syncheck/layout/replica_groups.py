@@ -108,7 +108,7 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSets:
+class ReplicaGroups:
     """The replica groups of a tensor.
 
     sets: ranks with the tensor whose bytes must be equal.
@@ -126,6 +126,11 @@ class ReplicaSets:
     def comparable(self) -> Sets:
         """The sets of at least two ranks."""
         return tuple(ranks for ranks in self.sets if len(ranks) > 1)
+
+    @property
+    def has_only_shards(self) -> bool:
+        """Whether each rank holds a shard of its own, so that there is nothing to compare."""
+        return bool(self.kind) and not self.comparable
 
 
 def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
@@ -255,14 +260,14 @@ def coordinates_in(snapshot: Snapshot, dimensions: frozenset[str]) -> frozenset[
     return frozenset(pair for pair in mesh_of(snapshot).items() if pair[0].lower() in dimensions)
 
 
-def find_replica_sets(
+def find_replica_groups(
     tensors: Mapping[int, Tensor],
     ranks: tuple[int, ...],
     positions: Positions,
     *,
     replicated: bool = False,
     tied: bool = False,
-) -> ReplicaSets:
+) -> ReplicaGroups:
     """Divide the ranks with a tensor into replica groups.
 
     ranks: all ranks of the group.
@@ -286,7 +291,7 @@ def find_replica_sets(
         )
 
     if not positions.plain:
-        return ReplicaSets((tuple(tensors),), ranks)
+        return ReplicaGroups((tuple(tensors),), ranks)
 
     return _find_sets_of_plain_tensor(
         tensors,
@@ -299,8 +304,8 @@ def find_replica_sets(
 
 def _find_sets_of_plain_tensor(
     tensors: Mapping[int, Tensor], ranks: tuple[int, ...], positions: Positions, *, replicated: bool, tied: bool
-) -> ReplicaSets:
-    """Return the replica sets of a plain tensor in a mesh. Parameters as in `find_replica_sets`."""
+) -> ReplicaGroups:
+    """Return the replica groups of a plain tensor in a mesh. Parameters as in `find_replica_groups`."""
     copied_dimensions = _find_copied_dimensions(tensors)
     # A rank is required to have the tensor if a rank with its coordinates has it.
     coordinates = _reduce(positions.plain, copied_dimensions)
@@ -321,9 +326,9 @@ def _find_sets_of_plain_tensor(
         dimensions |= coordinates_of_rank
 
     if not dimensions:
-        return ReplicaSets(sets, expected)
+        return ReplicaGroups(sets, expected)
 
-    return ReplicaSets(
+    return ReplicaGroups(
         sets=sets,
         expected=expected,
         kind="model parallel",
@@ -361,8 +366,8 @@ def _find_sets_of_dtensor(
     positions: Positions,
     *,
     tied: bool,
-) -> ReplicaSets:
-    """Return the replica sets of a DTensor.
+) -> ReplicaGroups:
+    """Return the replica groups of a DTensor.
 
     shardings: by rank, of the ranks with a shard.
     present: the ranks with the tensor, some of which may hold it whole.
@@ -384,7 +389,7 @@ def _find_sets_of_dtensor(
         ranks=ranks,
         positions=positions,
     )
-    return ReplicaSets(
+    return ReplicaGroups(
         sets=_divide(present, keys),
         expected=expected,
         kind="DTensor",

@@ -41,7 +41,7 @@ def separate_copies(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
     # Replicas of a folder are compared as a whole, so a difference in a second copy counts, too.
     distinct_copies = set(copies.values())
-    if len(distinct_copies) == 1 < len(copies):
+    if len(copies) > 1 and len(distinct_copies) == 1:
         return list(snapshots)
 
     for folder, names in copies.items():

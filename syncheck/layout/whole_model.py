@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.replica_groups import ReplicaSets
+    from syncheck.layout.replica_groups import ReplicaGroups
     from syncheck.messages import Message
     from syncheck.snapshots import Membership, Snapshot, Tensor
 
@@ -115,12 +115,12 @@ def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
     joined: dict[str, Tensor] = {}
     box_count = 0
     for name, by_rank in aligned.items():
-        replica_sets = alignment.find_replica_sets(name, by_rank)
+        replica_groups = alignment.find_replica_groups(name, by_rank)
         is_unclear = alignment.optimizer.unclear is not None and name.startswith("optimizer.")
         tensor = _join_tensor(
             name,
             by_rank,
-            replica_sets,
+            replica_groups,
             path,
             unclear=is_unclear,
         )
@@ -191,7 +191,7 @@ def _find_tied_tensors(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[st
 
 
 def _join_tensor(
-    name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
+    name: str, by_rank: Mapping[int, Tensor], replica_groups: ReplicaGroups, path: str, *, unclear: bool
 ) -> Tensor:
     """Return the whole tensor from the shards or copies of it that ranks hold.
 
@@ -204,29 +204,29 @@ def _join_tensor(
 
     first = next(iter(by_rank.values()))
     if unclear:
-        return _refuse(first, name, replica_sets)
+        return _refuse(first, name, replica_groups)
 
     whole_tensors = [tensor for tensor in by_rank.values() if not is_sharded(tensor)]
     if not whole_tensors:
         return _join_boxes(
             name,
             by_rank,
-            replica_sets=replica_sets,
+            replica_groups=replica_groups,
             path=path,
         )
 
     # Ranks in several sets hold different parts, and files do not show the position of plain parts.
-    if len(whole_tensors) == len(by_rank) and len(replica_sets.sets) > 1:
-        return _refuse(first, name, replica_sets)
+    if len(whole_tensors) == len(by_rank) and len(replica_groups.sets) > 1:
+        return _refuse(first, name, replica_groups)
 
     return replace(whole_tensors[0], name=name)
 
 
-def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str) -> Tensor:
+def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_groups: ReplicaGroups, path: str) -> Tensor:
     """Return the tensor that the boxes of all ranks cover. Parameters as in `_join_tensor`."""
     first = next(iter(by_rank.values()))
     set_of_rank: dict[int, int] = {}
-    for number, ranks in enumerate(replica_sets.sets):
+    for number, ranks in enumerate(replica_groups.sets):
         set_of_rank |= dict.fromkeys(ranks, number)
 
     shards: list[Shard] = []
@@ -235,14 +235,14 @@ def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaS
         shards_of_rank = find_shards(rank, tensor)
         is_same_tensor = (tensor.dtype, tensor.full_shape) == (first.dtype, first.full_shape)
         if shards_of_rank is None or not is_same_tensor:
-            return _refuse(first, name, replica_sets)
+            return _refuse(first, name, replica_groups)
 
         shards += shards_of_rank
         for shard in shards_of_rank:
             box = (shard.start, shard.tensor.shape)
             # If ranks with one box are not copies of each other, they hold different tensors of this name.
             if set_of_box.setdefault(box, set_of_rank[rank]) != set_of_rank[rank]:
-                return _refuse(first, name, replica_sets)
+                return _refuse(first, name, replica_groups)
 
     return combine(
         name=name,
@@ -253,8 +253,8 @@ def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaS
     )
 
 
-def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:
-    layout = replica_sets.layout or replica_sets.kind
+def _refuse(tensor: Tensor, name: str, replica_groups: ReplicaGroups) -> Tensor:
+    layout = replica_groups.layout or replica_groups.kind
     return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=layout))
 
 

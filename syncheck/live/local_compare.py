@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.api import Found, Options, find, finish, judge
 from syncheck.comparison import reference
 from syncheck.errors import UsageError
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.live.channel import world_size
 from syncheck.live.memory import agree_on_buffers, snapshot
 from syncheck.live.memory.objects import (
@@ -64,11 +64,11 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
                 attributes=True,
             )
 
-    groups: tuple[ReplicaGroup, ...] = ()
+    groups: tuple[CheckpointGroup, ...] = ()
     if ranked:
         agreed = zip(ranked, agree_on_buffers(ranked.values()), strict=True)
         groups = (
-            ReplicaGroup(
+            CheckpointGroup(
                 run="model",
                 step=None,
                 ranks=tuple(agreed),

@@ -19,7 +19,7 @@ from syncheck.api import diff, finish
 from syncheck.conversion.diff import compare_copies, compare_sides
 from syncheck.conversion.sides import LABELS, Side, open_side
 from syncheck.errors import UsageError
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.layout.whole_model import join
 from syncheck.live.channel import Channel, world_size
 from syncheck.live.exchange.across_ranks import compare_snapshots
@@ -85,7 +85,7 @@ def _take_snapshot(model: Any, rank: int | None = None) -> Snapshot:
 def _make_side(label: str, snapshots: Mapping[int, Snapshot], path: str) -> Side:
     return Side(
         label,
-        ReplicaGroup(
+        CheckpointGroup(
             run=path,
             step=None,
             ranks=tuple(snapshots.items()),

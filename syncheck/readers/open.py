@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UnreadableFile
 from syncheck.readers.adapter_config import add_adapter_settings
 from syncheck.readers.formats import EXTENSIONS, read_file, read_head, read_with
-from syncheck.readers.wrapped_values import unwrap_values
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Text files in which Megatron, DeepSpeed and TensorFlow name the newest checkpoint of a folder.
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "checkpoint")
+# The prefix of DistributedDataParallel, DataParallel and DeepSpeed.
+_WRAPPER = "module."
 
 
 def read(path: str) -> Snapshot:
@@ -32,7 +35,29 @@ def read(path: str) -> Snapshot:
     """
     reader = sniff_folder(path) if os.path.isdir(path) else None
     snapshot = read_with(reader, path) if reader else read_file(path)
-    return add_adapter_settings(unwrap_values(snapshot))
+    return add_adapter_settings(_unwrap_values(snapshot))
+
+
+def _unwrap_values(snapshot: Snapshot) -> Snapshot:
+    """Remove the prefixes of wrappers from the names of a model's values, as a comparison removes them from tensors."""
+    if not snapshot.model_values:
+        return snapshot
+
+    names = list(snapshot.model_values)
+    if any(name.startswith(_WRAPPER) for name in snapshot.tensors):
+        # A value outside of the wrapped model does not keep the prefix of the tensors.
+        names = [name for name in names if name.startswith(_WRAPPER)]
+    plain_names = normalize([*snapshot.tensors, *names])
+    new_names = {name: plain_names[name] for name in names if plain_names[name] != name}
+    # Two values of one name would not be distinguished any more.
+    renamed = {name: plain for name, plain in new_names.items() if plain not in snapshot.values}
+    if not renamed:
+        return snapshot
+    return replace(
+        snapshot,
+        values={renamed.get(name, name): value for name, value in snapshot.values.items()},
+        model_values={renamed.get(name, name): membership for name, membership in snapshot.model_values.items()},
+    )
 
 
 def describe_unread(folder: str) -> Unread | None:

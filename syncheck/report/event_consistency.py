@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from syncheck.report.selections import find_out_of_sync
+from syncheck.diagnose.selection import select_out_of_sync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ def _compare_verdict(check: Group) -> dict[str, bool]:
     softened, failing = codes["softened"], codes["failing"]
     # An allowed finding explains differences in a check in sync; nothing else does.
     explaining = failing + codes["allowed"]
-    differs = bool(check.counts.different or find_out_of_sync(check.tensors))
+    differs = bool(check.counts.different or select_out_of_sync(check.tensors))
     # A check without compared tensors is undecided.
     unfounded = verdict == "in_sync" and not check.counts.compared
     return {

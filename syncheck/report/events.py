@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.history import trend_of
+from syncheck.diagnose.selection import list_names, select_names, select_out_of_sync
 from syncheck.diagnose.series import follow_not_finite
 from syncheck.diagnose.verdicts import overall
 from syncheck.errors import UsageError
@@ -30,7 +31,7 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.report.selections import SEVERITIES, Item, find_out_of_sync, list_codes, list_names, select_tensors
+from syncheck.report.selections import SEVERITIES, Item, list_codes
 from syncheck.report.tables import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
@@ -57,7 +58,7 @@ def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[
     """Return findings as JSON values. `tensors` is their number, `names` has the first ones."""
     differences: dict[str, float | None] = {}
     for group in report.groups:
-        for diff in find_out_of_sync(group.tensors):
+        for diff in select_out_of_sync(group.tensors):
             differences[diff.name] = diff.max_abs
     return [_describe_finding(finding, differences) for finding in findings]
 
@@ -93,14 +94,14 @@ def describe_check(report: Report) -> dict[str, Any]:
             kinds[kind] = kinds.get(kind, Counts()) + counts
         for note in group.notes:
             notes.append(str(note)[:_MOST_NOTE])
-        differing += find_out_of_sync(group.tensors)
+        differing += select_out_of_sync(group.tensors)
         if group.not_finite is not None:
             not_finite_count += group.not_finite.count
             not_finite_names += group.not_finite.names
 
     worst_names = list_names(sort_worst_first(differing)[:_MOST_TENSORS])
     # The order of the model shows where a difference begins.
-    worst = select_tensors(differing, frozenset(worst_names))
+    worst = select_names(differing, frozenset(worst_names))
     return {
         "kinds": {kind: asdict(counts) for kind, counts in kinds.items()},
         "worst": [_describe_diff(diff) for diff in worst],
@@ -389,7 +390,7 @@ def _follow(finding: Finding, steps: Sequence[Group]) -> History:
     diffs_of_steps: list[list[TensorDiff]] = []
     differing_positions: list[int] = []
     for position, check in enumerate(steps):
-        diffs = find_out_of_sync(select_tensors(check.tensors, names))
+        diffs = select_out_of_sync(select_names(check.tensors, names))
         differing = _count_differing(finding, diffs, check)
         largest: float | None = 0.0
         if differing:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+from syncheck.diagnose.selection import select_names
 from syncheck.diagnose.series import step_order
 from syncheck.report import finding_text, tables, words
-from syncheck.report.selections import SEVERITIES, find_groups, list_first_paths, select_tensors, write_first
+from syncheck.report.selections import SEVERITIES, find_groups, list_first_paths, write_first
 from syncheck.text import one_line, shorten
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _describe_earlier_steps(steps: Sequence[int]) -> str:
 
 def _text(occurrence: _Occurrence) -> tuple[str, ...]:
     group, finding = occurrence.group, occurrence.finding
-    worst = tables.sort_worst_first(select_tensors(group.tensors, frozenset(finding.tensors)))
+    worst = tables.sort_worst_first(select_names(group.tensors, frozenset(finding.tensors)))
     lines = [
         finding.evidence,
         occurrence.history,

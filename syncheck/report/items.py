@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.selection import select_names
 from syncheck.records import Counts, Report
 from syncheck.report import finding_text, words
-from syncheck.report.selections import find_failing, list_codes, select_tensors
+from syncheck.report.selections import find_failing, list_codes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[F
     """
     findings = []
     for finding in group.findings:
-        tensors = select_tensors(group.tensors, frozenset(finding.tensors))
+        tensors = select_names(group.tensors, frozenset(finding.tensors))
         affected = {item_of(diff.kind) for diff in tensors}
         if finding.values:
             affected.add(VALUES)

@@ -9,9 +9,10 @@ import math
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.diagnose.selection import list_names
 from syncheck.records import DECADES
 from syncheck.report import tables
-from syncheck.report.selections import join_runs, list_names
+from syncheck.report.selections import join_runs
 from syncheck.text import Side, one_line, ranges_text, ranks_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Selections that several formats show: failing findings, tensors out of sync, the first entries of a long list."""
+"""Selections that several formats show: failing findings, groups, the first entries of a long list.
+
+`diagnose.selection` selects tensors and values.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from syncheck.diagnose.series import shown_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from syncheck.records import Finding, Group, Report, TensorDiff
+    from syncheck.records import Finding, Group, Report
 
 Item = TypeVar("Item")
 # The most severe first.
@@ -24,21 +27,6 @@ def find_failing(findings: Iterable[Finding]) -> list[Finding]:
 def list_codes(findings: Iterable[Finding]) -> list[str]:
     """Return the codes of findings."""
     return [finding.code for finding in findings]
-
-
-def find_out_of_sync(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return the tensors that are out of sync."""
-    return [diff for diff in diffs if diff.out_of_sync]
-
-
-def select_tensors(diffs: Iterable[TensorDiff], names: Collection[str]) -> list[TensorDiff]:
-    """Return the tensors with the given names."""
-    return [diff for diff in diffs if diff.name in names]
-
-
-def list_names(diffs: Iterable[TensorDiff]) -> list[str]:
-    """Return the names of tensors."""
-    return [diff.name for diff in diffs]
 
 
 def find_groups(groups: Iterable[Group], verdict: str) -> list[Group]:

@@ -113,9 +113,10 @@ class FiniteScan:
     nan_only: whether infinity is a usual value, as in masks.
     """
 
-    __slots__ = ("_float", "_nan_only", "found")
+    __slots__ = ("_float", "_nan_only", "dtype", "found")
 
     def __init__(self, dtype: str, *, nan_only: bool = False) -> None:
+        self.dtype = dtype
         self.found = False
         self._nan_only = nan_only
         self._float = _FLOATS.get(dtype)

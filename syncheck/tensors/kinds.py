@@ -135,15 +135,15 @@ def _collect_evidence(
     buffers = None if metadata.buffers is None else frozenset(metadata.buffers)
     trained = _find_trained(shapes, described)
     return _Evidence(
-        shapes,
-        dtypes,
-        known_parameters,
-        buffers,
-        optimized,
-        metadata.averaged,
-        trained,
-        trained.union(described),
-        tuple(buffer_globs),
+        shapes=shapes,
+        dtypes=dtypes,
+        parameters=known_parameters,
+        buffers=buffers,
+        optimized=optimized,
+        averaged=metadata.averaged,
+        trained=trained,
+        model=trained.union(described),
+        globs=tuple(buffer_globs),
     )
 
 

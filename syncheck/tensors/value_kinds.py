@@ -218,7 +218,7 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
             return "counter"
 
         lowered = name.lower()
-        containers = _list_containers(name)
+        containers = list_containers(name)
         for rule in _RULES:
             if rule.pattern.search(lowered):
                 return rule.kind
@@ -266,7 +266,7 @@ def _find_containers(keys_of: Mapping[str, set[str]], *required: Collection[str]
     return containers
 
 
-def _list_containers(name: str) -> set[str]:
+def list_containers(name: str) -> set[str]:
     """Return the names of the containers of a value: `a` and `a.b` for `a.b.c`."""
     parts = name.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts))}

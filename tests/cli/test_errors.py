@@ -200,6 +200,40 @@ def test_mistyped_option(cli: Run) -> None:
         assert (done.code, done.err) == (2, f"{prefix} {settings}{hint} See: syncheck compare --help\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("compare --refer 0 a.pth", "--reference"),
+        ("compare --re=0 a.pth", "--reference"),
+        ("compare --forma json a.pth", "--format"),
+        ("report --only a.pth", "--only-params or --only-buffers or --only-optimizer or --only-rng"),
+        ("diff --ma map.json a.pth b.pth", "--map"),
+        ("show --shard a.pth", "--shards"),
+        ("fingerprint --quie -o out a.pth", "--quiet"),
+        ("explain --col never", "--color"),
+        ("--vers", "--version"),
+        # Commands and values are suggested, too.
+        ("comp a.pth", "compare"),
+        ("reprot a.pth", "report"),
+        ("compare --format jsn a.pth", "json"),
+    ],
+)
+def test_the_start_of_a_name_is_no_name(cli: Run, arguments: str, meant: str) -> None:
+    """The start of an option, command or value is refused with exit code 2, and the error names what was meant."""
+    done = cli(*arguments.split())
+    assert (done.code, done.out) == (2, "")
+    assert f"; did you mean {meant}? See: syncheck" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_unlike_names_are_not_suggested(cli: Run) -> None:
+    """A command or an option that resembles no other one has no suggestion, and neither have dashes alone."""
+    for arguments in ("frobnicate a.pth", "compare --- a.pth", "compare --xyzzy a.pth", "compare -x a.pth"):
+        done = cli(*arguments.split())
+        assert done.code == 2
+        assert "did you mean" not in done.err
+
+
 def test_help_and_version_exit_with_0(cli: Run) -> None:
     """--help and --version exit with 0, and the help on stdout lists the exit codes."""
     done = cli("--version")

@@ -272,3 +272,73 @@ def test_odd_settings(tmp_path: Path, value: Any) -> None:
     """Every value of a setting is equal to itself and differs from another value."""
     assert group_of(tmp_path / "a", with_groups({"lr": value}), with_groups({"lr": value})).verdict == "in_sync"
     assert group_of(tmp_path / "b", with_groups({"lr": value}), with_groups({"lr": 0.25})).verdict == "out_of_sync"
+
+
+STRUCTURES: dict[str, tuple[Any, Any]] = {
+    "a number and a dict": (3, {"a": 1}),
+    "a number and a tuple": (3, (1, 2)),
+    "a number and a list": (3, [3]),
+    "a text and a dict": ("resnet", {"name": "resnet"}),
+    "a number and a dict of a dict": (3, {"a": {"b": 1}}),
+    "a number and a tensor": (2.0, np.ones(2, np.float32)),
+    "None and a tensor": (None, np.ones(2, np.float32)),
+    "a number and a dict with a tensor": (3, {"a": np.ones(2, np.float32)}),
+    "a tensor and a dict with a tensor": (np.ones(2, np.float32), {"a": np.ones(2, np.float32)}),
+}
+
+
+@pytest.mark.parametrize("key", ["step", "note", "config.width"])
+@pytest.mark.parametrize("what", STRUCTURES)
+def test_another_structure_counts(tmp_path: Path, what: str, key: str) -> None:
+    """A value that is a dict, list or tensor on another rank is SYN101, whatever its kind, and also between models."""
+    outer, _, inner = key.partition(".")
+    trees = [training(**{outer: {inner: value} if inner else value}) for value in STRUCTURES[what]]
+    group = group_of(tmp_path, *trees)
+    assert group.verdict == "out_of_sync"
+    (finding,) = group.findings
+    assert finding.code == "SYN101"
+    assert all(name == key or name.startswith(f"{key}.") for name in (*finding.tensors, *finding.values))
+    paths = [tmp_path / f"m_rank{rank}.pth" for rank in range(2)]
+    assert syncheck.diff(paths[0], paths[1]).exit_code == 1
+    assert syncheck.diff(paths[1], paths[0]).exit_code == 1
+
+
+def test_another_structure_beside_different_numbers(tmp_path: Path) -> None:
+    """Of three ranks, the only rank with another structure is the suspect, and the names show both structures."""
+    group = group_of(tmp_path, training(step=3), training(step=3), training(step={"a": 1}))
+    (finding,) = group.findings
+    assert (finding.code, finding.values) == ("SYN101", ("step", "step.a"))
+    assert {value.name: value.lost for value in group.values} == {"step": (2,), "step.a": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [
+        # None stands for an object that the rank does not have.
+        ({"best": None}, {"best": {"accuracy": 0.5}}, {}),
+        # The host of a rank may be any value.
+        ({"host": "a"}, {"host": ["a", "b"]}, {"exclude": ("host.*",)}),
+        ({"step": 3}, {"step": {"a": 1}}, {"exclude": ("step*",)}),
+        ({"note": "y"}, {"note": ["y"]}, {"only": ("params",)}),
+    ],
+)
+def test_another_structure_that_does_not_count(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """None has no structure, values of the rank may have any, and options exclude values as usual."""
+    report = compare_ranks(tmp_path, training(**first), training(**second), **options)
+    assert report.verdict == "in_sync"
+
+
+def test_none_in_place_of_an_object_is_noted(tmp_path: Path) -> None:
+    """A rank with None in place of an object that is only listed has a note, like a rank without it."""
+    group = group_of(tmp_path, training(best={"accuracy": 0.5}), training(best=None))
+    assert group.verdict == "in_sync"
+    assert Note.VALUES_ABSENT(ranks=(1,), names=("best",)) in group.notes
+
+
+def test_another_structure_in_another_format(tmp_path: Path) -> None:
+    """Files of several formats store values differently, so a structure of another format is only listed."""
+    save_pth(tmp_path / "m_rank0.pth", network() | {"note": {"a": "x"}})
+    save_safetensors(tmp_path / "m_rank1.safetensors", network())
+    assert syncheck.compare(tmp_path / "m_rank0.pth", tmp_path / "m_rank1.safetensors").exit_code == 0

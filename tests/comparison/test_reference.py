@@ -143,6 +143,25 @@ def test_an_unknown_reference_lists_ranks_and_paths(
     assert "no replica has this rank or path; there are ranks 0, 1: rank0.pth, rank1.pth" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, "there is only rank 0: rank0.pth"),
+        (2, "there are ranks 0, 1: rank0.pth, rank1.pth"),
+        (9, "there are 9 ranks (0, 1, 2, 3, ...): rank0.pth, rank1.pth"),
+    ],
+)
+def test_grammar_of_an_unknown_reference(
+    tmp_path: Path, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence that lists the ranks fits one rank, several ranks, and too many ranks to list."""
+    write_ranks(tmp_path, *([0] for _ in range(ranks)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError) as caught:
+        syncheck.compare("rank*.pth", options=syncheck.Options(reference=70))
+    assert f"no replica has this rank or path; {expected}" in str(caught.value)
+
+
 def test_an_unreadable_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error reports that the reference cannot be read, not that the file is missing."""
     write_ranks(tmp_path, [0], [1])

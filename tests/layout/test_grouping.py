@@ -15,7 +15,7 @@ from syncheck.messages import Grouping
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.snapshots import Snapshot
 
 # A pattern with its numbers, and the sizes of the groups that its files make.
@@ -111,7 +111,7 @@ def expand_all(patterns: Iterable[str]) -> list[str]:
 
 def groups(
     *patterns: str, group_by: str | None = None, roots: dict[str, str] | None = None
-) -> tuple[ReplicaGroup, ...]:
+) -> tuple[CheckpointGroup, ...]:
     """Group files without metadata: each file is in one group, and the members of a group stay in order."""
     paths = expand_all(patterns)
     result = group_replicas(list_snapshots(paths), group_by, roots or {})
@@ -121,12 +121,12 @@ def groups(
     return result
 
 
-def by_step(found: tuple[ReplicaGroup, ...]) -> list[tuple[int | None, list[int]]]:
+def by_step(found: tuple[CheckpointGroup, ...]) -> list[tuple[int | None, list[int]]]:
     """Return the step and the ranks of each group; ranks are in the order of the paths."""
     return [(group.step, list_fields(group.ranks, 0)) for group in found]
 
 
-def members(found: tuple[ReplicaGroup, ...]) -> list[list[str]]:
+def members(found: tuple[CheckpointGroup, ...]) -> list[list[str]]:
     """Return the paths of each group."""
     return [list_paths(group) for group in found]
 
@@ -136,17 +136,17 @@ def list_snapshots(paths: Iterable[str]) -> list[Snapshot]:
     return [snapshot(path) for path in paths]
 
 
-def list_paths(group: ReplicaGroup) -> list[str]:
+def list_paths(group: CheckpointGroup) -> list[str]:
     """Return the paths of a group in the order of its ranks."""
     return list_fields(list_fields(group.ranks, 1), "path")
 
 
-def list_hosts(group: ReplicaGroup) -> list[str]:
+def list_hosts(group: CheckpointGroup) -> list[str]:
     """Return the hosts of a group in the order of its ranks."""
     return list_fields(list_fields(group.ranks, 1), "host")
 
 
-def list_sizes(found: Iterable[ReplicaGroup]) -> list[int]:
+def list_sizes(found: Iterable[CheckpointGroup]) -> list[int]:
     """Return the sorted numbers of replicas of groups."""
     return sorted(len(group.ranks) for group in found)
 
@@ -156,7 +156,7 @@ def map_first_folders(paths: Iterable[str]) -> dict[str, str]:
     return {path: path.partition("/")[0] for path in paths}
 
 
-def assert_ranks(group: ReplicaGroup, paths: list[str]) -> None:
+def assert_ranks(group: CheckpointGroup, paths: list[str]) -> None:
     """Assert that the ranks of a group count its files, and that the files have this order."""
     assert list_fields(group.ranks, 0) == list(range(len(paths)))
     assert list_paths(group) == paths

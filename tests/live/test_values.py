@@ -101,6 +101,8 @@ UNLIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str, str]] =
     "a number": (plain(temperature=0.5), plain(temperature=0.7), "temperature", "SYN299"),
     "a number on one side": (plain(temperature=0.5), plain(), "temperature", "SYN101"),
     "a step on one side": (plain(step=3), plain(), "step", "SYN101"),
+    "a number and a dict": (plain(step=3), plain(step={"a": 1}), "step", "SYN101"),
+    "a text and a tuple": (plain(note="y"), plain(note=("y", 1)), "note", "SYN101"),
 }
 
 

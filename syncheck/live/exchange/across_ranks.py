@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
-from syncheck.comparison.classification import selected_kinds
-from syncheck.comparison.group_metadata import hyperparameters
+from syncheck.comparison.replicas import list_hyperparameters
+from syncheck.comparison.selection import selected_kinds
 from syncheck.errors import UsageError
-from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.groups import CheckpointGroup
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.contents import with_digest_only
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
-    from syncheck.live.exchange.contents import Content, ContentKey, GroupContents
+    from syncheck.live.exchange.contents import ContentKey, GroupContents
     from syncheck.live.exchange.fetching import Key
     from syncheck.messages import Message
     from syncheck.records import Report
@@ -129,13 +129,12 @@ class _Judgement(NamedTuple):
     budget: int
     histograms: bool
 
-    def judge(self, contents: GroupContents, ranks: Sequence[int] = (), *, histograms: bool = False) -> Report:
-        """Return the report about some ranks of a group, by default about all of them."""
-        members = tuple(contents.snapshots(ranks).items())
-        replicas = ReplicaGroup(
+    def judge(self, snapshots: Mapping[int, Snapshot], step: int | None, *, histograms: bool = False) -> Report:
+        """Return the report about ranks at a step."""
+        replicas = CheckpointGroup(
             run=self.name,
-            step=contents.step,
-            ranks=members,
+            step=step,
+            ranks=tuple(snapshots.items()),
             grouping=self.grouping,
             paired=True,
         )
@@ -212,7 +211,7 @@ def _report_differences(channel: Channel, local: Snapshot, contents: GroupConten
     """Return the report about ranks that differ, or that hold different parts of the model."""
     to_fetch = _find_differing(contents, judgement.options)
     if not to_fetch:
-        return judgement.judge(contents)
+        return judgement.judge(contents.snapshots(), contents.step)
 
     local_bytes = _list_local_bytes(channel, local, contents)
 
@@ -229,19 +228,23 @@ def _report_differences(channel: Channel, local: Snapshot, contents: GroupConten
         if beyond:
             grouping += (Grouping.OVER_BUDGET(tensors=len(beyond), budget=judgement.budget),)
 
-        return judgement._replace(grouping=grouping).judge(readable, histograms=judgement.histograms)
+        return judgement._replace(grouping=grouping).judge(
+            readable,
+            contents.step,
+            histograms=judgement.histograms,
+        )
 
     return channel.run_on_leader(measure, lambda pieces: read_pieces(local_bytes, pieces))
 
 
 def _list_local_bytes(channel: Channel, local: Snapshot, contents: GroupContents) -> dict[Key, Sliced]:
     """Return the bytes of this rank's tensors by the names under which ranks exchange them."""
-    content = contents.of_rank(channel.rank)
-    names = contents.fetched_names(content)
+    manifest = contents.of_rank(channel.rank)
+    names = contents.fetched_names(manifest)
     local_bytes: dict[Key, Sliced] = {}
     for name, tensor in local.tensors.items():
         if tensor.data is not None:
-            local_bytes[names[name], content.tensors[name].same] = tensor.data
+            local_bytes[names[name], manifest.tensors[name].same] = tensor.data
 
     return local_bytes
 
@@ -249,7 +252,7 @@ def _list_local_bytes(channel: Channel, local: Snapshot, contents: GroupContents
 def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[Any, Report]) -> Report:
     """Return the report about equal ranks. Judges two ranks only, so the time does not grow with their number."""
     ranks = list(contents.rank_infos)
-    manifest = contents.of_rank(ranks[0]).manifest
+    manifest = contents.of_rank(ranks[0])
     infos = tuple((info.path, rank, info.host, info.size) for rank, info in contents.rank_infos.items())
     key = (
         manifest.hash_layout(),
@@ -261,7 +264,7 @@ def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[
     )
     report = cache.get(key)
     if report is None:
-        report = judgement.judge(contents, ranks[:2])
+        report = judgement.judge(contents.snapshots(ranks[:2]), contents.step)
         first = report.groups[0].replicas[0]
         replicas = []
         for path, rank, host, size in infos:
@@ -281,12 +284,12 @@ def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[
 
     # Values may change between the checks of one monitor.
     (group,) = report.groups
-    evidence = replace(group.evidence, hyperparameters=hyperparameters(manifest.snapshot.values))
+    evidence = replace(group.evidence, hyperparameters=list_hyperparameters(manifest.snapshot.values))
     return replace(report, groups=(replace(group, evidence=evidence),))
 
 
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
-    """Return one rank per digest of each tensor that differs within a replica set, by name and digest."""
+    """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
     alignment = contents.alignment
     selected = _list_selected(alignment, options)
     remote_tensors: dict[str, dict[bytes, RemoteTensor]] = defaultdict(dict)
@@ -296,7 +299,7 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
             continue
 
         source = alignment.find_source(name)
-        for ranks in alignment.find_replica_sets(name, tensors).comparable:
+        for ranks in alignment.find_replica_groups(name, tensors).comparable:
             members = {rank: tensors[rank] for rank in ranks}
             for by_digest in _find_distinct_bytes(source, members):
                 remote_tensors[source].update(by_digest)
@@ -318,7 +321,7 @@ def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[b
     """Return the first rank of each digest, for each dtype and shape of which several digests exist.
 
     source: the name under which ranks exchange the bytes.
-    members: a replica set, by rank.
+    members: a replica group, by rank.
     """
     # Only ranks with equal dtype and shape can be compared with each other.
     by_form: dict[Any, dict[bytes, RemoteTensor]] = defaultdict(dict)
@@ -364,8 +367,11 @@ def _attach_bytes(
     local_bytes: Mapping[Key, Sliced],
     to_fetch: Mapping[str, Mapping[bytes, RemoteTensor]],
     beyond: Container[str],
-) -> GroupContents:
-    """Return the contents with readable bytes for differing tensors. beyond: names of tensors that are not fetched."""
+) -> dict[int, Snapshot]:
+    """Return the snapshots of all ranks with readable bytes for differing tensors.
+
+    beyond: names of tensors that are not fetched.
+    """
     # In the order of the comparison, so that one message fetches neighboring tensors.
     remote_tensors: list[RemoteTensor] = []
     for name, by_digest in to_fetch.items():
@@ -373,11 +379,12 @@ def _attach_bytes(
             remote_tensors += [tensor for tensor in by_digest.values() if tensor.key not in local_bytes]
 
     fetcher = Fetcher(channel, local_bytes, remote_tensors)
-    by_key: dict[ContentKey, Content] = {}
-    for content_key, content in contents.by_key.items():
+    # Ranks with equal contents share tensors.
+    readable: dict[ContentKey, dict[str, Tensor]] = {}
+    for content_key, manifest in contents.by_key.items():
         tensors: dict[str, Tensor] = {}
-        for name, fetched_name in contents.fetched_names(content).items():
-            tensor = content.tensors[name]
+        for name, fetched_name in contents.fetched_names(manifest).items():
+            tensor = manifest.tensors[name]
             if fetched_name in beyond:
                 tensor = with_digest_only(tensor)
             elif tensor.same in to_fetch.get(fetched_name, ()):
@@ -385,6 +392,11 @@ def _attach_bytes(
 
             tensors[name] = tensor
 
-        by_key[content_key] = content.with_tensors(tensors)
+        readable[content_key] = tensors
 
-    return replace(contents, by_key=by_key)
+    snapshots: dict[int, Snapshot] = {}
+    for rank, snapshot_of_rank in contents.snapshots().items():
+        key = contents.rank_infos[rank].key
+        snapshots[rank] = replace(snapshot_of_rank, tensors=readable[key])
+
+    return snapshots

@@ -1,4 +1,10 @@
-"""The contents of ranks without the bytes of their tensors: messages between ranks, and the replicas they describe."""
+"""The contents of ranks without the bytes of their tensors: messages between ranks, and the replicas they describe.
+
+Two records describe what a rank holds. A `Snapshot` has the bytes of its tensors, or knows where they are. Its
+`Manifest` is the message about it to other ranks: it has digests in place of the bytes, and ranks with the same model
+have equal manifests. `RankInfo` has the rest, which differs between ranks by design. From both, every rank makes the
+snapshots of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.layout.alignment import align
 from syncheck.live.digest import WIDTH
 from syncheck.live.memory import agree_on_buffers
-from syncheck.snapshots import Digest, Metadata, Sharding, Snapshot, Tensor, contiguous_strides
+from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, contiguous_strides, get_metadata
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.names import normalize
 
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncheck.layout.alignment import Alignment
     from syncheck.messages import Message
-    from syncheck.snapshots import NoSync
+    from syncheck.snapshots import Metadata, NoSync
 
 
 class Row(NamedTuple):
@@ -69,31 +75,48 @@ class Manifest:
 
     shardings: the distinct shardings of DTensors.
     snapshot: of the rank, without tensors, path and all fields that differ between ranks by design.
+    digests: of all tensors, joined in order. Ranks send them later and separately, because they differ more often than
+        the rest; empty until then.
     """
 
     rows: tuple[Row, ...]
     shardings: tuple[Sharding, ...]
     snapshot: Snapshot
+    digests: bytes = b""
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata, empty if the ranks have none."""
+        return get_metadata(self.snapshot)
 
     def hash_layout(self) -> bytes:
         """Return 16 bytes that are equal if everything but the values is equal; only their names count."""
         without_values = replace(self.snapshot, values=dict.fromkeys(self.snapshot.values))
         return _hash(_hash_rows(self.rows, self.shardings), repr(without_values))
 
-    def digest(self) -> bytes:
-        """Return 16 bytes that are equal for equal manifests."""
+    def hash_structure(self) -> bytes:
+        """Return 16 bytes that are equal for equal manifests, whatever their digests."""
         return _hash(self.hash_layout(), repr(self.snapshot.values))
 
-    def normalized_names(self) -> dict[str, str]:
-        """Return each tensor's name without wrapper prefixes, by name. Ranks are compared by normalized names."""
+    @cached_property
+    def normalized_names(self) -> Mapping[str, str]:
+        """Each tensor's name without wrapper prefixes, by name. Ranks are compared by normalized names."""
         return normalize(row.name for row in self.rows)
 
-    def make_tensors(self, digests: Sequence[bytes]) -> dict[str, Tensor]:
-        """Return the tensors as all ranks see them, with digests and without bytes."""
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors as all ranks see them, by name: with digests, without bytes.
+
+        Created on demand, because ranks in sync do not need them.
+        """
         tensors: dict[str, Tensor] = {}
-        for row, digest in zip(self.rows, digests, strict=True):
+        start = 0
+        for row in self.rows:
             sharding = self.shardings[row.sharding] if row.sharding >= 0 else None
-            tensors[row.name] = row.make_tensor(sharding, digest)
+            # Rows without an algorithm have no digest.
+            end = start + (WIDTH if row.algorithm else 0)
+            tensors[row.name] = row.make_tensor(sharding, self.digests[start:end])
+            start = end
 
         return tensors
 
@@ -199,55 +222,23 @@ class RankInfo:
     no_sync: NoSync = ""
 
 
-@dataclass
-class Content:
-    """The equal contents of some ranks.
-
-    blob: the digests of the manifest's tensors, in order.
-    """
-
-    manifest: Manifest
-    blob: bytes
-
-    @property
-    def metadata(self) -> Metadata:
-        """The metadata, empty if the ranks have none."""
-        return self.manifest.snapshot.metadata or Metadata()
-
-    @cached_property
-    def normalized_names(self) -> Mapping[str, str]:
-        """Names without wrapper prefixes, by name."""
-        return self.manifest.normalized_names()
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors without bytes, by name. Created on demand, because ranks in sync do not need them."""
-        return self.manifest.make_tensors(_split_digests(self.manifest, self.blob))
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Content:
-        """Return the same content with other tensors, for example with readable tensors."""
-        content = Content(self.manifest, self.blob)
-        content.tensors = tensors
-        return content
-
-
 @dataclass(frozen=True)
 class GroupContents:
     """The contents of a group's ranks.
 
     rank_infos: by rank, in order.
-    by_key: the distinct contents.
+    by_key: the distinct manifests, with digests.
     is_world: the group includes all ranks.
     attributes: plain attributes that differ between ranks, by rank; None for a rank without modules.
     """
 
     rank_infos: Mapping[int, RankInfo]
-    by_key: Mapping[ContentKey, Content]
+    by_key: Mapping[ContentKey, Manifest]
     is_world: bool
     attributes: Mapping[int, Mapping[str, Any] | None] = field(default_factory=dict)
 
-    def of_rank(self, rank: int) -> Content:
-        """Return the content of a rank."""
+    def of_rank(self, rank: int) -> Manifest:
+        """Return the manifest of a rank."""
         return self.by_key[self.rank_infos[rank].key]
 
     @cached_property
@@ -255,20 +246,20 @@ class GroupContents:
         """The tensors of all ranks by common names. Created on demand, because ranks in sync do not need it."""
         return align(self.snapshots())
 
-    def common_names(self, content: Content) -> Mapping[str, str]:
-        """Return the names under which tensors are compared, by name in one of the contents."""
-        names = content.normalized_names
-        have_copies = any(each_content.metadata.tied for each_content in self.by_key.values())
+    def common_names(self, manifest: Manifest) -> Mapping[str, str]:
+        """Return the names under which tensors are compared, by name in one of the manifests."""
+        names = manifest.normalized_names
+        have_copies = any(each_manifest.metadata.tied for each_manifest in self.by_key.values())
         if not have_copies:
             return names
 
         copies = self.alignment.copies
         return {name: copies.get(normalized, normalized) for name, normalized in names.items()}
 
-    def fetched_names(self, content: Content) -> Mapping[str, str]:
+    def fetched_names(self, manifest: Manifest) -> Mapping[str, str]:
         """Return the names under which ranks exchange bytes: one name for all copies of a tensor."""
         find_source = self.alignment.find_source
-        return {name: find_source(normalized) for name, normalized in content.normalized_names.items()}
+        return {name: find_source(normalized) for name, normalized in manifest.normalized_names.items()}
 
     @property
     def not_finite(self) -> list[str]:
@@ -283,9 +274,9 @@ class GroupContents:
 
         # The keys of a dictionary, to keep the order.
         common_names: dict[str, None] = {}
-        for content in self.by_key.values():
-            by_name = self.common_names(content)
-            for row in content.manifest.rows:
+        for manifest in self.by_key.values():
+            by_name = self.common_names(manifest)
+            for row in manifest.rows:
                 if row.name in names_of_ranks:
                     common_names[by_name[row.name]] = None
 
@@ -295,9 +286,9 @@ class GroupContents:
     def step(self) -> int | None:
         """The last step in the metadata of the files."""
         steps: list[int] = []
-        for content in self.by_key.values():
-            if content.metadata.step is not None:
-                steps.append(content.metadata.step)
+        for manifest in self.by_key.values():
+            if manifest.metadata.step is not None:
+                steps.append(manifest.metadata.step)
 
         return max(steps, default=None)
 
@@ -310,11 +301,11 @@ class GroupContents:
         if len(self.by_key) > 1:
             return False
 
-        (content,) = self.by_key.values()
-        ranks_are_missing = content.metadata.world_size not in (None, len(self.rank_infos))
+        (manifest,) = self.by_key.values()
+        ranks_are_missing = manifest.metadata.world_size not in (None, len(self.rank_infos))
         # Along dimensions of a mesh, ranks may hold different shards.
         have_mesh = any(info.mesh for info in self.rank_infos.values())
-        may_be_sharded = have_mesh or len(content.manifest.shardings) > 0
+        may_be_sharded = have_mesh or len(manifest.shardings) > 0
         return not ranks_are_missing and not may_be_sharded
 
     def snapshots(self, ranks: Sequence[int] = ()) -> dict[int, Snapshot]:
@@ -332,9 +323,9 @@ class GroupContents:
     def _make_snapshot(self, rank: int, world_size: int | None) -> Snapshot:
         """Return the replica of a rank as all ranks see it."""
         info = self.rank_infos[rank]
-        content = self.of_rank(rank)
+        manifest = self.of_rank(rank)
         metadata = replace(
-            content.metadata,
+            manifest.metadata,
             rank=rank,
             world_size=world_size,
             host=info.host,
@@ -342,22 +333,10 @@ class GroupContents:
             no_sync=info.no_sync,
         )
         return replace(
-            content.manifest.snapshot,
+            manifest.snapshot,
             path=info.path,
             bytes=info.size,
-            tensors=content.tensors,
+            tensors=manifest.tensors,
             metadata=metadata,
             attributes=self.attributes.get(rank),
         )
-
-
-def _split_digests(manifest: Manifest, blob: bytes) -> list[bytes]:
-    """Return the digests of a manifest's rows, empty for rows without an algorithm."""
-    digests = []
-    start = 0
-    for row in manifest.rows:
-        end = start + (WIDTH if row.algorithm else 0)
-        digests.append(blob[start:end])
-        start = end
-
-    return digests

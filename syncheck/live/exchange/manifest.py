@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import CheckpointError, RankFailed, UsageError
@@ -13,7 +14,7 @@ from syncheck.live.digest import COMMON, KERNEL, Stream, digest_all, hash_digest
 from syncheck.live.digest.finiteness import find_not_finite
 from syncheck.live.digest.host import default_algorithm
 from syncheck.live.exchange.attributes import exchange_attributes, hash_attributes
-from syncheck.live.exchange.contents import Content, ContentKey, GroupContents, RankInfo, make_manifest
+from syncheck.live.exchange.contents import ContentKey, GroupContents, RankInfo, make_manifest
 from syncheck.live.memory import FORMAT
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.snapshots import Metadata
@@ -43,7 +44,7 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     """
     digests = compute_digests(list(local.tensors.values()))
     manifest = make_manifest(local, [algorithm for algorithm, _ in digests])
-    key = ContentKey(manifest.digest(), hash_digests(digests))
+    key = ContentKey(manifest.hash_structure(), hash_digests(digests))
     gathered = channel.gather(_describe_rank(channel, local, options, key), "digests")
     rank_infos: dict[int, RankInfo] = dict(sorted(gathered.items()))
     if len({info.options for info in rank_infos.values()}) > 1:
@@ -59,15 +60,15 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
         return b"".join(digest for _, digest in agreed)
 
     keys = {rank: info.key for rank, info in rank_infos.items()}
-    contents: dict[ContentKey, Content] = {}
-    for content_key, blob in _share_distinct(channel, keys, join_digests, "tensors").items():
-        contents[content_key] = Content(manifests[content_key.structure], blob)
+    complete_manifests: dict[ContentKey, Manifest] = {}
+    for content_key, joined_digests in _share_distinct(channel, keys, join_digests, "tensors").items():
+        complete_manifests[content_key] = replace(manifests[content_key.structure], digests=joined_digests)
 
     hashes = {rank: info.attributes for rank, info in rank_infos.items()}
     attributes = exchange_attributes(channel, local.attributes, hashes)
     return GroupContents(
         rank_infos=rank_infos,
-        by_key=contents,
+        by_key=complete_manifests,
         is_world=channel.is_world,
         attributes=attributes,
     )
@@ -209,9 +210,8 @@ def _list_algorithms(manifests: Iterable[Manifest], tied: Mapping[str, str]) -> 
     """Return the algorithms of the digests of each tensor, by the name of which tied tensors are copies."""
     algorithms: dict[str, set[str]] = defaultdict(set)
     for manifest in manifests:
-        normalized = manifest.normalized_names()
         for row in manifest.rows:
             if row.algorithm:
-                algorithms[name_of_copied(normalized[row.name], tied)].add(row.algorithm)
+                algorithms[name_of_copied(manifest.normalized_names[row.name], tied)].add(row.algorithm)
 
     return algorithms

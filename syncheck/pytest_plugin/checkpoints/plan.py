@@ -16,7 +16,7 @@ from syncheck.text import make_unique_name, one_line, shorten
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.records import Unreadable
 
 # Characters of a part of an id, because the name of a run may be arbitrarily long.
@@ -110,7 +110,7 @@ def plan_items(checkpoints: api.Found, options: api.Options, start: Path, root: 
     return planned
 
 
-def _list_items(replicas: ReplicaGroup, options: api.Options) -> tuple[str, ...]:
+def _list_items(replicas: CheckpointGroup, options: api.Options) -> tuple[str, ...]:
     """Return the items of a group: one for each kind of tensor."""
     if len(replicas.ranks) < 2:
         return (ALONE,)

@@ -11,12 +11,14 @@ Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.readers import untrusted
-from syncheck.readers.pickles.checks import require
+from syncheck.snapshots import MOST_ELEMENTS
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -199,3 +201,22 @@ class Keys:
                 self._hashes[hash(key)] += 1
                 most = _MOST_OF_ONE_HASH
                 require(self._hashes[hash(key)] <= most, f"more than {most} keys with equal hashes")
+
+
+def require(condition: bool, problem: str, *values: Any) -> None:
+    """Raise UnpicklingError unless a condition holds.
+
+    problem: the text of the error, with `{}` for each value.
+    values: are formatted only for the error, because a large file has many checks.
+    """
+    if condition:
+        return
+
+    if values:
+        problem = problem.format(*[brief(value) for value in values])
+    raise pickle.UnpicklingError(problem)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is valid as an offset or a number of elements."""
+    return type(value) is int and 0 <= value <= MOST_ELEMENTS

@@ -15,8 +15,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.checks import is_count, require
-from syncheck.readers.pickles.limits import check_nesting
+from syncheck.readers.pickles.limits import check_nesting, is_count, require
 from syncheck.readers.pickles.stand_ins import (
     Complex,
     Compound,

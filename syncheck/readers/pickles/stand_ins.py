@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.checks import require
-from syncheck.readers.pickles.limits import check_nesting
+from syncheck.readers.pickles.limits import check_nesting, require
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 from syncheck.tensors.dtypes import DTYPES, DType
 from syncheck.text import brief

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat
 from syncheck.readers import untrusted
-from syncheck.readers.pickles.checks import is_count, require
 from syncheck.readers.pickles.dtensor import SUBCLASSES
-from syncheck.readers.pickles.limits import Keys, check_nesting, scan
+from syncheck.readers.pickles.limits import Keys, check_nesting, is_count, require, scan
 from syncheck.readers.pickles.rebuild import NUMPY, REBUILT
 from syncheck.readers.pickles.refusals import is_refused, is_refused_attribute, rename_module
 from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation, name_class
