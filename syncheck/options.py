@@ -25,6 +25,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import OptionError
+from syncheck.frozen import record
 from syncheck.option_kinds import (
     CHOICE,
     FLAG,
@@ -176,7 +177,7 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
 NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Options:
     """How to compare replicas; bitwise by default.
 
@@ -278,7 +279,7 @@ class Options:
         tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiffOptions(Options):
     """How to compare two models, A and B; bitwise by default.
 
@@ -330,7 +331,7 @@ class DiffOptions(Options):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunOptions:
     """The options of a run that do not affect the comparison: input, exit code and output.
 

@@ -38,8 +38,8 @@ RARELY_NEEDED = tuple(
 # A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
-    "text | versions | option_kinds < errors < sentences | atomic < messages < snapshots < findings < records < "
-    "tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < live < "
+    "text | versions | frozen | option_kinds < errors < sentences | atomic < messages < snapshots < findings < "
+    "records < tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < live < "
     "testing < __init__ | cli | integrations | pytest_plugin < __main__"
 )
 

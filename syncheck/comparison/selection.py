@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from syncheck.frozen import record
 from syncheck.tensors import kinds
 from syncheck.tensors.tolerance import Tolerances
 
@@ -16,7 +17,7 @@ ONLY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Selection:
     """The tensors to compare, and how.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import filterfalse
 from statistics import median, mode
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from syncheck.diagnose.selection import (
 )
 from syncheck.diagnose.series import step_order
 from syncheck.diagnose.statements import Common, Course, describe_clusters, largest_difference
+from syncheck.frozen import record
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
 _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Case:
     """A group, its differences not covered by an earlier rule, and the groups of the same run."""
 
@@ -422,7 +423,7 @@ class Case:
         return (fact,)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Match:
     """The result of a rule: covered tensors and values, suspects, and evidence."""
 

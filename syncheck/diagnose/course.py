@@ -8,7 +8,7 @@ certainty and the most steps is the finding of all of them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mode
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from syncheck.diagnose.selection import list_names, out_of_sync, select_names, w
 from syncheck.diagnose.series import by_run
 from syncheck.diagnose.single_events import describe_events
 from syncheck.diagnose.statements import largest_difference
+from syncheck.frozen import record
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Course(Sentence):
     STEP = "step {step}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sighting:
     """A finding at one step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from syncheck.diagnose.case import Match
 from syncheck.diagnose.measures import parameters_of
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import limit_facts
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -46,7 +46,7 @@ def keep_match(match: Match) -> Match:
     return match
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rule:
     """A rule: it calls `match`, or it covers the tensors of two models that have a `relation`."""
 

@@ -15,9 +15,10 @@ import itertools
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.owners import LostState, find_owners
 from syncheck.layout.zero_redundancy import repeat_partition
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OptimizerShards:
     """How optimizer state is partitioned over ranks. By default, each rank holds all of it."""
 
@@ -183,7 +184,7 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(shared, optimizer)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _NumberedOptimizer:
     """The optimizer of a rank, which numbers its parameters from 0."""
 

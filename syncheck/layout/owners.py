@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _MEMBERS = re.compile(r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LostState:
     """State that no file contains, although its owner is known."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -115,7 +117,7 @@ class FileKey(NamedTuple):
     part: tuple[tuple[Role, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PathNumbers:
     """A path split at its numbers."""
 

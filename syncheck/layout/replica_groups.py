@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.layout.dtensors import (
     find_coordinate,
     find_mesh_rank,
@@ -87,7 +88,7 @@ DIFFERENT_PARAMETERS = PIPELINE | frozenset("ep expert expert_parallel".split())
 Sets = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Positions:
     """The mesh coordinates of the ranks of a group.
 
@@ -107,7 +108,7 @@ class Positions:
         return self.stages.get(rank), self.sharded.get(rank)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplicaSets:
     """The replica groups of a tensor.
 
