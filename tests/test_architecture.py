@@ -39,8 +39,8 @@ RARELY_NEEDED = tuple(
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
     "text | versions | frozen | option_kinds < errors < sentences | atomic < messages < snapshots < findings < "
-    "records < tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < live < "
-    "testing < __init__ | cli | integrations | pytest_plugin < __main__"
+    "records < tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < "
+    "live < testing < __init__ | cli | integrations | pytest_plugin < __main__"
 )
 
 

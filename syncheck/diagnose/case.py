@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import filterfalse
-from statistics import median, mode
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import count_agreeing, difference_ratios, suspects, trend_of
-from syncheck.diagnose.measures import relation_of
+from syncheck.diagnose.measures import median, most_common, relation_of
 from syncheck.diagnose.optimizer_names import (
     is_gradient_average,
     is_rmsprop_momentum,
@@ -408,8 +407,8 @@ class Case:
                 clusters_of_tensors.append(diff.clusters)
         if not clusters_of_tensors:
             return ()
-        most_common = mode(clusters_of_tensors)
-        return describe_clusters(most_common, self.group.ranks)
+        clusters = most_common(clusters_of_tensors)
+        return describe_clusters(clusters, self.group.ranks)
 
     def _facts_within_groups(self, partitioned: Sequence[TensorDiff]) -> tuple[Message, ...]:
         """State the suspects of tensors with several replica groups, between which tensors differ by design."""

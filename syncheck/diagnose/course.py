@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from statistics import mode
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.measures import most_common
 from syncheck.diagnose.selection import list_names, out_of_sync, select_names, with_step
 from syncheck.diagnose.series import by_run
 from syncheck.diagnose.single_events import describe_events
@@ -144,7 +144,7 @@ def _observe(position: int, group: Group, finding: Finding) -> _Sighting | None:
         finding=finding,
         names=frozenset(list_names(parameters)),
         # Of several sets, the set of most parameters.
-        ranks=mode(sets_of_ranks),
+        ranks=most_common(sets_of_ranks),
     )
 
 

@@ -33,13 +33,12 @@ pytorch/torchtitan#766, pytorch/pytorch#170862, NVIDIA-NeMo/RL#3788.
 from __future__ import annotations
 
 import math
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.features import groups_of
-from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
+from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
     decay_share,

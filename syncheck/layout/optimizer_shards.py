@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     OwnParameters = Mapping[int, AbstractSet[str]]
     _Shape = tuple[int, ...]
 
-_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
+_STATE = r"optimizer\.(\d+)\.([^.]+)"
 
 
 @record
@@ -342,7 +342,7 @@ def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     model: list[Tensor] = []
     shapes: dict[str, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        if not _STATE.fullmatch(name):
+        if not re.fullmatch(_STATE, name):
             model.append(tensor)
             shapes[name] = tensor.full_shape
 
@@ -385,7 +385,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     """Return the shape of each numbered parameter: the shape of its states, except step counters."""
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        match = _STATE.fullmatch(name)
+        match = re.fullmatch(_STATE, name)
         if match is None:
             continue
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Ranks = frozenset[int]
     States = frozenset[str]
 
-_MEMBERS = re.compile(r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))")
+_MEMBERS = r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))"
 
 
 @record
@@ -157,7 +157,7 @@ def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
     lists: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, snapshot in snapshots.items():
         for name, members in snapshot.values.items():
-            if _MEMBERS.fullmatch(name):
+            if re.fullmatch(_MEMBERS, name):
                 lists[name, str(members)].append(rank)
 
     groups: dict[str, list[str]] = {}
