@@ -23,13 +23,19 @@ def record(cls: _Class) -> _Class:
     `fields`, `replace`, `asdict` and `pickle` work as for other dataclasses. Records are equal if they have the same
     class and equal fields. Methods that the class defines or inherits are kept.
     """
+    described: Any = dataclass(init=False, repr=False, eq=False)(cls)
+    # A class with slots cannot have class attributes with the same names; fields keep the default values.
+    names = {item.name for item in fields(described)} | {"__dict__", "__weakref__"}
+    namespace = {name: value for name, value in described.__dict__.items() if name not in names}
     for name, method in _SHARED_METHODS.items():
         if getattr(cls, name, None) is getattr(object, name, None):
-            setattr(cls, name, method)
-    # With slots, this returns a new class.
-    created: Any = dataclass(init=False, repr=False, eq=False, slots=True)(cls)
-    created.__init__ = _compile_init(created)
-    result: _Class = created
+            namespace[name] = method
+    # Base classes have the slots of inherited fields.
+    namespace["__slots__"] = tuple(name for name in cls.__annotations__ if name in described.__dataclass_fields__)
+    namespace["__qualname__"] = cls.__qualname__
+    namespace["__init__"] = _compile_init(described)
+    # Slots and methods belong into a new class: to set each method of a finished class takes longer.
+    result: _Class = type(cls)(cls.__name__, cls.__bases__, namespace)
     return result
 
 

@@ -459,9 +459,9 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     if not codes:
         return
     # The rules are many modules.
-    from syncheck.diagnose.rules import RULES
+    from syncheck.diagnose.rules import name_rules
 
-    code_of_slug = {rule.slug: rule.code for rule in RULES}
+    code_of_slug = {slug: code for code, slug in name_rules().items()}
     for code in codes:
         if code.upper() in code_of_slug.values():
             continue

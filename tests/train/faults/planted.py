@@ -9,7 +9,7 @@ import torch
 from support.scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 from train.faults import FAULTS
 from train.settings import DEFAULT
 
@@ -116,7 +116,7 @@ def check_report(report: Report, code: str) -> None:
     """Check that a report is out of sync, and has this finding if a rule exists for the code."""
     assert report.verdict == "out_of_sync"
     codes = {finding.code for group in report.groups for finding in group.findings}
-    if code in {rule.code for rule in RULES}:
+    if code in {rule.code for rule in list_rules()}:
         assert codes & EQUIVALENT_CODES.get(code, {code}), codes
 
 
