@@ -33,35 +33,46 @@ def record(cls: _Class) -> _Class:
     # Base classes have the slots of inherited fields.
     namespace["__slots__"] = tuple(name for name in cls.__annotations__ if name in described.__dataclass_fields__)
     namespace["__qualname__"] = cls.__qualname__
-    namespace["__init__"] = _compile_init(described)
     # Slots and methods belong into a new class: to set each method of a finished class takes longer.
-    result: _Class = type(cls)(cls.__name__, cls.__bases__, namespace)
+    created: Any = type(cls)(cls.__name__, cls.__bases__, namespace)
+    created.__init__ = _compile_init(created)
+    result: _Class = created
     return result
 
 
 def _compile_init(cls: Any) -> Any:
-    """Return the method `__init__` of a record, which sets all fields."""
-    arguments = ["self"]
+    """Return the method `__init__` of a record, which sets the slot of each field.
+
+    For a field x with the default value 0, and a field y with a `default_factory`:
+
+        def __init__(self, x, y):  # the default values are set below
+            set_x(self, x)
+            set_y(self, make_y() if y is OMITTED else y)
+    """
     lines = []
-    names: dict[str, Any] = {"set_field": object.__setattr__, "OMITTED": _OMITTED}
+    defaults: list[Any] = []
+    scope: dict[str, Any] = {"OMITTED": _OMITTED}
     for item in fields(cls):
-        argument = value = item.name
+        name = value = item.name
+        # An assignment would call `__setattr__` of the class, which raises.
+        scope[f"set_{name}"] = getattr(cls, name).__set__
         if item.default is not MISSING:
-            names[f"default_{item.name}"] = item.default
-            argument = f"{item.name}=default_{item.name}"
+            defaults.append(item.default)
         elif item.default_factory is not MISSING:
-            names[f"make_{item.name}"] = item.default_factory
-            argument = f"{item.name}=OMITTED"
-            value = f"make_{item.name}() if {item.name} is OMITTED else {item.name}"
-        arguments.append(argument)
-        # Assignments would call `__setattr__` of the class, which raises.
-        lines.append(f"    set_field(self, {item.name!r}, {value})")
+            defaults.append(_OMITTED)
+            scope[f"make_{name}"] = item.default_factory
+            value = f"make_{name}() if {name} is OMITTED else {name}"
+        elif defaults:
+            raise TypeError(f"{cls.__name__}.{name} follows a field with a default value, and needs one too")
+        lines.append(f" set_{name}(self, {value})")
     if hasattr(cls, "__post_init__"):
-        lines.append("    self.__post_init__()")
+        lines.append(" self.__post_init__()")
+    parameters = ", ".join(["self", *(item.name for item in fields(cls))])
     body = "\n".join(lines)
-    # The text consists of field names of syncheck only; default values are looked up in `names`.
-    exec(f"def __init__({', '.join(arguments)}):\n{body}", names)  # noqa: S102
-    init = names["__init__"]
+    # The text consists of field names of syncheck only.
+    exec(f"def __init__({parameters}):\n{body}", scope)  # noqa: S102
+    init = scope["__init__"]
+    init.__defaults__ = tuple(defaults)
     init.__qualname__ = f"{cls.__qualname__}.__init__"
     init.__annotations__ = {item.name: item.type for item in fields(cls)} | {"return": None}
     return init

@@ -121,3 +121,14 @@ def test_own_methods_are_kept() -> None:
     assert repr(Text("a")) == "a"
     assert Text("a") == Text("A")
     assert hash(Text("a")) == 0
+
+
+def test_a_field_without_a_default_cannot_follow_one_with_a_default() -> None:
+    """The class is refused, as by `dataclass`."""
+
+    class Wrong:
+        x: int = 0
+        y: int
+
+    with pytest.raises(TypeError, match=r"Wrong\.y"):
+        record(Wrong)

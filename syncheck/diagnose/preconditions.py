@@ -55,7 +55,7 @@ def lacks_tensor_or_value(case: Case) -> bool:
 
 def has_nonfinite(case: Case) -> bool:
     """Whether a differing tensor holds NaN or infinity."""
-    return any(diff.nonfinite for diff in case.tensors)
+    return any(any(diff.nonfinite.values()) for diff in case.tensors)
 
 
 def is_damaged(case: Case) -> bool:
