@@ -24,9 +24,10 @@ def record(cls: _Class) -> _Class:
     class and equal fields. Methods that the class defines or inherits are kept.
     """
     described: Any = dataclass(init=False, repr=False, eq=False)(cls)
+    namespace = dict(described.__dict__)
     # A class with slots cannot have class attributes with the same names; fields keep the default values.
-    names = {item.name for item in fields(described)} | {"__dict__", "__weakref__"}
-    namespace = {name: value for name, value in described.__dict__.items() if name not in names}
+    for name in (*described.__dataclass_fields__, "__dict__", "__weakref__"):
+        namespace.pop(name, None)
     for name, method in _SHARED_METHODS.items():
         if getattr(cls, name, None) is getattr(object, name, None):
             namespace[name] = method
@@ -49,7 +50,9 @@ def _compile_init(cls: Any) -> Any:
             set_x(self, x)
             set_y(self, make_y() if y is OMITTED else y)
     """
+    parameters = ["self"]
     lines = []
+    types: dict[str, Any] = {"return": None}
     defaults: list[Any] = []
     scope: dict[str, Any] = {"OMITTED": _OMITTED}
     for item in fields(cls):
@@ -64,17 +67,18 @@ def _compile_init(cls: Any) -> Any:
             value = f"make_{name}() if {name} is OMITTED else {name}"
         elif defaults:
             raise TypeError(f"{cls.__name__}.{name} follows a field with a default value, and needs one too")
+        parameters.append(name)
+        types[name] = item.type
         lines.append(f" set_{name}(self, {value})")
     if hasattr(cls, "__post_init__"):
         lines.append(" self.__post_init__()")
-    parameters = ", ".join(["self", *(item.name for item in fields(cls))])
     body = "\n".join(lines)
     # The text consists of field names of syncheck only.
-    exec(f"def __init__({parameters}):\n{body}", scope)  # noqa: S102
+    exec(f"def __init__({', '.join(parameters)}):\n{body}", scope)  # noqa: S102
     init = scope["__init__"]
     init.__defaults__ = tuple(defaults)
     init.__qualname__ = f"{cls.__qualname__}.__init__"
-    init.__annotations__ = {item.name: item.type for item in fields(cls)} | {"return": None}
+    init.__annotations__ = types
     return init
 
 
@@ -89,11 +93,19 @@ def _equals(self: Any, other: object) -> Any:
 
 
 def _hash(self: Any) -> int:
-    return hash(tuple(getattr(self, item.name) for item in fields(self) if item.hash is not False))
+    values = []
+    for item in fields(self):
+        # A mapping has no hash.
+        if item.hash is not False:
+            values.append(getattr(self, item.name))
+    return hash(tuple(values))
 
 
 def _represent(self: Any) -> str:
-    texts = [f"{item.name}={getattr(self, item.name)!r}" for item in fields(self)]
+    texts = []
+    for item in fields(self):
+        value = getattr(self, item.name)
+        texts.append(f"{item.name}={value!r}")
     return f"{type(self).__qualname__}({', '.join(texts)})"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.measures import evidence_of
-from syncheck.diagnose.selection import has_kind
+from syncheck.diagnose.selection import exclude_kinds, has_kind
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def differs_by_training(case: Case) -> bool:
     """Whether tensors of the optimizer or weights differ, or any Python value does."""
     if case.group.values:
         return True
-    return any(diff.kind not in _BUFFERS for diff in case.tensors)
+    return bool(exclude_kinds(case.tensors, *_BUFFERS))
 
 
 def lacks_tensor_or_value(case: Case) -> bool:
@@ -55,6 +55,7 @@ def lacks_tensor_or_value(case: Case) -> bool:
 
 def has_nonfinite(case: Case) -> bool:
     """Whether a differing tensor holds NaN or infinity."""
+    # The counts of finite tensors are 0.
     return any(any(diff.nonfinite.values()) for diff in case.tensors)
 
 
@@ -65,8 +66,11 @@ def is_damaged(case: Case) -> bool:
 
 def holds_other_tensor(case: Case) -> bool:
     """Whether a differing tensor has the values or the direction of another tensor."""
-    evidence = map(evidence_of, case.tensors)
-    return any(found.holds or found.resembles for found in evidence)
+    for diff in case.tensors:
+        evidence = evidence_of(diff)
+        if evidence.holds or evidence.resembles:
+            return True
+    return False
 
 
 def has_blocks(case: Case) -> bool:
