@@ -86,7 +86,10 @@ def name_rules() -> dict[str, str]:
     """Return the name of each finding by its code, without importing the rules for replicas."""
     from syncheck.diagnose.conversion_rules import CONVERSION_RULES
 
-    return {rule.code: rule.slug for rule in (*REPLICA_RULES, *CONVERSION_RULES)}
+    names: dict[str, str] = {}
+    for rule in (*REPLICA_RULES, *CONVERSION_RULES):
+        names[rule.code] = rule.slug
+    return names
 
 
 @cache
