@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.comparison import reference
@@ -12,6 +12,7 @@ from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
 from syncheck.diagnose.verdicts import judge_group, overall
 from syncheck.errors import CheckpointError, UsageError
+from syncheck.frozen import record
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
 from syncheck.layout.second_weights import separate_copies
@@ -41,7 +42,7 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
     return finder.holds_checkpoint(str(path))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Found:
     """The checkpoints under some paths, opened and grouped; no tensor has been compared."""
 

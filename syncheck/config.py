@@ -38,7 +38,7 @@ _Kind = TypeVar("_Kind", options.Options, options.DiffOptions, options.RunOption
 
 # Most pyproject.toml files do not mention syncheck, and parsing TOML costs more than the rest of this module. As a key,
 # `syncheck` is followed by a dot, a bracket or an equals sign in every spelling; as a dependency it seldom is.
-_MENTION = re.compile(rb"""syncheck["']?[ \t]*[].=]""")
+_MENTION = rb"""syncheck["']?[ \t]*[].=]"""
 
 
 def load(folder: str | os.PathLike[str] = ".") -> tuple[str | None, dict[str, Any]]:
@@ -117,7 +117,7 @@ def _walk_candidates(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 def _parse_table(path: str, content: bytes) -> Mapping[str, Any] | None:
     """Return the table tool.syncheck of a file, or None."""
-    if not _MENTION.search(content):
+    if not re.search(_MENTION, content):
         return None
     import tomllib
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +73,7 @@ class RelationKind(StrEnum):
     """B is constant, or not correlated with A. correlation, or value of the constant."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Relation:
     """The relation of one tensor. parameters: see `RelationKind`; dtype, if the values were converted as well."""
 
@@ -79,7 +81,7 @@ class Relation:
     parameters: Mapping[str, int | float | str | tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stored:
     """How the files of a model store one tensor, for the maps of shards and names of a report page.
 
@@ -93,7 +95,7 @@ class Stored:
     boxes: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HistoryPoint:
     """The tensors of a finding at one step."""
 
@@ -106,7 +108,7 @@ class HistoryPoint:
     """Whether tensors or values of other findings were out of sync at this step."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class History:
     """The history of a finding over the compared steps of its run."""
 
@@ -124,7 +126,7 @@ class History:
     """The trend from the first to the last step with differences; None if only a single step differs."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NotFinite:
     """The tensors that hold NaN or infinity on all replicas."""
 
@@ -140,7 +142,7 @@ class NotFinite:
     """The tensors at step `since`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Evidence:
     """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
 
@@ -175,7 +177,7 @@ class Evidence:
     """For two models: how B follows from A, if a relation was found."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FreeRunning:
     """Whether running statistics lag by one update or are unsynchronized, from their differences at several steps.
 
@@ -196,7 +198,7 @@ class FreeRunning:
     """Number of running variances that are too low to have been copied from rank 0 since an earlier step."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Histogram:
     """A histogram of the differences of a tensor's elements. For very large tensors, of evenly spaced blocks.
 
@@ -217,7 +219,7 @@ class Histogram:
         return self.equal + sum(self.counts) + self.not_finite
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fixed:
     """A finding of the baseline, or part of a finding, that no longer occurs."""
 
@@ -226,7 +228,7 @@ class Fixed:
     """Names of tensors and values."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finding:
     """A diagnosed cause of differences, with its fix."""
 

@@ -25,6 +25,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import OptionError
+from syncheck.frozen import record
 from syncheck.option_kinds import (
     CHOICE,
     FLAG,
@@ -176,7 +177,7 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
 NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Options:
     """How to compare replicas; bitwise by default.
 
@@ -278,7 +279,7 @@ class Options:
         tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiffOptions(Options):
     """How to compare two models, A and B; bitwise by default.
 
@@ -330,7 +331,7 @@ class DiffOptions(Options):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunOptions:
     """The options of a run that do not affect the comparison: input, exit code and output.
 
@@ -458,9 +459,9 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     if not codes:
         return
     # The rules are many modules.
-    from syncheck.diagnose.rules import RULES
+    from syncheck.diagnose.rules import name_rules
 
-    code_of_slug = {rule.slug: rule.code for rule in RULES}
+    code_of_slug = {slug: code for code, slug in name_rules().items()}
     for code in codes:
         if code.upper() in code_of_slug.values():
             continue

@@ -7,7 +7,7 @@ The JSON document has the same field names: `report.groups[0].findings[0].code` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,7 @@ from syncheck.findings import (
     Severity,
     Trend,
 )  # fmt: skip
+from syncheck.frozen import record
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ Extent = Literal["one", "contiguous", "all", "scattered"]
 ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "attribute", "model", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tie:
     """Names that share memory on some ranks, and are separate tensors on other ranks."""
 
@@ -76,7 +77,7 @@ class Tie:
     """Ranks on which the names share memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shards:
     """A summary of sharded tensors with the same layout."""
 
@@ -91,7 +92,7 @@ class Shards:
     """The sets of compared ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Replica:
     """One replica of a group."""
 
@@ -111,7 +112,7 @@ class Replica:
     """Number of files with parts or copies of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Place:
     """The file with an element of a model. rank: None for a model in one file.
 
@@ -124,7 +125,7 @@ class Place:
     index: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorDiff:
     """The result of comparing the replicas of one tensor.
 
@@ -192,7 +193,7 @@ class TensorDiff:
         return self.status == "not_compared" and self.reason in reasons
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ValueDiff:
     """A Python value with differences between replicas."""
 
@@ -212,7 +213,7 @@ class ValueDiff:
     """Whether it may differ: a value of the model that the other format does not store."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Counts:
     """Numbers of tensors by status. They add up to `tensors`."""
 
@@ -240,7 +241,7 @@ class Counts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupEvidence:
     """Information about a group besides the diffs of tensors and values; input of the diagnosis."""
 
@@ -284,7 +285,7 @@ class GroupEvidence:
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Comparison:
     """The results for a group of replicas, before the diagnosis."""
 
@@ -336,7 +337,7 @@ class Comparison:
         return bool(self.labels)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Group(Comparison):
     """A comparison with its verdict and findings."""
 
@@ -346,7 +347,7 @@ class Group(Comparison):
     """Findings of the baseline that no step of the run has any more; for the last step of a run."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Unreadable:
     """A file with read errors."""
 
@@ -354,7 +355,7 @@ class Unreadable:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Alias:
     """A link to another replica. It is not compared, because it is the same file."""
 
@@ -365,7 +366,7 @@ class Alias:
     """The path of the compared replica."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DriftPoint:
     """The largest difference of any running statistic of a run at one step."""
 
@@ -375,7 +376,7 @@ class DriftPoint:
     tensor: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Closure:
     """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
 
@@ -390,7 +391,7 @@ class Closure:
         return str(self.message)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Report:
     """The complete result of a comparison."""
 

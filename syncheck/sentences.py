@@ -8,13 +8,14 @@ the name of its field in `syncheck.options`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from functools import cache
 from itertools import cycle
 from string import Formatter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.text import (
     by_rank_text,
     names_text,
@@ -91,7 +92,7 @@ class Sentence(Enum):
         return f"{self._topic}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Message:
     """A sentence with parameters: tuples of ranks or names, numbers, texts, and other messages."""
 
@@ -174,7 +175,7 @@ def _write_option(option: _Field) -> str:
     return option.name
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Value:
     """The value of a field, with a method for each kind of format specification."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     import os
@@ -69,7 +71,7 @@ class Membership(Enum):
 NoSync = Literal["", "active", "last forward"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Metadata:
     """The validated content of a `syncheck.metadata()` block."""
 
@@ -107,7 +109,7 @@ class Sliced(Protocol):
     def __getitem__(self, part: slice, /) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sharding:
     """The layout of a DTensor on a mesh of ranks; its `Tensor` is one rank's shard.
 
@@ -127,7 +129,7 @@ class Sharding:
     beside: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shard:
     """A box of a tensor that is stored in several boxes. start: its first index in the full tensor."""
 
@@ -135,7 +137,7 @@ class Shard:
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Digest:
     """The digest and statistics of a tensor in a fingerprint, over its bytes in C order, little-endian.
 
@@ -151,7 +153,7 @@ class Digest:
     std: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tensor:
     """One tensor of a checkpoint: its description and the location of its bytes, which stay on disk.
 
@@ -206,7 +208,7 @@ class Tensor:
         return self.sharding.shape
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Snapshot:
     """One opened checkpoint, without tensor data.
 

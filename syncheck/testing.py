@@ -12,12 +12,12 @@ pytest is not required. Importing this module does not import torch, numpy or py
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api
 from syncheck.errors import SyncheckError, UsageError
+from syncheck.frozen import record
 from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
 from syncheck.records import OutOfSync
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["OutOfSync", "Rank", "assert_in_sync", "assert_same_model", "compare", "message"]
 
 
-@dataclass(frozen=True)
+@record
 class Rank:
     """The value of the fixture `syncheck_rank`: this process and its process group.
 

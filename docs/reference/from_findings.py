@@ -16,7 +16,7 @@ from marks import cell, code, escaped, table
 from sources import ROOT
 
 from syncheck.cli import main
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 from syncheck.live.witnesses.rules import WITNESS_RULES
 
 EXAMPLE = "fixtures/desync/stale_rank"
@@ -36,7 +36,7 @@ def example() -> str:
 def table_of_findings() -> str:
     """Return the table of all findings, by code."""
     rows = []
-    for rule in sorted((*RULES, *WITNESS_RULES), key=lambda rule: rule.code):
+    for rule in sorted((*list_rules(), *WITNESS_RULES), key=lambda rule: rule.code):
         summary = cell(rule.explanation.partition("\n")[0])
         rows.append((f"[{rule.code}](findings/{rule.code.lower()}.md)", rule.slug, rule.severity, summary))
     return table(("code", "finding", "severity", "meaning"), rows)
@@ -44,14 +44,14 @@ def table_of_findings() -> str:
 
 def order() -> str:
     """Return the order in which rules are applied, without rules of severity info."""
-    return " ".join(rule.code[3:] for rule in RULES if rule.severity != "info")
+    return " ".join(rule.code[3:] for rule in list_rules() if rule.severity != "info")
 
 
 def pages() -> dict[str, str]:
     """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
     commands, pairs = _commands_by_code(), print_pairs()
     made = {}
-    for rule in (*RULES, *WITNESS_RULES):
+    for rule in (*list_rules(), *WITNESS_RULES):
         first, *rest = rule.explanation.split("\n\n")
         parts = [f"# {rule.code} {rule.slug}", f"Severity: {rule.severity}. {escaped(first)}"]
         for text in rest:

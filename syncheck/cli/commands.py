@@ -292,13 +292,13 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
-    from syncheck.diagnose.rules import RULES
+    from syncheck.diagnose.rules import list_rules
     from syncheck.live.witnesses.rules import WITNESS_RULES
     from syncheck.report import text
 
-    if not RULES[0].explanation:
+    if not list_rules()[0].explanation:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
-    rules = sorted((*RULES, *WITNESS_RULES), key=lambda rule: rule.code)
+    rules = sorted((*list_rules(), *WITNESS_RULES), key=lambda rule: rule.code)
     if arguments.code is None:
         output.print_parts(text.list_rules(rules), arguments.color)
         return 0

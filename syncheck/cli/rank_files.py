@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError, UsageError
+from syncheck.frozen import record
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MAX_VALUES
@@ -35,7 +36,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SECOND = 10**9  # in nanoseconds
 
 
-@dataclass(frozen=True)
+@record
 class FileInfo:
     """A rank's file before it is read.
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import CheckpointError
+from syncheck.frozen import record
 from syncheck.layout.groups import group_by_step
 from syncheck.records import FreeRunning, Unreadable
 from syncheck.tensors.blocks import Files, has_elements
@@ -62,7 +63,7 @@ _SHARES = 20
 MARGIN = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Moment:
     """The statistics at one step. batches: the batch count of all ranks. values: by rank and name."""
 
@@ -71,7 +72,7 @@ class _Moment:
     values: Mapping[int, Vectors]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Pair:
     """The differences at two moments, given by their batch counts.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ORDER = tuple(Membership)
 
 # The key of an extra state within a name.
-_EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+_EXTRA_STATE = r"(?:^|\.)_extra_state(?:\.|$)"
 
 
 class _Judgement(NamedTuple):
@@ -137,7 +137,7 @@ class ModelValues:
             return _Judgement(counts=differs or is_missing, unknown=False)
 
         # Conversions to other formats omit extra states on purpose; a note counts them.
-        is_expected = membership is Membership.MODEL and _EXTRA_STATE.search(name) is None
+        is_expected = membership is Membership.MODEL and re.search(_EXTRA_STATE, name) is None
         return _Judgement(
             counts=differs,
             unknown=is_expected and bool(missing_ranks),

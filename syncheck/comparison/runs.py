@@ -26,7 +26,7 @@ _OF_RANK = frozenset(
     "output root cache log logging tmp time date pid main master primary chief leader verbose quiet progress writer "
     "shard shards worker workers offset index id local".split()
 )
-_WORD = re.compile(r"[a-z]+")
+_WORD = r"[a-z]+"
 # In paths, also on Windows.
 _SEPARATORS = frozenset("/\\")
 # Differences between the seeds of neighbouring ranks.
@@ -160,7 +160,7 @@ def _belongs_to_rank(name: str, value: Any) -> bool:
         return True
 
     last = name.rpartition(".")[2]
-    words = _WORD.findall(last.lower())
+    words = re.findall(_WORD, last.lower())
     return not _OF_RANK.isdisjoint(words)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.layout.alignment import align
 from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
 from syncheck.snapshots import Metadata, get_metadata
@@ -27,7 +28,7 @@ ONLY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Selection:
     """The tensors to compare, and how.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.adapted_tensors import Merged, Replaced, are_comparable, find_adapted
 from syncheck.conversion.casts import is_conversion
 from syncheck.conversion.merges import is_merge
+from syncheck.frozen import record
 from syncheck.messages import Detail
 from syncheck.records import Counts, Reason
 
@@ -206,7 +207,7 @@ class _Doubts:
         return diff
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Remainder:
     """The parts of an adapter that were not merged."""
 

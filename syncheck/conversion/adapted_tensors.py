@@ -5,12 +5,13 @@ A merged weight is W + scale * B @ A (peft/tuners/lora/layer.py). Weights are co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, round_values
 from syncheck.conversion.recognition import are_readable
+from syncheck.frozen import record
 from syncheck.layout import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensors.dtypes import DTYPES
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LowRank:
     """The product that an adapter adds to a weight: scale * up @ down, in the C order of the weight."""
 
@@ -91,7 +92,7 @@ class LowRank:
         return converted
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Merged:
     """The bytes of a base weight plus its adapter's product, in the dtype of the weight."""
 
@@ -124,7 +125,7 @@ class Merged:
         return b"".join(blocks)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Replaced:
     """The bytes of a tensor that the adapter stores instead of the base model's."""
 
@@ -145,7 +146,7 @@ class Replaced:
         return _read_bytes(self.new, self.files, part)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Stored:
     """The bytes of a tensor in C order."""
 
@@ -156,7 +157,7 @@ class _Stored:
         return _read_bytes(self.tensor, self.files, part)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Product:
     """The float64 bytes of a product, or of the sums of its absolute terms."""
 

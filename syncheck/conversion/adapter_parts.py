@@ -8,6 +8,7 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.tensors.names import has_adapter_segment, is_adapter_file
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _PATTERNS = {
 KINDS = tuple(_PATTERNS)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PartName:
     """The name of a part of an adapter."""
 

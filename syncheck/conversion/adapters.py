@@ -23,6 +23,7 @@ from syncheck.conversion.adapter_parts import (
 from syncheck.conversion.adapter_settings import AdapterSettings
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.replacements import replace_rows, replace_tensor
+from syncheck.frozen import record
 from syncheck.messages import AdapterProblem, Refusal
 from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
@@ -40,7 +41,7 @@ _MOST_FACTOR = 1 << 23
 _FACTOR_ROLES = {"A", "B"}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AdaptedModel:
     """A model with its merged adapter."""
 
@@ -50,7 +51,7 @@ class AdaptedModel:
     """Of mapped tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Change:
     """The parts of an adapter that change a tensor of the base model."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
@@ -10,6 +10,7 @@ from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
 from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
+from syncheck.frozen import record
 from syncheck.messages import Note
 from syncheck.tensors.names import normalize_keys
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from syncheck.tensors.blocks import Files
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MappedSides:
     """Two sides after a map of their names."""
 

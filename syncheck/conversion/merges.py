@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.adapted_tensors import Product, find_merged, reread, view_weight
 from syncheck.conversion.casts import convert, round_values, unit_roundoff
 from syncheck.findings import Relation, RelationKind
+from syncheck.frozen import record
 from syncheck.tensors.blocks import ranges
 from syncheck.tensors.dtypes import DTYPES
 
@@ -69,7 +69,7 @@ def _is_accepted(source: str, copy: str, dtype: str | None) -> bool:
     return unit_roundoff(copy) <= unit_roundoff(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Computation:
     """One of the ways to compute a merged tensor."""
 

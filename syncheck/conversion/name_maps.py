@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.templates import Template, parse_template
+from syncheck.frozen import record
 from syncheck.layout import views
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _SETTINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rule:
     """A rule of a map. Lengths are in elements of the dimension, dimensions count from 0.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.numbering import split_numbers
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.conversion.rows import MOST_ROWS, digest_rows
+from syncheck.frozen import record
 from syncheck.layout import views
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _MOST_EQUAL = 64
 _FEW = 8
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Layout:
     """How a stored tensor contains its parts; see `Rule`.
 
@@ -46,7 +47,7 @@ class Layout:
     stacked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pairing:
     """A stored tensor of one model, and the tensors of the other model with its data.
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -151,7 +153,7 @@ class _Node(ABC):
     def _advance(self, text: _Text, positions: int) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Chars(_Node):
     """One character of a set."""
 
@@ -163,7 +165,7 @@ class _Chars(_Node):
         return matching << 1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Edge(_Node):
     """The start or the end of the name."""
 
@@ -174,7 +176,7 @@ class _Edge(_Node):
         return positions & text.find(self.expression)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sequence(_Node):
     """One part after another."""
 
@@ -189,7 +191,7 @@ class _Sequence(_Node):
         return positions
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Choice(_Node):
     """Any of several alternatives."""
 
@@ -202,7 +204,7 @@ class _Choice(_Node):
         return reached
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Repeat(_Node):
     """A part, several times."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.recognition import get_computed, is_readable
 from syncheck.conversion.scales import SHARES, are_plausible
 from syncheck.findings import Relation, RelationKind
+from syncheck.frozen import record
 from syncheck.snapshots import Tensor, contiguous_strides
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
@@ -46,7 +47,7 @@ _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the man
 _PLAIN_DTYPES = ("int8", "uint8", *_FLOATS)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Quantized:
     """The values of a quantized matrix as float32."""
 

@@ -6,12 +6,13 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.earlier_steps import find_earlier
 from syncheck.conversion.name_maps import find_variables
 from syncheck.errors import SyncheckError, UsageError
+from syncheck.frozen import record
 from syncheck.layout import views
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import CheckpointGroup
@@ -36,7 +37,7 @@ LABELS = ("A", "B")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Side:
     """One side of a difference."""
 

@@ -8,9 +8,10 @@ matching takes time proportional to the length of the name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,7 @@ MOST_PLACEHOLDERS = 8
 _TOKEN = re.compile(r"((?:[^{}]|\{\{|\}\})+)|\{([A-Za-z_][A-Za-z0-9_]{0,31})\}|[{}]")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Template:
     """A parsed template.
 

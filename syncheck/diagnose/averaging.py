@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from syncheck.records import Comparison
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 _SETTINGS = frozenset({"period", "warmup_steps", "last_step"})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Averaging:
     """A step of local SGD."""
 

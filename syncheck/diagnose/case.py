@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import filterfalse
-from statistics import median, mode
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import count_agreeing, difference_ratios, suspects, trend_of
-from syncheck.diagnose.measures import relation_of
+from syncheck.diagnose.measures import median, most_common, relation_of
 from syncheck.diagnose.optimizer_names import (
     is_gradient_average,
     is_rmsprop_momentum,
@@ -32,6 +31,7 @@ from syncheck.diagnose.selection import (
 )
 from syncheck.diagnose.series import step_order
 from syncheck.diagnose.statements import Common, Course, describe_clusters, largest_difference
+from syncheck.frozen import record
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
 _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Case:
     """A group, its differences not covered by an earlier rule, and the groups of the same run."""
 
@@ -407,8 +407,8 @@ class Case:
                 clusters_of_tensors.append(diff.clusters)
         if not clusters_of_tensors:
             return ()
-        most_common = mode(clusters_of_tensors)
-        return describe_clusters(most_common, self.group.ranks)
+        clusters = most_common(clusters_of_tensors)
+        return describe_clusters(clusters, self.group.ranks)
 
     def _facts_within_groups(self, partitioned: Sequence[TensorDiff]) -> tuple[Message, ...]:
         """State the suspects of tensors with several replica groups, between which tensors differ by design."""
@@ -422,7 +422,7 @@ class Case:
         return (fact,)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Match:
     """The result of a rule: covered tensors and values, suspects, and evidence."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +9,7 @@ from syncheck.diagnose.averaging import recorded_step
 from syncheck.diagnose.optimizer_names import parameter_of, split_number
 from syncheck.diagnose.rank_values import are_unequal, below_highest, counts_of, find_minority, known_numbers, spread
 from syncheck.diagnose.selection import ranks_outside, select_names
+from syncheck.frozen import record
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.value_kinds import is_lbfgs_state
 
@@ -38,7 +38,7 @@ class Origin(Sentence):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepCounter:
     """An optimizer step counter with different values on different ranks."""
 

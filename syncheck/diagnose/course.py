@@ -8,14 +8,15 @@ certainty and the most steps is the finding of all of them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from statistics import mode
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.measures import most_common
 from syncheck.diagnose.selection import list_names, out_of_sync, select_names, with_step
 from syncheck.diagnose.series import by_run
 from syncheck.diagnose.single_events import describe_events
 from syncheck.diagnose.statements import largest_difference
+from syncheck.frozen import record
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Course(Sentence):
     STEP = "step {step}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Sighting:
     """A finding at one step."""
 
@@ -143,7 +144,7 @@ def _observe(position: int, group: Group, finding: Finding) -> _Sighting | None:
         finding=finding,
         names=frozenset(list_names(parameters)),
         # Of several sets, the set of most parameters.
-        ranks=mode(sets_of_ranks),
+        ranks=most_common(sets_of_ranks),
     )
 
 

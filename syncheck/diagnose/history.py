@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose.measures import median
 from syncheck.diagnose.selection import (
     exclude_kinds,
     exclude_names,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.records import Evidence, sets_within
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from syncheck.records import TensorDiff
 
 _Default = TypeVar("_Default", float, None)
+_Item = TypeVar("_Item", bound="Hashable")
 # Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
 TOUCHED = 0.1
 # Extents of differences that damage explains, unlike the updates of a whole tensor.
@@ -33,6 +34,21 @@ def share_of(diff: TensorDiff) -> float:
 def evidence_of(diff: TensorDiff) -> Evidence:
     """Return the evidence of a tensor, without any content if it was not collected."""
     return diff.evidence or Evidence()
+
+
+def median(numbers: Iterable[float]) -> float:
+    """Return the median of one number or more. `statistics.median` takes a while to import."""
+    ordered = sorted(numbers)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def most_common(items: Iterable[_Item]) -> _Item:
+    """Return the most common of one item or more; of equally common items, the first."""
+    ((item, _),) = Counter(items).most_common(1)
+    return item
 
 
 def median_or(numbers: Sequence[float], default: _Default) -> float | _Default:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Match
 from syncheck.diagnose.measures import parameters_of
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import limit_facts
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
-    from types import ModuleType
 
     from syncheck.diagnose.case import Case
     from syncheck.findings import Certainty, RelationKind
@@ -46,7 +45,7 @@ def keep_match(match: Match) -> Match:
     return match
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rule:
     """A rule: it calls `match`, or it covers the tensors of two models that have a `relation`."""
 
@@ -76,6 +75,10 @@ class Rule:
     """Returns the statement about the tensors of one key."""
     amend: Callable[[Match], Match] = keep_match
     """Replaces cause, fix or certainty of the match, or adds statements, if the tensors require it."""
+
+    def select(self, case: Case) -> Rule:  # noqa: ARG002 - as for `RuleModule`
+        """Return this rule."""
+        return self
 
     def apply(self, case: Case) -> Match | None:
         """Return the explained differences, or None if the rule explains none."""
@@ -108,24 +111,53 @@ class Rule:
     @property
     def explanation(self) -> str:
         """The text of `syncheck explain`: a line that summarizes the finding, and paragraphs. Empty under `-OO`."""
+        import textwrap  # only `syncheck explain` formats paragraphs
+
         docstring = self.docstring or self.sentences.__doc__ or ""
         summary, _, details = docstring.strip().partition("\n")
         return f"{summary}\n{textwrap.dedent(details)}".strip()
 
 
-def replica_rule(module: ModuleType, *, every_rank: bool = False, two_models: Turn | None = None) -> Rule:
-    """Return the rule of a module of this package: its constants, the function `apply`, and its docstring."""
-    return Rule(
-        code=module.CODE,
-        slug=module.SLUG,
-        sentences=module.Text,
-        docstring=module.__doc__,
-        severity=module.SEVERITY,
-        certainty=module.CERTAINTY,
-        every_rank=every_rank,
-        two_models=two_models,
-        match=module.apply,
-    )
+@record
+class RuleModule:
+    """A rule for replicas in a module of its own, which is imported only if the rule may match."""
+
+    name: str
+    """The module in this package: 'syn201_bn_local_stats'."""
+    may_match: Callable[[Case], bool]
+    """A condition without which the rule does not match; see `preconditions`."""
+    every_rank: bool = False
+    two_models: Turn | None = None
+    """As for `Rule`."""
+
+    @property
+    def code(self) -> str:
+        """The code of the finding: 'SYN201'."""
+        return self.name.partition("_")[0].upper()
+
+    @property
+    def slug(self) -> str:
+        """The name of the finding: 'bn-local-stats'."""
+        return self.name.partition("_")[2].replace("_", "-")
+
+    def select(self, case: Case) -> Rule | None:
+        """Return the rule, or None if it cannot match."""
+        return self.load() if self.may_match(case) else None
+
+    def load(self) -> Rule:
+        """Return the rule: the constants of the module, the function `apply`, and the docstring."""
+        module = import_module(f"syncheck.diagnose.{self.name}")
+        return Rule(
+            code=module.CODE,
+            slug=module.SLUG,
+            sentences=module.Text,
+            docstring=module.__doc__,
+            severity=module.SEVERITY,
+            certainty=module.CERTAINTY,
+            every_rank=self.every_rank,
+            two_models=self.two_models,
+            match=module.apply,
+        )
 
 
 def group_by_parameters(tensors: Iterable[TensorDiff], key: tuple[str, ...] | None) -> list[list[TensorDiff]]:

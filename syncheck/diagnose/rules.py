@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose import (
-    syn101_missing_tensors,
-    syn102_shape_or_dtype_mismatch,
-    syn103_prefix_normalized,
-    syn104_sharded_by_design,
-    syn105_tie_broken,
-    syn106_different_progress,
-    syn107_settings_differ,
-    syn108_different_runs,
-    syn201_bn_local_stats,
-    syn202_bn_drift_growing,
-    syn203_bn_count_mismatch,
-    syn204_bn_variance_only,
-    syn205_buffer_local_state,
-    syn206_metric_states,
-    syn210_init_not_broadcast,
-    syn211_gradients_not_reduced,
-    syn212_outside_the_wrapper,
-    syn213_per_rank_gradient_scale,
-    syn214_step_skipped,
-    syn215_optimizer_state_not_restored,
-    syn216_grad_scaler_diverged,
-    syn217_stale_replica,
-    syn218_frozen_not_broadcast,
-    syn219_averaged_copy_stale,
-    syn220_bit_flip,
-    syn221_contiguous_corruption,
-    syn222_nonfinite_on_some_ranks,
-    syn223_damaged_on_disk,
-    syn224_contents_exchanged,
-    syn225_not_updated_on_some_ranks,
-    syn226_masked_on_some_ranks,
-    syn230_differs_by_node,
-    syn231_tensor_parallel_replicated,
-    syn240_rounding_only,
-    syn241_periodic_averaging,
-    syn299_unexplained_difference,
-    two_runs,
-)
+from syncheck.diagnose import preconditions as needs
+from syncheck.diagnose import two_runs
 from syncheck.diagnose.case import Case
-from syncheck.diagnose.conversion_rules import CONVERSION_RULES
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.remainder import find_unexplained_tensors, find_unexplained_values
-from syncheck.diagnose.rule import Turn, replica_rule
+from syncheck.diagnose.rule import RuleModule, Turn
 from syncheck.diagnose.selection import list_names, out_of_sync, problems_of, ranks_outside, select_counting
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper, for_two_models
 from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.records import Finding
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,47 +26,76 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, TensorDiff
 
 
-# In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
+# In the order of precedence, each with a necessary condition. SYN103, SYN104 and SYN105 cover no tensor, so their
+# position does not matter.
 REPLICA_RULES = (
-    replica_rule(syn108_different_runs),
-    replica_rule(syn206_metric_states, every_rank=True),
-    replica_rule(syn225_not_updated_on_some_ranks),
-    replica_rule(syn101_missing_tensors, every_rank=True, two_models=Turn.REPLICAS),
-    replica_rule(syn102_shape_or_dtype_mismatch, every_rank=True, two_models=Turn.REPLICAS),
-    replica_rule(syn223_damaged_on_disk, two_models=Turn.DAMAGE),
-    replica_rule(syn222_nonfinite_on_some_ranks),
-    replica_rule(syn220_bit_flip, two_models=Turn.REPLICAS),
-    replica_rule(syn221_contiguous_corruption),
-    replica_rule(syn217_stale_replica),
-    replica_rule(syn106_different_progress, two_models=Turn.REPLICAS),
-    replica_rule(syn215_optimizer_state_not_restored),
-    replica_rule(syn214_step_skipped, two_models=Turn.REPLICAS),
-    replica_rule(syn216_grad_scaler_diverged),
-    replica_rule(syn107_settings_differ, every_rank=True, two_models=Turn.REPLICAS),
-    replica_rule(syn224_contents_exchanged),
-    replica_rule(syn226_masked_on_some_ranks, every_rank=True),
-    replica_rule(syn231_tensor_parallel_replicated, every_rank=True),
-    replica_rule(syn230_differs_by_node),
-    replica_rule(syn240_rounding_only, every_rank=True),
-    replica_rule(syn205_buffer_local_state, every_rank=True),
-    replica_rule(syn203_bn_count_mismatch),
-    replica_rule(syn204_bn_variance_only, every_rank=True),
-    replica_rule(syn202_bn_drift_growing, every_rank=True),
-    replica_rule(syn201_bn_local_stats, every_rank=True),
-    replica_rule(syn219_averaged_copy_stale),
-    replica_rule(syn218_frozen_not_broadcast),
-    replica_rule(syn212_outside_the_wrapper),
-    replica_rule(syn213_per_rank_gradient_scale, two_models=Turn.REPLICAS),
-    replica_rule(syn210_init_not_broadcast),
-    replica_rule(syn211_gradients_not_reduced),
-    replica_rule(syn241_periodic_averaging, every_rank=True),
-    replica_rule(syn299_unexplained_difference, every_rank=True),
-    replica_rule(syn103_prefix_normalized, two_models=Turn.INFORMATION),
-    replica_rule(syn104_sharded_by_design),
-    replica_rule(syn105_tie_broken),
+    RuleModule("syn108_different_runs", needs.records_runs),
+    RuleModule("syn206_metric_states", needs.differs("parameter", "buffer"), every_rank=True),
+    RuleModule("syn225_not_updated_on_some_ranks", needs.differs_by_training),
+    RuleModule("syn101_missing_tensors", needs.lacks_tensor_or_value, every_rank=True, two_models=Turn.REPLICAS),
+    RuleModule(
+        "syn102_shape_or_dtype_mismatch",
+        needs.has_reason("shape", "dtype"),
+        every_rank=True,
+        two_models=Turn.REPLICAS,
+    ),
+    RuleModule("syn223_damaged_on_disk", needs.is_damaged, two_models=Turn.DAMAGE),
+    RuleModule("syn222_nonfinite_on_some_ranks", needs.has_nonfinite),
+    RuleModule("syn220_bit_flip", needs.any_difference, two_models=Turn.REPLICAS),
+    RuleModule("syn221_contiguous_corruption", needs.any_difference),
+    RuleModule("syn217_stale_replica", needs.differs_by_training),
+    RuleModule("syn106_different_progress", needs.differs_by_training, two_models=Turn.REPLICAS),
+    RuleModule("syn215_optimizer_state_not_restored", needs.differs_by_training),
+    RuleModule("syn214_step_skipped", needs.differs_by_training, two_models=Turn.REPLICAS),
+    RuleModule("syn216_grad_scaler_diverged", needs.differs_by_training),
+    RuleModule("syn107_settings_differ", needs.differs_by_training, every_rank=True, two_models=Turn.REPLICAS),
+    RuleModule("syn224_contents_exchanged", needs.holds_other_tensor),
+    RuleModule("syn226_masked_on_some_ranks", needs.differs("parameter", "buffer"), every_rank=True),
+    RuleModule("syn231_tensor_parallel_replicated", needs.has_mesh, every_rank=True),
+    RuleModule("syn230_differs_by_node", needs.has_blocks),
+    RuleModule("syn240_rounding_only", needs.any_difference, every_rank=True),
+    RuleModule("syn205_buffer_local_state", needs.any_difference, every_rank=True),
+    RuleModule("syn203_bn_count_mismatch", needs.differs("bn_count")),
+    RuleModule("syn204_bn_variance_only", needs.differs("bn_var"), every_rank=True),
+    RuleModule("syn202_bn_drift_growing", needs.differs(*BN_STATISTICS), every_rank=True),
+    RuleModule("syn201_bn_local_stats", needs.differs(*BN_STATISTICS), every_rank=True),
+    RuleModule("syn219_averaged_copy_stale", needs.differs("ema")),
+    RuleModule("syn218_frozen_not_broadcast", needs.differs("parameter", "buffer")),
+    RuleModule("syn212_outside_the_wrapper", needs.differs_by_training),
+    RuleModule("syn213_per_rank_gradient_scale", needs.differs_by_training, two_models=Turn.REPLICAS),
+    RuleModule("syn210_init_not_broadcast", needs.differs_by_training),
+    RuleModule("syn211_gradients_not_reduced", needs.differs_by_training),
+    RuleModule("syn241_periodic_averaging", needs.averages_periodically, every_rank=True),
+    RuleModule("syn299_unexplained_difference", needs.any_difference, every_rank=True),
+    RuleModule("syn103_prefix_normalized", needs.has_prefixes, two_models=Turn.INFORMATION),
+    RuleModule("syn104_sharded_by_design", needs.has_shards),
+    RuleModule("syn105_tie_broken", needs.has_broken_ties),
 )
-RULES = (*REPLICA_RULES, *CONVERSION_RULES)
-DIFF_RULES = tuple(rule for turn in Turn for rule in RULES if rule.two_models is turn)
+
+
+@cache
+def list_rules() -> tuple[Rule, ...]:
+    """Return all rules: those for replicas in the order of precedence, then those for two models."""
+    from syncheck.diagnose.conversion_rules import CONVERSION_RULES  # only for two models
+
+    return (*(module.load() for module in REPLICA_RULES), *CONVERSION_RULES)
+
+
+@cache
+def name_rules() -> dict[str, str]:
+    """Return the name of each finding by its code, without importing the rules for replicas."""
+    from syncheck.diagnose.conversion_rules import CONVERSION_RULES
+
+    names: dict[str, str] = {}
+    for rule in (*REPLICA_RULES, *CONVERSION_RULES):
+        names[rule.code] = rule.slug
+    return names
+
+
+@cache
+def list_diff_rules() -> tuple[Rule, ...]:
+    """Return the rules for two models, in the order of precedence."""
+    return tuple(rule for turn in Turn for rule in list_rules() if rule.two_models is turn)
 
 
 def diagnose(
@@ -147,7 +140,7 @@ def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -
     """Return findings for every difference of two models. SYN399 covers all unexplained differences."""
     findings = []
     for finding in _apply_rules(
-        DIFF_RULES,
+        list_diff_rules(),
         pair,
         (),
         allow,
@@ -164,21 +157,22 @@ def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -
 
 
 def _apply_rules(
-    rules: Sequence[Rule], group: Comparison, series: tuple[Comparison, ...], allow: frozenset[str]
+    rules: Sequence[Rule | RuleModule], group: Comparison, series: tuple[Comparison, ...], allow: frozenset[str]
 ) -> tuple[Finding, ...]:
     """Return the findings of all matching rules, each of which covers what the earlier rules leave unexplained."""
     tensors = _list_problems(group)
     values = list_names(select_counting(group.values))
     findings = []
-    for rule in rules:
+    for candidate in rules:
         case = Case(
             group=group,
             tensors=tensors,
             values=values,
             series=series or (group,),
         )
-        match = _find_match(rule, case)
-        if match is None:
+        rule = candidate.select(case)
+        match = None if rule is None else _find_match(rule, case)
+        if rule is None or match is None:
             continue
         agree = _find_agreeing(rule, match, group)
         tensors = find_unexplained_tensors(tensors, match.tensors, agree)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, TensorDiff
 
 # A mesh dimension along which a DTensor is sharded, with its name if it has one: see `layout.dtensors.layout_text`.
-_SHARDED_ALONG = re.compile(r"divided in \d+(?: along ([^(]+))? \(dimension (\d+)")
+_SHARDED_ALONG = r"divided in \d+(?: along ([^(]+))? \(dimension (\d+)"
 
 
 class Wrapper(Sentence):
@@ -112,7 +112,7 @@ def is_sharded(group: Comparison) -> bool:
     dimensions: list[tuple[str, str]] = []
     for shards in group.shards:
         if shards.kind == "DTensor":
-            dimensions += _SHARDED_ALONG.findall(shards.layout)
+            dimensions += re.findall(_SHARDED_ALONG, shards.layout)
     return any(_is_data_parallel(name, dimension) for name, dimension in dimensions)
 
 

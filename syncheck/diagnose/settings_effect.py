@@ -48,7 +48,7 @@ _OF_GRADIENTS = frozenset("exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer squ
 # Adafactor of fairseq and Transformers averages its updates, which contain the learning rate, in `exp_avg`.
 _OF_UPDATES = "exp_avg_sq_row"
 # The positions in lists at the end of the name of a setting.
-_POSITIONS = re.compile(r"(\.\d+)+\Z")
+_POSITIONS = r"(\.\d+)+\Z"
 
 # Relative difference of settings up to which a bound is known. A schedule may have been further apart before.
 _TINY = 0.01
@@ -165,7 +165,7 @@ def _keys(settings: Iterable[ValueDiff]) -> frozenset[str]:
 
 def _key(setting: ValueDiff) -> str:
     """Return the name of a setting without containers and positions: betas for optimizer.param_groups.0.betas.1."""
-    return last_part(_POSITIONS.sub("", setting.name))
+    return last_part(re.sub(_POSITIONS, "", setting.name))
 
 
 def _may_explain_moments(case: Case, acting: Sequence[ValueDiff]) -> bool:

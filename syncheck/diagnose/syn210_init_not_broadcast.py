@@ -31,7 +31,6 @@ pytorch/xla#3216.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -41,6 +40,7 @@ from syncheck.diagnose.measures import differing_share, is_below, median_cosine
 from syncheck.diagnose.moments import decay_share, only_decay
 from syncheck.diagnose.sentences import is_sharded
 from syncheck.diagnose.statements import follower_facts
+from syncheck.frozen import record
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ MOST_OF_MODEL = 0.25
 UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Difference:
     """The differing trained parameters and their directions."""
 

@@ -24,7 +24,6 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from syncheck.diagnose.measures import is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
 from syncheck.diagnose.selection import list_names, select_names, union_of
 from syncheck.diagnose.statements import follower_facts, largest_difference
+from syncheck.frozen import record
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -82,7 +82,7 @@ FEW = 4
 ALIKE = 0.97
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Part:
     """A part of the model that differs."""
 

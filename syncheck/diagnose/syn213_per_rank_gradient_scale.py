@@ -33,14 +33,12 @@ pytorch/torchtitan#766, pytorch/pytorch#170862, NVIDIA-NeMo/RL#3788.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.features import groups_of
-from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median_cosine
+from syncheck.diagnose.measures import cosines, evidence_of, is_at_least, is_below, median, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
     decay_share,
@@ -54,6 +52,7 @@ from syncheck.diagnose.optimizer_names import is_momentum
 from syncheck.diagnose.rank_values import below_highest
 from syncheck.diagnose.selection import minorities_of, ranks_outside
 from syncheck.diagnose.statements import follower_facts
+from syncheck.frozen import record
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ _COUNTED = _Summaries(Text.CLIPPED, Text.CLIPPED_UNEQUALLY)
 _UNCOUNTED = _Summaries(Text.CONSISTENT, Text.CONSISTENT_UNEQUALLY)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Lengths:
     """First moments whose lengths differ between ranks."""
 

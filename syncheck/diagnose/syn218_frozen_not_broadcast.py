@@ -30,7 +30,6 @@ the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitia
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -41,6 +40,7 @@ from syncheck.diagnose.measures import is_share_below
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.sentences import is_sharded
 from syncheck.diagnose.statements import follower_facts, largest_difference
+from syncheck.frozen import record
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -107,7 +107,7 @@ _COPY = re.compile(r"(?:^|[._])(?:ema|swa|averaged|teacher|shadow|target)(?:[._]
 WHOLE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Untrained:
     """The differing tensors that nothing trains."""
 

@@ -26,13 +26,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.conditions import state_if
 from syncheck.diagnose.features import exclude_numbers, extents_of, select_numbers, with_agreeing_ranks
 from syncheck.diagnose.history import difference_ratios
-from syncheck.diagnose.measures import TOUCHED, is_share_below, values_by_rank
+from syncheck.diagnose.measures import TOUCHED, is_share_below, median, values_by_rank
 from syncheck.diagnose.selection import (
     ends_with_number,
     last_part,

@@ -20,9 +20,9 @@ Four questions sound alike and are not answered here:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.layout.copies import find_copies, find_second_copies, is_embedding_in_stages
 from syncheck.layout.optimizer_shards import OptimizerShards, detect_partitioning
 from syncheck.layout.replica_groups import Positions, find_positions, find_replica_groups, find_replicated
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Alignment:
     """The tensors of the ranks of one model by common names, and the ranks that must hold equal bytes of each."""
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.layout.boxes import combine, cut_flat_tensor, is_in_file
 from syncheck.layout.zero_chunks import malformed_folder, split_group, split_parameters
 from syncheck.messages import Note
@@ -47,7 +48,7 @@ class _State(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Contents:
     """The tensors of a folder."""
 

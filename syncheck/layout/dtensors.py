@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Limit of the dimensions of a mesh. Untrusted files can claim thousands of dimensions, all of size 1.
 _MOST_DIMS = 8
 # S(0), or _S(0, 2) for a strided shard. The digits are those of str.isdecimal().
-_SPLIT = re.compile(r"_?S\((\d+)(?:,\s*(\d+)\s*)?\)?")
+_SPLIT = r"_?S\((\d+)(?:,\s*(\d+)\s*)?\)?"
 
 
 def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
@@ -128,7 +128,7 @@ def _order_splits(sharding: Sharding) -> list[_Split] | None:
         if placement == "R":
             continue
 
-        match = _SPLIT.fullmatch(placement)
+        match = re.fullmatch(_SPLIT, placement)
         if match is None:
             return None
 

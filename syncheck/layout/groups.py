@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
+from syncheck.frozen import record
 from syncheck.layout.path_numbers import split_path
 from syncheck.text import Side
 
@@ -30,7 +31,7 @@ _FILLER = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointGroup:
     """The checkpoints of one step of one run, which are replicas, in the order of their ranks."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
+from syncheck.frozen import record
 from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_model_values, split_chunk, unfuse
 from syncheck.layout.replica_groups import find_replicated
 from syncheck.messages import Refusal
@@ -53,7 +54,7 @@ class _RankFile:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Grid:
     """The ranks of a folder.
 

@@ -15,9 +15,10 @@ import itertools
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.owners import LostState, find_owners
 from syncheck.layout.zero_redundancy import repeat_partition
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     OwnParameters = Mapping[int, AbstractSet[str]]
     _Shape = tuple[int, ...]
 
-_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
+_STATE = r"optimizer\.(\d+)\.([^.]+)"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OptimizerShards:
     """How optimizer state is partitioned over ranks. By default, each rank holds all of it."""
 
@@ -183,7 +184,7 @@ def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
     return Detected(shared, optimizer)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _NumberedOptimizer:
     """The optimizer of a rank, which numbers its parameters from 0."""
 
@@ -341,7 +342,7 @@ def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     model: list[Tensor] = []
     shapes: dict[str, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        if not _STATE.fullmatch(name):
+        if not re.fullmatch(_STATE, name):
             model.append(tensor)
             shapes[name] = tensor.full_shape
 
@@ -384,7 +385,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     """Return the shape of each numbered parameter: the shape of its states, except step counters."""
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        match = _STATE.fullmatch(name)
+        match = re.fullmatch(_STATE, name)
         if match is None:
             continue
 

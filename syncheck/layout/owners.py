@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     Ranks = frozenset[int]
     States = frozenset[str]
 
-_MEMBERS = re.compile(r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))")
+_MEMBERS = r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LostState:
     """State that no file contains, although its owner is known."""
 
@@ -156,7 +157,7 @@ def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
     lists: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, snapshot in snapshots.items():
         for name, members in snapshot.values.items():
-            if _MEMBERS.fullmatch(name):
+            if re.fullmatch(_MEMBERS, name):
                 lists[name, str(members)].append(rank)
 
     groups: dict[str, list[str]] = {}

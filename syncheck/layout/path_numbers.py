@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,15 +37,13 @@ _START = r"(?:^|[^a-z])"
 _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]?\d)")
 # Coordinates in a mesh of ranks: dp0_tp1, and NeMo's tp_rank_00_pp_rank_001. The pp in DeepSpeed's zero_pp_rank stands
 # for its data-parallel ranks.
-_MESH = re.compile(
-    _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
-)
+_MESH = rf"(?i){_START}(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$"
 # Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: Mapping[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
 # Roles of numbers whose words leave no doubt that they are ranks.
 _CLEAR_WORDS = frozenset({"rank", "local"})
 _EXTENSIONS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
-_LAST_WORD = re.compile(r"[a-z_=-]*$", re.IGNORECASE)
+_LAST_WORD = r"(?i)[a-z_=-]*$"
 
 
 class _RoleRule(NamedTuple):
@@ -54,51 +54,43 @@ class _RoleRule(NamedTuple):
     """
 
     role: _PossibleRole
-    before: re.Pattern[str]
-    after: re.Pattern[str] = re.compile("")
-
-
-def _ignore_case(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)
+    before: str
+    after: str = ""
 
 
 # The first rule that matches a number determines its role.
 _RULES = (
     # Megatron's and DeepSpeed's model-parallel coordinate: files that differ here contain different parts of the model.
-    _RoleRule("shard", re.compile(r"mp_rank_(?:\d+_)?$")),
+    _RoleRule("shard", r"mp_rank_(?:\d+_)?$"),
     # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. ZeRO's model states
     # have a rank in their names too, and are replicas.
-    _RoleRule("shard", re.compile(r"(?:zero_pp|expp)_rank_$"), re.compile(r"_mp_rank_\d+(?:_\d+)*_optim_states$")),
-    _RoleRule("shard", re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
-    _RoleRule("shard", re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
+    _RoleRule("shard", r"(?:zero_pp|expp)_rank_$", r"_mp_rank_\d+(?:_\d+)*_optim_states$"),
+    _RoleRule("shard", r"(?:^|_)layer_$", r"(?:_expert_|-model_)\d+.*model_states$"),
+    _RoleRule("shard", r"(?:^|_)layer_\d+(?:_expert_|-model_)$", r".*model_states$"),
     # The machine: torchrun counts machines by GROUP_RANK, Accelerate by machine_rank.
     _RoleRule(
         "node",
-        _ignore_case(
-            rf"(?:(?:node|host)(?:name|s)?|{_START}"
-            r"(?:machine|server|worker|pod|instance|vm|compute|blade|dgx|cn|nid|group(?=[-_]rank)))"
-            r"[-_]?(?:rank|id|idx|index)?[-_=]?$"
-        ),
+        rf"(?i)(?:(?:node|host)(?:name|s)?|{_START}"
+        r"(?:machine|server|worker|pod|instance|vm|compute|blade|dgx|cn|nid|group(?=[-_]rank)))"
+        r"[-_]?(?:rank|id|idx|index)?[-_=]?$",
     ),
-    _RoleRule("local", _ignore_case(_START + r"local(?:[-_]rank)?[-_=]?$")),
+    _RoleRule("local", rf"(?i){_START}local(?:[-_]rank)?[-_=]?$"),
     _RoleRule("mesh", _MESH),
     # The rank of an adapter's matrices: files that differ here are different adapters.
-    _RoleRule("part", _ignore_case(r"lora[-_]?r(?:ank)?[-_=]?$")),
+    _RoleRule("part", r"(?i)lora[-_]?r(?:ank)?[-_=]?$"),
     # rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0; Accelerate writes random_states_3.
-    _RoleRule("rank", _ignore_case(_START + r"(?:rank[-_=]?|random_states_)$")),
-    _RoleRule("part", re.compile(""), re.compile(r"-of-")),
-    _RoleRule("part", re.compile(r"-of-$")),
+    _RoleRule("rank", rf"(?i){_START}(?:rank[-_=]?|random_states_)$"),
+    _RoleRule("part", "", r"-of-"),
+    _RoleRule("part", r"-of-$"),
     # Words right before the number of a step or an epoch, which is never a rank.
     _RoleRule(
         "step",
-        _ignore_case(
-            _START + r"(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$"
-        ),
+        rf"(?i){_START}(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$",
     ),
     # _r3, -r3: a rank if the path has no longer word for it.
-    _RoleRule("short", _ignore_case(r"[-_.]r$")),
+    _RoleRule("short", r"(?i)[-_.]r$"),
     # The device within a node: its local rank, if the path has no other word for the rank.
-    _RoleRule("device", _ignore_case(_START + r"(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$")),
+    _RoleRule("device", rf"(?i){_START}(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$"),
 )
 
 
@@ -115,7 +107,7 @@ class FileKey(NamedTuple):
     part: tuple[tuple[Role, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PathNumbers:
     """A path split at its numbers."""
 
@@ -254,7 +246,7 @@ def _name_host(stem: str, match: re.Match[str], *, in_folder: bool) -> str:
     if in_folder:
         return before + stem[match.start() :].partition("/")[0]
 
-    last_word = _LAST_WORD.search(before)
+    last_word = re.search(_LAST_WORD, before)
     assert last_word is not None
     return last_word.group().lstrip("-_=") + match.group()
 
@@ -263,7 +255,7 @@ def _find_role(stem: str, match: re.Match[str]) -> _PossibleRole:
     """Return the role of a number by the text before it in its segment, and the text after it."""
     before, after = _get_text_before(stem, match), stem[match.end() :]
     for rule in _RULES:
-        if rule.before.search(before) and rule.after.match(after):
+        if re.search(rule.before, before) and re.match(rule.after, after):
             return rule.role
 
     return "plain"
@@ -292,7 +284,7 @@ def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tupl
 
 def _match_mesh(text: str) -> re.Match[str]:
     """Return the word of a coordinate in a mesh at the end of the text before its number."""
-    match = _MESH.search(text)
+    match = re.search(_MESH, text)
     assert match is not None
     return match
 

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.layout.dtensors import (
     find_coordinate,
     find_mesh_rank,
@@ -54,24 +55,22 @@ _NORM = (
 _OUTSIDE_INNER = r"(?![^.]*(?:attn|attention|mlp|ffn|feed_?forward)\.)"
 _ROUTER_LEAF = r"(?:weight|bias|expert_bias|e_score_correction_bias)"
 # Parameters that all tensor-parallel ranks hold whole, by the last two modules and the leaf of the name.
-_REPLICATED = re.compile(
-    "|".join(
-        (
-            # TransformerEngine stores a norm in the linear layer after it.
-            r"[^.]*\.[^.]+\.layer_norm_(?:weight|bias)",
-            rf"{_OUTSIDE_INNER}[^.]*\.{_NORM}\.(?:weight|bias)",
-            rf"[^.]*\.router\.{_ROUTER_LEAF}",
-            rf"router\.[^.]*\.{_ROUTER_LEAF}",
-            r"[^.]*\.(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\.bias",
-            r"(?:self_attention|attention|inter_attention)\.dense\.bias",
-        )
+_REPLICATED = "|".join(
+    (
+        # TransformerEngine stores a norm in the linear layer after it.
+        r"[^.]*\.[^.]+\.layer_norm_(?:weight|bias)",
+        rf"{_OUTSIDE_INNER}[^.]*\.{_NORM}\.(?:weight|bias)",
+        rf"[^.]*\.router\.{_ROUTER_LEAF}",
+        rf"router\.[^.]*\.{_ROUTER_LEAF}",
+        r"[^.]*\.(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\.bias",
+        r"(?:self_attention|attention|inter_attention)\.dense\.bias",
     )
 )
 # A gate is a router only beside experts.
-_GATE = re.compile(rf"[^.]*\.gate\.{_ROUTER_LEAF}")
-_STEP = re.compile(r"optimizer(?:\..*)?\.step", re.DOTALL)
+_GATE = rf"[^.]*\.gate\.{_ROUTER_LEAF}"
+_STEP = r"(?s)optimizer(?:\..*)?\.step"
 # Name segments of modules whose layers may be sharded in another way.
-_DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
+_DIVIDED = r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter"
 
 
 # Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
@@ -87,7 +86,7 @@ DIFFERENT_PARAMETERS = PIPELINE | frozenset("ep expert expert_parallel".split())
 Sets = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Positions:
     """The mesh coordinates of the ranks of a group.
 
@@ -107,7 +106,7 @@ class Positions:
         return self.stages.get(rank), self.sharded.get(rank)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplicaGroups:
     """The replica groups of a tensor.
 
@@ -466,7 +465,7 @@ def find_replicated(names: Iterable[str]) -> frozenset[str]:
 
 def _is_step(name: str) -> bool:
     """Whether a tensor counts the steps of a parameter; each shard of the parameter has the same count."""
-    return _STEP.fullmatch(name) is not None
+    return re.fullmatch(_STEP, name) is not None
 
 
 def get_parameter(name: str) -> str:
@@ -480,7 +479,7 @@ def get_parameter(name: str) -> str:
 def _get_ending(parameter: str) -> str:
     """Return the last two modules and the leaf of a name; empty if a module may be sharded in another way."""
     path, _, leaf = parameter.lower().rpartition(".")
-    if _DIVIDED.search(path):
+    if re.search(_DIVIDED, path):
         return ""
 
     *_, parent, module = ("", *path.split("."))
@@ -489,10 +488,10 @@ def _get_ending(parameter: str) -> str:
 
 def _is_replicated(parameter: str) -> bool:
     """Whether the name of a parameter shows that all tensor-parallel ranks hold it whole."""
-    return _REPLICATED.fullmatch(_get_ending(parameter)) is not None
+    return re.fullmatch(_REPLICATED, _get_ending(parameter)) is not None
 
 
 def _is_router_gate(parameter: str, with_experts: Collection[str]) -> bool:
     """Whether a parameter is of the router beside experts. with_experts: the modules with experts."""
     module = parameter.rpartition(".gate.")[0]
-    return module in with_experts and _GATE.fullmatch(_get_ending(parameter)) is not None
+    return module in with_experts and re.fullmatch(_GATE, _get_ending(parameter)) is not None

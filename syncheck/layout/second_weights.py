@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("huggingface", "accelerate")
 # Other files and folders may hold modules of the model, like `2_Dense/` of sentence-transformers.
-_SECOND = re.compile(
+_SECOND = (
     r"(?:original|metal|onnx|openvino|coreml|mlx|gguf)(?:/.*)?|consolidated[^/]*\.(?:pth|pt|safetensors)"
     r"|(?:pytorch_|diffusion_pytorch_)?model\.[\w-]+\.(?:safetensors|bin)"
 )
@@ -63,7 +63,7 @@ def _list_copies(folder: Snapshot, snapshots: Sequence[Snapshot]) -> frozenset[s
     for snapshot in snapshots:
         is_in_folder = snapshot.path.startswith(start)
         name = snapshot.path.removeprefix(start).replace(os.sep, "/")
-        if is_in_folder and _SECOND.fullmatch(name):
+        if is_in_folder and re.fullmatch(_SECOND, name):
             names.add(name)
 
     return frozenset(names)

@@ -12,11 +12,11 @@ import pickle
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError
+from syncheck.frozen import record
 from syncheck.text import group_ranks, one_line, ranks_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _MARK = b"syncheck:"
 _DONE = "done"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failure:
     """The message of a rank that failed.
 
@@ -45,7 +45,7 @@ class Failure:
     usage: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Envelope:
     """A message and its kind.
 

@@ -10,10 +10,10 @@ import json
 import logging
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from syncheck.frozen import record
 from syncheck.readers import outputs
 from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
@@ -31,7 +31,7 @@ _MOST_FINDINGS = 3
 _SENTENCE = 600  # characters
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckRecord:
     """One check to report.
 

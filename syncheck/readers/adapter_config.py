@@ -6,7 +6,6 @@ the settings listed here. Names and meanings are those of PEFT's `LoraConfig` (p
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ _OFF = frozenset(("null", "false", '""', "[]", "{}"))
 # The same for settings with another default. An empty list of target_modules selects no module.
 _DEFAULTS = {
     "bias": _OFF | {'"none"'},
-    "init_lora_weights": frozenset(map(json.dumps, INITIAL)),
+    "init_lora_weights": frozenset(("null", "true", "false", '"gaussian"', '"eva"', '"orthogonal"')),
     "megatron_core": _OFF | {'"megatron.core"'},
     "qalora_group_size": _OFF | {"16"},
     "target_modules": frozenset(("null",)),
@@ -97,6 +96,8 @@ def _read_settings(path: str) -> dict[str, Any]:
 
 def _write_value(key: str, value: Any) -> str:
     """Return the JSON of a setting, which is equal for values with one meaning."""
+    import json  # only for checkpoints of adapters
+
     if key == "layers_to_transform" and type(value) is int:
         value = [value]
     if key in _UNORDERED and isinstance(value, list):

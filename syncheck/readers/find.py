@@ -29,7 +29,7 @@ _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECAS
 # Extensions of files beside checkpoints: notes and pictures.
 _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
 # Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
-_TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
+_TEXT_LINE = r"(?i)\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*"
 _MOST_TEXT = 1 << 16
 
 
@@ -436,7 +436,7 @@ def is_text_state(path: str) -> bool:
 
     if len(data) > _MOST_TEXT or not data.strip():
         return False
-    return all(_TEXT_LINE.fullmatch(line) for line in text.splitlines())
+    return all(re.fullmatch(_TEXT_LINE, line) for line in text.splitlines())
 
 
 def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:

@@ -34,8 +34,8 @@ KEY = "syncheck_fingerprint"
 VERSION = 1
 # Limit in bytes. An entry takes about 250, so this is 400,000 tensors, at most about 1 GB when parsed.
 MAX_SIZE = 100_000_000
-_START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
-_DIGEST = re.compile(r"[0-9a-f]{16,128}")
+_START = rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:"
+_DIGEST = r"[0-9a-f]{16,128}"
 _REFUSALS = {refusal.value: refusal for refusal in Refusal}
 # The floats that JSON lacks.
 _SPECIAL_FLOATS = ({"float": "nan"}, {"float": "inf"}, {"float": "-inf"})
@@ -47,7 +47,7 @@ _AGAIN = "it is cut short or was edited: recreate it with: syncheck fingerprint"
 
 def matches(head: bytes) -> bool:
     """Whether the first bytes are the start of a JSON object with the fingerprint's first key."""
-    return _START.match(head) is not None
+    return re.match(_START, head) is not None
 
 
 def read(path: str) -> Snapshot:
@@ -245,7 +245,7 @@ def _read_digest(path: str, label: str, entry: dict[str, Any], algorithm: str, e
 
 
 def _is_digest(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(_DIGEST, value) is not None
 
 
 def _check_count(path: str, label: str, value: Any, most: int) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from syncheck.atomic import convert_errors
@@ -189,8 +189,10 @@ def _encode_value(value: Any) -> Any:
 def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
     """Return the metadata block without values of other types, which untrusted files may contain."""
     block: dict[str, Any] = {"schema": SCHEMA}
-    fields = {name: getattr(metadata, name) for name in type(metadata).__slots__}
-    block |= {name: _keep_plain(value) for name, value in fields.items() if value not in _EMPTY}
+    for field in fields(metadata):
+        value = getattr(metadata, field.name)
+        if value not in _EMPTY:
+            block[field.name] = _keep_plain(value)
     # An empty list means a model without buffers, None an unknown model.
     if metadata.buffers is not None:
         block["buffers"] = list(metadata.buffers)

@@ -11,11 +11,11 @@ import glob
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from syncheck import atomic
 from syncheck.errors import OptionError
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ MAP, EVENTS = "write_map", "events"
 _STREAMED = (MAP, EVENTS)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Output:
     """An output file.
 

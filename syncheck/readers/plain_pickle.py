@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = "pickle"
 # Protocols 2 to 5 start with their number. Protocols 0 and 1 start with a container or the name of a common module.
-_START = re.compile(
+_START = (
     rb"\x80[\x02-\x05]|\([dl]?p[01]\n|\([dl][pq]|[\]}]q[\x00\x01]|"
     rb"c(?:__builtin__|builtins|__main__|collections|copy_reg|copyreg|numpy|torch)[\w.]*\n[\w.]+\n"
 )
@@ -45,7 +45,7 @@ _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 def matches(head: bytes) -> bool:
     """Whether a file starts like a pickle that is not of torch.save."""
-    return _START.match(head) is not None and not torch_legacy.matches(head)
+    return re.match(_START, head) is not None and not torch_legacy.matches(head)
 
 
 def read(path: str) -> Snapshot:

@@ -6,7 +6,6 @@ instead of their offsets. Specification: the format's README and safetensors/src
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -36,7 +35,7 @@ MAX_HEADER = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _FIELDS = {"dtype", "shape", "data_offsets"}
 # Whole numbers that every format can store.
-_NUMBER = re.compile(r"[0-9]{1,18}")
+_NUMBER = r"[0-9]{1,18}"
 _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
@@ -245,12 +244,14 @@ def _are_offsets(value: Any) -> bool:
 
 def _to_number(text: str) -> Any:
     """Convert integers in string metadata to numbers, which other formats store."""
-    return int(text) if _NUMBER.fullmatch(text) else text
+    return int(text) if re.fullmatch(_NUMBER, text) else text
 
 
 def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     if KEY not in strings:
         return None
+
+    import json  # most files have no metadata of syncheck
 
     try:
         block = json.loads(strings[KEY])

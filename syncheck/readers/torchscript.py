@@ -12,7 +12,6 @@ import struct
 import zipfile
 import zlib
 from dataclasses import replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
@@ -31,9 +30,9 @@ _AGAIN = "it is damaged: save or copy the file again"
 # Limit of all code together in bytes, far above any model.
 _MOST_CODE = 1 << 26
 _ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError, ValueError)
-_MANGLED = re.compile(r"[./]___torch_mangle_\d+")
+_MANGLED = r"[./]___torch_mangle_\d+"
 _CODE_FILE = re.compile(r"code/.*\.py$")
-_DEFINITION = re.compile(r"(?m)^(?=class |def )")
+_DEFINITION = r"(?m)^(?=class |def )"
 
 
 def is_script(archive: Archive) -> bool:
@@ -104,10 +103,12 @@ def _digest_code(archive: Archive) -> str:
                 needed="less",
                 next_step=_AGAIN,
             )
-        text = _MANGLED.sub("", _read_code(archive, name))
-        label = _MANGLED.sub("", name.removeprefix(archive.stem))
+        text = re.sub(_MANGLED, "", _read_code(archive, name))
+        label = re.sub(_MANGLED, "", name.removeprefix(archive.stem))
         # Classes with one name are in several files, or in one file if they are new in the process.
-        definitions += [f"{label}\n{definition.strip()}" for definition in _DEFINITION.split(text)]
+        definitions += [f"{label}\n{definition.strip()}" for definition in re.split(_DEFINITION, text)]
+
+    from hashlib import blake2b  # loads OpenSSL, which files of torch.save do not need
 
     text = "\0".join(sorted(definitions))
     digest = blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()

@@ -8,7 +8,6 @@ values. An untrusted file of 100 MB can claim a hundred million.
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -109,6 +108,8 @@ def parse_json_object(
     # Each part of a container follows one of these characters.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
         refuse(f"more than {MOST_OBJECTS} parts", "fewer")
+    import json  # files of torch.save need none
+
     try:
         # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.
         content = json.loads(

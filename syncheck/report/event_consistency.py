@@ -116,9 +116,9 @@ def _is_softened(finding: Finding) -> bool:
     if finding.severity != "info":
         return False
 
-    from syncheck.diagnose.rules import RULES  # 30 modules, only needed for events with findings of severity info
+    from syncheck.diagnose.rules import list_rules  # 30 modules, only needed for events with findings of severity info
 
-    for rule in RULES:
+    for rule in list_rules():
         if rule.code == finding.code:
             return rule.severity != "info"
 

@@ -117,12 +117,12 @@ def _name_findings(codes: Sequence[str]) -> list[str]:
     if not codes:
         return []
 
-    # All rules are loaded only for a finding with alternatives.
-    from syncheck.diagnose.rules import RULES
+    # A table of all rules, which only a finding with alternatives needs.
+    from syncheck.diagnose.rules import name_rules
 
     titles: dict[str, str] = {}
-    for rule in RULES:
-        titles[rule.code] = f"{rule.code} {rule.slug}"
+    for code, slug in name_rules().items():
+        titles[code] = f"{code} {slug}"
 
     # A saved report may have codes of another version.
     return [titles.get(code, code) for code in codes]

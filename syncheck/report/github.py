@@ -9,12 +9,12 @@ https://docs.github.com/en/actions/reference/workflow-commands-for-github-action
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.diagnose.selection import select_names
 from syncheck.diagnose.series import step_order
+from syncheck.frozen import record
 from syncheck.report import finding_text, tables, words
 from syncheck.report.selections import SEVERITIES, find_groups, list_first_paths, write_first
 from syncheck.text import one_line, shorten
@@ -33,7 +33,7 @@ _MOST_TITLE, _MOST_LINE = 200, 600
 _MOST_TENSORS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Annotation:
     """One annotation. text: its lines. file: the file it is attached to, may be empty."""
 
@@ -129,7 +129,7 @@ def _fixed(report: Report) -> Iterator[Annotation]:
         yield Annotation("notice", "syncheck: baseline findings fixed", tuple(lines[:MOST]))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Occurrence:
     """A finding of a group at the last step of its run. history: the earlier steps, in words."""
 

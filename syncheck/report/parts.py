@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import record
 from syncheck.text import one_line
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _LOG_RATIO = 100
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
+@record
 class Span:
     """Text with a style of rich: 'bold red'."""
 
@@ -34,7 +35,7 @@ class Span:
     style: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Line:
     """A line or paragraph. indent: columns. A Line without spans is a blank line."""
 
@@ -47,7 +48,7 @@ class Line:
         return "".join(span.text for span in self.spans)
 
 
-@dataclass(frozen=True)
+@record
 class Sparkline:
     """Differences over steps, with the texts before and after the curve. None is an unknown difference."""
 
@@ -63,7 +64,7 @@ class Sparkline:
         return f"{self.before} |{marks}| {self.after}{scale}"
 
 
-@dataclass(frozen=True)
+@record
 class Labels:
     """A column of labels, each with a sentence or a curve."""
 

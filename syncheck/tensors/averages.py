@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _WORDS = frozenset("ema swa averaged average averaging shadow".split())
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 # Words of classes that average a model.
-_CLASS = re.compile(r"(?:EMA|Ema)(?![a-z])|ExponentialMovingAverage|Averaged|WeightAverag")
+_CLASS = r"(?:EMA|Ema)(?![a-z])|ExponentialMovingAverage|Averaged|WeightAverag"
 _LIST = "shadow_params"
 # The model itself within an averaging object.
 _ONLINE = "online_model"
@@ -39,7 +39,7 @@ _MODEL_PREFIXES = ("", "model.", "module.", f"{_ONLINE}.")
 _TOP_KEYS = ("initted", "step", "n_averaged", "ema_model")
 _SCALAR: tuple[Shape, ...] = ((), (1,))
 # The number of an entry of a list.
-_NUMBER = re.compile(r"[0-9]{1,8}")
+_NUMBER = r"[0-9]{1,8}"
 # Names of tensors that only averaging objects store, and the starts of the names of their copies.
 _COPIES = {"n_averaged": "module.", "initted": "ema_model."}
 
@@ -81,7 +81,7 @@ class _Suffix(NamedTuple):
 
 def is_averaging_class(kind: type) -> bool:
     """Whether a class, or a class that it is derived from, averages the weights of a model by its name."""
-    return any(_CLASS.search(base.__name__) for base in kind.__mro__)
+    return any(re.search(_CLASS, base.__name__) for base in kind.__mro__)
 
 
 @lru_cache(maxsize=4096)
@@ -315,7 +315,7 @@ def _find_lists(root: Root, below: Iterable[str]) -> dict[str, list[str]]:
     lists: dict[str, dict[int, str]] = defaultdict(dict)
     for name in below:
         head, dot, last = name.removeprefix(root.prefix).rpartition(".")
-        if _NUMBER.fullmatch(last):
+        if re.fullmatch(_NUMBER, last):
             wrapper = f"{head}{dot}"
             lists[wrapper][int(last)] = name
 

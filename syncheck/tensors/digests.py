@@ -11,10 +11,11 @@ tensor, equal records prove equal tensors at the same offset, and different reco
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from syncheck.frozen import record
 from syncheck.messages import Detail
 from syncheck.records import Reason
 from syncheck.snapshots import Digest
@@ -37,7 +38,7 @@ _MOST_CLUSTERS = 4  # in a message
 _EXACT = 2**53  # float64 rounds larger integers
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DigestResult:
     """The result of comparing digests or checksums instead of bytes.
 

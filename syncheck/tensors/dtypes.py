@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from syncheck.frozen import record
 
 Family = Literal["float", "int", "uint", "bool", "complex"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DType:
     """One row of the table.
 

@@ -21,9 +21,9 @@ CODE = "(code)"
 # The names of values with the settings of an adapter.
 _ADAPTER_SETTING = "(adapter setting "
 # Files of adapters alone: PEFT, torchtune, MLX.
-_ADAPTER_FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
+_ADAPTER_FILE = r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+"
 # Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
-_ADAPTER_SEGMENT = re.compile(
+_ADAPTER_SEGMENT = (
     r"(?:^|\.)(?:modules_to_save|token_adapter|trainable_tokens_\w+|ln_tuning_\w+|oft_[rR]|boft_[rRs]|hada_[wt]\w*"
     r"|lokr_[wt]\w*|ia3_l|hra_u|vera_lambda_\w+|vera_[AB]|lora_\w+)(?:\.|$)"
 )
@@ -127,12 +127,12 @@ def is_adapter_setting(name: str) -> bool:
 
 def has_adapter_segment(name: str) -> bool:
     """Whether a tensor's name has a segment that the adapters of PEFT add."""
-    return _ADAPTER_SEGMENT.search(name) is not None
+    return re.search(_ADAPTER_SEGMENT, name) is not None
 
 
 def is_adapter_file(file_name: str) -> bool:
     """Whether a file contains an adapter only."""
-    return _ADAPTER_FILE.fullmatch(file_name) is not None
+    return re.fullmatch(_ADAPTER_FILE, file_name) is not None
 
 
 def is_code_constant(name: str) -> bool:

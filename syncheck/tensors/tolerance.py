@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.errors import OptionError
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -46,7 +47,7 @@ def _is_within(number: float | None, most: float) -> bool:
     return 0 <= number <= most
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tolerance:
     """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
 
@@ -104,7 +105,7 @@ class Tolerance:
 Entry = Tolerance | Literal["close"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tolerances:
     """Which tolerance applies to which tensor: names come before kinds, and both before the general tolerance.
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from functools import lru_cache
-from hashlib import blake2b
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.snapshots import Membership
@@ -30,9 +29,9 @@ _OWN = frozenset(
     "prev_loss".split()  # LBFGS stores the loss of the rank's own batch
 )
 # The text of a torch.device.
-_DEVICE = re.compile(r"[a-z]+(?::\d+)?")
+_DEVICE = r"[a-z]+(?::\d+)?"
 # Like _OWN, in attributes of modules, which often say whose rank or device it is.
-_OWN_ATTRIBUTE = re.compile(r"(?:\w+_)?(?:rank|device|device_id|device_index|hostname|pid)")
+_OWN_ATTRIBUTE = r"(?:\w+_)?(?:rank|device|device_id|device_index|hostname|pid)"
 # Names of the values about the order of registration. Their values are the names that are not at the same positions.
 ORDERS = ("(order of parameters)", "(order of buffers)")
 # The last part of the names of the values with the submodules of pickled modules. In containers they have an order.
@@ -48,11 +47,9 @@ _SCALER_KEYS = frozenset(
 )
 SCALES = frozenset("scale _scale loss_scale cur_scale".split())
 # The states of LBFGS, which are Python numbers and lists, and the entries of the lists.
-_LBFGS = re.compile(
-    r"optimizer\..*\.(?:n_iter|func_evals|prev_loss|d|t|h_diag|old_dirs|old_stps|ro|al)(?:\.\d+)?", re.DOTALL
-)
+_LBFGS = r"(?s)optimizer\..*\.(?:n_iter|func_evals|prev_loss|d|t|h_diag|old_dirs|old_stps|ro|al)(?:\.\d+)?"
 # The names, or the positions, of the parameters of an optimizer's parameter group.
-_MEMBERSHIP = re.compile(r"optimizer\.(?:.*\.)?param_groups\.[^.]*\.(?:params|\(positions\))", re.DOTALL)
+_MEMBERSHIP = r"(?s)optimizer\.(?:.*\.)?param_groups\.[^.]*\.(?:params|\(positions\))"
 # Keys of learning-rate scheduler states. Two of them identify a scheduler.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
 SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
@@ -61,7 +58,7 @@ _WORD = (
     "global|current|cur|total|train|training|trained|last|start|resume|n|num|run|taken|done|completed|finished|seen|"
     "so_far|in_epoch|this_epoch|count|counter|idx|index|number|micro|opt|optim|optimizer|optimization|gradient|grad|decay|inner|outer"
 )
-_PROGRESS = re.compile(
+_PROGRESS = (
     rf"_*(?:(?:{_WORD})_)*(?:(?:step|epoch|iter|iteration|update)s?|it)(?:_(?:{_WORD}))*|global_samples|"
     r"consumed_(?:train_)?samples|(?:global_|current_|cur_)?batch|batch_(?:idx|index)|_?batches_(?:seen|done|that_stepped)"
 )
@@ -74,9 +71,9 @@ _LOGGED = frozenset(
 )
 
 
-def _match_container(words: str) -> re.Pattern[str]:
+def _match_container(words: str) -> str:
     """Return a pattern that finds words in the names of the containers of a value."""
-    return re.compile(rf"(?<![a-z])(?:{words.replace(' ', '|')})(?![a-z]).*\.", re.DOTALL)
+    return rf"(?s)(?<![a-z])(?:{words.replace(' ', '|')})(?![a-z]).*\."
 
 
 # Containers of logs or of each rank's own data, of the user's configuration, and of averaged models.
@@ -97,21 +94,21 @@ class _Rule(NamedTuple):
     """
 
     kind: ValueKind
-    pattern: re.Pattern[str]
+    pattern: str
     containers: str = "none"
 
 
 _RULES = (
-    _Rule("counter", re.compile(r"^optimizer\.(?:.*\.)?step$|(?:^|\.)param_groups\.(?:.*\.)?step$")),
-    _Rule("setting", re.compile(r"(?:^|\.)param_groups(?:\.|$)")),
+    _Rule("counter", r"^optimizer\.(?:.*\.)?step$|(?:^|\.)param_groups\.(?:.*\.)?step$"),
+    _Rule("setting", r"(?:^|\.)param_groups(?:\.|$)"),
     _Rule(
         "scaler",
-        re.compile(r"scaler|_amp_|(?:^|\.)amp(?:_|\.|$)|_amp(?:\.|$)|(?:^|\.)(?:loss_scale|skipped_steps)(?:\.|$)"),
+        r"scaler|_amp_|(?:^|\.)amp(?:_|\.|$)|_amp(?:\.|$)|(?:^|\.)(?:loss_scale|skipped_steps)(?:\.|$)",
         "scalers",
     ),
-    _Rule("setting", re.compile(r"^optimizer(?:\.|$)|scheduler|(?:^|_|\.)sched(?:_|\.|$)"), "schedulers"),
+    _Rule("setting", r"^optimizer(?:\.|$)|scheduler|(?:^|_|\.)sched(?:_|\.|$)", "schedulers"),
     _Rule("other", _IN_LOG),
-    _Rule("setting", re.compile(rf"(?:^|\.)(?:{'|'.join(SETTINGS)})$")),
+    _Rule("setting", rf"(?:^|\.)(?:{'|'.join(SETTINGS)})$"),
     _Rule("other", _IN_CONFIGURATION),
 )
 _SEEDS = frozenset({"seed", "seeds"})
@@ -141,7 +138,7 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
 
     parts = name.split(".")
     is_device = parts[-1].lower() == "device" and isinstance(value, str)
-    if is_device and _DEVICE.fullmatch(value):
+    if is_device and re.fullmatch(_DEVICE, value):
         return True
 
     return is_rng_state(parts)
@@ -151,7 +148,7 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
 def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, for example `_local_rank`."""
     plain = key.lower().strip("_")
-    if plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain):
+    if plain in _OWN or re.fullmatch(_OWN_ATTRIBUTE, plain):
         return True
 
     return is_rng_state((plain,))
@@ -163,7 +160,7 @@ def is_aside(name: str) -> bool:
     if in_configuration(name):
         return True
 
-    if _IN_LOG.search(lowered):
+    if re.search(_IN_LOG, lowered):
         return True
 
     words = _find_words(lowered.rpartition(".")[2])
@@ -172,7 +169,7 @@ def is_aside(name: str) -> bool:
 
 def in_configuration(name: str) -> bool:
     """Whether a value is in a container of the user's settings, for example `args.lr`."""
-    return _IN_CONFIGURATION.search(name.lower()) is not None
+    return re.search(_IN_CONFIGURATION, name.lower()) is not None
 
 
 def is_lbfgs_state(name: str) -> bool:
@@ -181,7 +178,7 @@ def is_lbfgs_state(name: str) -> bool:
     if "param_groups" in lowered.split("."):
         return False
 
-    return _LBFGS.fullmatch(lowered) is not None
+    return re.fullmatch(_LBFGS, lowered) is not None
 
 
 def is_seed(name: str) -> bool:
@@ -209,6 +206,12 @@ class _Containers(NamedTuple):
     none: frozenset[str] = frozenset()
 
 
+# Many checkpoints have no values, and others have a hundred thousand.
+@cache
+def _compile_rules() -> list[re.Pattern[str]]:
+    return [re.compile(rule.pattern) for rule in _RULES]
+
+
 def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
     """Return a function that classifies the values of a checkpoint. names: all of them, to recognize containers."""
     recognized = _recognize_containers(names)
@@ -219,8 +222,8 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
 
         lowered = name.lower()
         containers = list_containers(name)
-        for rule in _RULES:
-            if rule.pattern.search(lowered):
+        for rule, pattern in zip(_RULES, _compile_rules(), strict=True):
+            if pattern.search(lowered):
                 return rule.kind
 
             recognized_containers = getattr(recognized, rule.containers)
@@ -234,7 +237,7 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
         if container in recognized.averages:
             return "average"
 
-        if _IN_AVERAGE.search(lowered):
+        if re.search(_IN_AVERAGE, lowered):
             return "average"
 
         return "progress"
@@ -273,7 +276,7 @@ def list_containers(name: str) -> set[str]:
 
 
 def _is_count(parts: list[str]) -> bool:
-    if _PROGRESS.fullmatch(parts[-1]):
+    if re.fullmatch(_PROGRESS, parts[-1]):
         return True
 
     if parts[-1] not in _LOOP_COUNTS:
@@ -284,7 +287,7 @@ def _is_count(parts: list[str]) -> bool:
 
 def is_membership(name: str) -> bool:
     """Whether a value lists the parameters of an optimizer's parameter group."""
-    return _MEMBERSHIP.fullmatch(name) is not None
+    return re.fullmatch(_MEMBERSHIP, name) is not None
 
 
 def has_counted_values(snapshot: Snapshot) -> bool:
@@ -346,6 +349,8 @@ def to_comparable(value: Any) -> Any:
     """Return a value as fingerprints store it: the length and the digest of bytes."""
     if not isinstance(value, (bytes, bytearray)):
         return value
+
+    from hashlib import blake2b  # loads OpenSSL, and few checkpoints hold bytes
 
     digest = blake2b(value, digest_size=_DIGEST).hexdigest()
     return f"{len(value)} bytes, blake2b-128 {digest}"

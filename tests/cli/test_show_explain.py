@@ -12,7 +12,8 @@ import pytest
 from support.checkpoints import network, save_pth, save_safetensors
 from support.listings import find_texts, index_by, list_codes, list_starts, measure_width
 
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
+from syncheck.live.witnesses.rules import WITNESS_RULES
 from syncheck.readers import contents
 from syncheck.report import terminal, text
 
@@ -81,7 +82,7 @@ def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=attrgetter("code"))
+@pytest.mark.parametrize("rule", list_rules(), ids=attrgetter("code"))
 def test_explain_prints_the_docstring(cli: Run, rule: object) -> None:
     """`explain` prints the complete docstring of a finding, selected by code, slug or number."""
     code, slug, text = rule.code, rule.slug, rule.explanation  # type: ignore[attr-defined]
@@ -97,7 +98,7 @@ def test_explain_lists_all(cli: Run) -> None:
     """Without a code, `explain` lists every finding; an unknown code exits with 2 and one line."""
     done = cli("explain")
     assert done.code == 0
-    assert list_starts(done.lines[1:]) == sorted(list_codes(RULES))
+    assert list_starts(done.lines[1:]) == sorted([*list_codes(list_rules()), *list_codes(WITNESS_RULES)])
     done = cli("explain", "SYN000")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "no such finding" in done.err

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.listings import list_fields
 
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.testing import Rank
 
-FIX = {rule.code: str(rule.sentences["FIX"]()) for rule in RULES}
+FIX = {rule.code: str(rule.sentences["FIX"]()) for rule in list_rules()}
 BUFFERS = "for b in model.buffers(): dist.broadcast(b, 0)"
 AVERAGE = "for b in filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))"
 EVERYTHING = "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0)"

@@ -15,7 +15,7 @@ from support.listings import find_all, join_fields, list_fields, list_names, map
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
 from syncheck.diagnose.conversion_rules import CONVERSION_RULES
-from syncheck.diagnose.rules import DIFF_RULES, REPLICA_RULES, RULES
+from syncheck.diagnose.rules import REPLICA_RULES, list_diff_rules, list_rules, name_rules
 from syncheck.diagnose.syn102_shape_or_dtype_mismatch import Text as Mismatch
 from syncheck.diagnose.syn104_sharded_by_design import Text as Sharded
 from syncheck.diagnose.syn105_tie_broken import Text as Tied
@@ -40,7 +40,7 @@ EPOCH = ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress")
 RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=attrgetter("code"))
+@pytest.mark.parametrize("rule", list_rules(), ids=attrgetter("code"))
 def test_every_rule_is_complete(rule: Any) -> None:
     """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
     assert re.fullmatch(r"SYN\d{3}", rule.code)
@@ -53,14 +53,14 @@ def test_every_rule_is_complete(rule: Any) -> None:
 
 
 def test_rules_are_listed_in_the_order_of_precedence() -> None:
-    """RULES contains every module of the folder and every relation of two models once, in the order of precedence."""
-    modules = [f"{rule.code.lower()}_{rule.slug.replace('-', '_')}" for rule in REPLICA_RULES]
-    assert sorted(modules) == sorted(list_fields(HOME.glob("syn*.py"), "stem"))
-    codes = [rule.code[3:] for rule in RULES]
+    """The rules are every module of the folder and every relation of two models once, in the order of precedence."""
+    assert sorted(list_fields(REPLICA_RULES, "name")) == sorted(list_fields(HOME.glob("syn*.py"), "stem"))
+    assert name_rules() == {rule.code: rule.slug for rule in list_rules()}
+    codes = [rule.code[3:] for rule in list_rules()]
     assert len(set(codes)) == len(codes)
     covering = [code for code in codes if code not in ("103", "104", "105")]
-    assert covering == PRECEDENCE, "a new rule has its place in RULES and in PRECEDENCE above"
-    assert [rule.code[3:] for rule in DIFF_RULES] == PRECEDENCE_FOR_MODELS
+    assert covering == PRECEDENCE, "a new rule has its place in REPLICA_RULES and in PRECEDENCE above"
+    assert [rule.code[3:] for rule in list_diff_rules()] == PRECEDENCE_FOR_MODELS
 
 
 def test_every_relation_has_one_rule() -> None:

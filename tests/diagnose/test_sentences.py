@@ -16,7 +16,7 @@ from syncheck.diagnose import syn211_gradients_not_reduced as syn211
 from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221
 from syncheck.diagnose.bn import Statistics
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 from syncheck.records import Evidence, Shards
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_statistics_beside_settings() -> None:
 
 def test_every_sentence_about_a_case_replaces_another() -> None:
     """A sentence for a case stands beside the sentence for all cases, and has no parameters."""
-    for rule in RULES:
+    for rule in list_rules():
         for name, sentence in rule.sentences.__members__.items():
             if name.startswith(("FIX", "IN_A_JOB", "CAUSE")):
                 assert str(sentence())

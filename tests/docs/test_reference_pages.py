@@ -18,7 +18,8 @@ from support.listings import list_fields, list_files
 import syncheck
 from syncheck import live, testing
 from syncheck.cli import main
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
+from syncheck.live.witnesses.rules import WITNESS_RULES
 from syncheck.options import TOML, list_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +123,8 @@ def test_every_finding_has_a_page() -> None:
     """Each finding has a page with its code and slug as the title; the pages link to incidents."""
     texts = [path.read_text(encoding="utf-8") for path in (REFERENCE / "findings").glob("*.md")]
     titles = [re.match(r"# (SYN\d{3}) ([a-z0-9-]+)\n", text) for text in texts]
-    assert {title.groups() for title in titles if title} == set(list_fields(RULES, "code", "slug"))
+    rules = [*list_rules(), *WITNESS_RULES]
+    assert {title.groups() for title in titles if title} == set(list_fields(rules, "code", "slug"))
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
 
 

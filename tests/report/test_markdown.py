@@ -17,7 +17,7 @@ from support.listings import find_all, find_texts, is_printable, list_fields, li
 from support.real_runs import compare_real_runs
 
 import syncheck
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 from syncheck.report import finding_text, markdown, words
 from syncheck.sentences import Sentence
 
@@ -163,7 +163,7 @@ def test_names_and_code_are_spans() -> None:
 
 def test_code_in_sentences_is_between_backticks() -> None:
     """Every template has pairs of backticks, so that the code in it is a code span."""
-    for rule in RULES:
+    for rule in list_rules():
         for sentence in rule.sentences:
             pieces = [literal for literal, *_ in Formatter().parse(sentence.value)]
             assert not [piece for piece in pieces if piece.count("`") % 2], sentence

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.frozen import record
 from syncheck.layout.alignment import align
 from syncheck.live.digest import WIDTH
 from syncheck.live.memory import agree_on_buffers
@@ -69,7 +70,7 @@ class Row(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
+@record
 class Manifest:
     """The tensors of one rank in order, and its plain values. Small, and equal on ranks with the same model.
 
@@ -195,7 +196,7 @@ class ContentKey(NamedTuple):
     digests: bytes
 
 
-@dataclass(frozen=True)
+@record
 class RankInfo:
     """The first message of a rank.
 

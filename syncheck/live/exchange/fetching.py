@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import RankFailed
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ class Fetcher:
         return self._cache[number]
 
 
-@dataclass(frozen=True)
+@record
 class RemoteBytes:
     """The bytes of all ranks with one digest, fetched on access."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
+from syncheck.frozen import record
 from syncheck.live.memory.objects import EXTRA_STATE
 from syncheck.records import largest_first
 from syncheck.tensors.kinds import BUFFERS, OPTIMIZER
@@ -28,7 +29,7 @@ class NoMajority(UsageError):
     """No majority determines the source of a repair; the caller must choose a rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Job:
     """A difference in one tensor or value within one replica group, and the rank to copy from.
 

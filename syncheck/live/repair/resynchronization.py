@@ -10,12 +10,13 @@ import inspect
 import logging
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import RankFailed, UsageError
+from syncheck.frozen import record
 from syncheck.live.channel import Channel, describe_error
 from syncheck.live.checks import check, exclude_from_compile, group_of
 from syncheck.live.repair.plan import MAJORITY, SHOWN, plan_repair
@@ -54,7 +55,7 @@ class Changed(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Resync:
     """The changes that `resync` made; the same on all ranks.
 

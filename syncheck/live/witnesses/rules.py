@@ -5,15 +5,11 @@ The docstring of the sentences is the text of `syncheck explain`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose import (
-    syn107_settings_differ,
-    syn212_outside_the_wrapper,
-    syn214_step_skipped,
-    syn216_grad_scaler_diverged,
-)
-from syncheck.diagnose.rule import Rule, replica_rule
+from syncheck.diagnose.rule import Rule
+from syncheck.diagnose.rules import list_rules
 from syncheck.records import Finding
 from syncheck.sentences import Message, Sentence
 
@@ -168,14 +164,15 @@ WITNESS_RULES = (
 )
 # Findings about the data, which leave the replicas in sync.
 DATA_CODES = frozenset({"SYN401", "SYN402", "SYN403", "SYN404"})
-# Findings of files that a watched run sees as well, before the parameters differ.
-_SHARED_RULES = (
-    replica_rule(syn107_settings_differ),
-    replica_rule(syn212_outside_the_wrapper),
-    replica_rule(syn214_step_skipped),
-    replica_rule(syn216_grad_scaler_diverged),
-)
-_RULES = {rule.code: rule for rule in (*WITNESS_RULES, *_SHARED_RULES)}
+
+
+@cache
+def find_rule(code: str) -> Rule:
+    """Return the rule of a witness, or of a finding of files that a watched run sees before the parameters differ."""
+    for rule in (*WITNESS_RULES, *list_rules()):
+        if rule.code == code:
+            return rule
+    raise KeyError(code)
 
 
 def make_finding(
@@ -194,7 +191,7 @@ def make_finding(
     variant: the suffix of other sentences for cause and fix, such as _SCALED.
     allow: the codes that the user allows.
     """
-    rule = _RULES[code]
+    rule = find_rule(code)
     sentences: Any = rule.sentences
     return Finding(
         code=code,

@@ -6,11 +6,12 @@ import fnmatch
 import glob
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _TESTS = re.compile(r"(?:^|[^a-z])tests?(?:[^a-z]|$)|^conftest\.py$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointArguments:
     """The checkpoints to judge.
 

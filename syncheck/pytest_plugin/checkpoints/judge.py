@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api
 from syncheck.errors import CheckpointError
+from syncheck.frozen import record
 from syncheck.messages import Hint
 from syncheck.report import failure, tables, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
@@ -103,7 +104,7 @@ def _raise_error(result: Report | CheckpointError) -> Report:
     return result
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """Outcome of an item.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck import api
+from syncheck.frozen import record
 from syncheck.report.items import ALONE, NOTHING, READABLE, item_of
 from syncheck.text import make_unique_name, one_line, shorten
 
@@ -25,7 +25,7 @@ _MOST = 100
 _STEP_OR_RANK = re.compile(r"(?:(?:global_?)?step|epoch|iter|checkpoint|ckpt|rank|r)?[-_=.]?\d+", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Planned:
     """One test item.
 

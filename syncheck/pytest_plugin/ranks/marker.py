@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+
+from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ PARAMETER = "_syncheck_ranks"
 MOST_RANKS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Marker:
     """Arguments of the marker.
 

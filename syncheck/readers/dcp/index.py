@@ -7,10 +7,10 @@ imported: the unpickler creates inert objects, and this module checks their cont
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
+from syncheck.frozen import record
 from syncheck.layout.boxes import find_fault
 from syncheck.readers import untrusted
 from syncheck.readers.pickles.stand_ins import Inert
@@ -32,7 +32,7 @@ MAX_SIZE = 1_000_000_000
 _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: save or copy it again"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """A box of a tensor, and the location of its record."""
 
@@ -46,7 +46,7 @@ class Chunk:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Entry:
     """A tensor (shape and chunks), or a pickled object (shape None, one chunk)."""
 

@@ -56,10 +56,9 @@ _SLOW = b"t\x85\x86\x87\x91IL"
 _PUT = b"rp"
 _PUT_INDEX = 4
 # One opcode of a run. The first byte is kept to count objects.
-_OPCODE = re.compile(
-    rb"(.)(?:(?<=[Khq\x80\x82]).|(?<=[M\x83])..|(?<=[Jjr\x84]).{4}|(?<=[G\x95]).{8}|(?<=[FSVPgpIL])[^\n]*\n"
-    rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?",
-    re.DOTALL,
+_OPCODE = (
+    rb"(?s)(.)(?:(?<=[Khq\x80\x82]).|(?<=[M\x83])..|(?<=[Jjr\x84]).{4}|(?<=[G\x95]).{8}|(?<=[FSVPgpIL])[^\n]*\n"
+    rb"|(?<=[ci])[^\n]*\n[^\n]*\n)?"
 )
 # Free opcodes create nothing, or objects that Python creates only once, like None and small integers. Light opcodes
 # are all other opcodes except calls, sets and dictionary items, which take some hundred bytes and count as _HEAVY
@@ -84,7 +83,7 @@ class Scan(NamedTuple):
 
 def _count_objects(run: bytes) -> int:
     """Estimate the memory of a run of opcodes, in hundreds of bytes."""
-    codes = _OPCODE.sub(rb"\1", run)
+    codes = re.sub(_OPCODE, rb"\1", run)
     return len(codes.translate(None, _FREE)) + (_HEAVY - 1) * len(codes.translate(None, _LIGHT))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
+from syncheck.frozen import record
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Tensor, contiguous_strides
 from syncheck.text import brief
@@ -25,7 +25,7 @@ _AGAIN = "the file is cut short or damaged: save or copy the file again"
 _MOST_VIEWED = 1 << 36
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Record:
     """The bytes of a storage in a file."""
 

@@ -24,10 +24,10 @@ _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 _ORDERED = "torch.nn.modules.container."
 # The prefix of all classes in a TorchScript archive.
 _SCRIPTED = "__torch__."
-_MANGLED = re.compile(r"\.___torch_mangle_\d+")
+_MANGLED = r"\.___torch_mangle_\d+"
 # Attributes that do not belong to the weights: the same model is saved in both modes, and torch.compile leaves notes on
 # tensors about the sizes that were constant.
-_NOT_OF_MODEL = re.compile(r"training|_dynamo_.*")
+_NOT_OF_MODEL = r"training|_dynamo_.*"
 
 
 CERTAIN = (Membership.MODULE, Membership.MODEL)
@@ -99,7 +99,7 @@ def find_membership_of_part(key: str, value: Any, container: Membership) -> Memb
 
     if container in CERTAIN:
         # All parts of a model belong to it, whatever their names are.
-        if _NOT_OF_MODEL.fullmatch(key):
+        if re.fullmatch(_NOT_OF_MODEL, key):
             return Membership.NONE
         return container
 
@@ -128,7 +128,7 @@ def _find_membership_in_model(value: dict[str, Any] | Inert) -> Membership:
 
 def name_of_class(kind: Inert | type[Inert]) -> str:
     """Return the name of a class, without the number that torch.jit adds to the name of a class that it knows."""
-    return _MANGLED.sub("", kind.name)
+    return re.sub(_MANGLED, "", kind.name)
 
 
 def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] | None:

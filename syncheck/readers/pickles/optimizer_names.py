@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Lightning's keys for callbacks and user data, whose tensors are not parameters.
 _NOT_MODEL = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
-_STATE = re.compile(r"optimizer\.(?P<id>\d+)\.(?P<entry>[^.]+)")
+_STATE = r"optimizer\.(?P<id>\d+)\.(?P<entry>[^.]+)"
 
 
 def match_parameters(
@@ -139,7 +139,7 @@ def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[s
     models: dict[str, _Shape] = {}
     shapes_by_id: dict[int, set[_Shape]] = {}
     for name, shape in shapes.items():
-        match = _STATE.fullmatch(name)
+        match = re.fullmatch(_STATE, name)
         if match is None:
             models[name] = shape
             continue

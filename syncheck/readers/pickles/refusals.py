@@ -34,10 +34,10 @@ def _either(names: str) -> str:
 
 _CODE = rf"(?:{_either(_MODULES)})\.[^.]|builtins\.(?:{_either(_BUILTINS)})\.|(?:{_either(_NAMES)})\."
 # The patterns match names with a dot at the end.
-_GLOBAL = re.compile(rf"{_CODE}|(?:{_either(_PREFIXES)})\.")
+_GLOBAL = rf"{_CODE}|(?:{_either(_PREFIXES)})\."
 # A module for code execution can also be reached as an attribute of another module: torch.serialization.os.
-_BELOW = re.compile(rf"\.(?:{_CODE}|(?:{_either(_INTERPRETER)})\.)")
-_SPECIAL = re.compile(rf"__(?!(?:{_either(_CALLBACKS)})__$).*__")
+_BELOW = rf"\.(?:{_CODE}|(?:{_either(_INTERPRETER)})\.)"
+_SPECIAL = rf"__(?!(?:{_either(_CALLBACKS)})__$).*__"
 # Names of modules in pickles of Python 2 protocols.
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
 
@@ -53,15 +53,15 @@ def is_refused(module: str, name: str) -> bool:
     module, name: as in the pickle. A name with dots is a nested class, a method, or a path through modules.
     """
     path, inner_path = f"{module}.{name}.", f".{name}."
-    by_module = _GLOBAL.match(path)
+    by_module = re.match(_GLOBAL, path)
     # Only the name: a package may have a module with the name of a refused module.
-    by_name = _BELOW.search(inner_path)
+    by_name = re.search(_BELOW, inner_path)
     return bool(by_module or by_name)
 
 
 def is_refused_attribute(owner: str, name: str) -> bool:
     """Whether a lookup with getattr leads to code execution. owner: the full name of a class, or of an object's."""
     module, _, last = owner.rpartition(".")
-    is_special = _SPECIAL.fullmatch(name) is not None
+    is_special = re.fullmatch(_SPECIAL, name) is not None
     is_code = is_refused(module, f"{last}.{name}")
     return is_special or is_code

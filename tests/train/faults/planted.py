@@ -11,7 +11,7 @@ from support.scenarios import SMALL, differing, load, run, tensors
 from support.states import add_prefix
 
 import syncheck
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.rules import list_rules
 from train.faults import FAULTS
 from train.settings import DEFAULT
 
@@ -119,7 +119,7 @@ def check_report(report: Report, code: str) -> None:
     """Check that a report is out of sync, and has this finding if a rule exists for the code."""
     assert report.verdict == "out_of_sync"
     codes = set(list_codes(report.findings))
-    if code in list_codes(RULES):
+    if code in list_codes(list_rules()):
         assert codes & EQUIVALENT_CODES.get(code, {code}), codes
 
 
