@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from pages import GUIDE, ROOT, Command, commands, matches, read
+from support.started import CLONE
 
 PAGES = sorted(GUIDE.glob("[0-9]*.md"))
 
@@ -23,7 +24,7 @@ def test_a_page_runs(path: Path, tmp_path: Path) -> None:
     for name in ("train", "syncheck", "fixtures", "pyproject.toml"):  # as in a clone
         (tmp_path / name).symlink_to(ROOT / name)
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": CLONE, "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1", "COLUMNS": "100", "PYTHONWARNINGS": "ignore",
         # torchrun's agents log an error at the end of a good run if the agent with the store leaves first.
         "TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL",

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 from support.listings import find_texts
 from support.mortal import PLACES, SHORT
+from support.started import CLONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = Path(__file__).parents[1] / "support" / "mortal.py"
-ROOT = PROGRAM.parents[2]
 ENDING = [place for place, (_, _, timeout) in PLACES.items() if timeout != SHORT]
 SILENT = [place for place in PLACES if place not in ENDING]
 Told = dict[str, dict[str, str]]
@@ -30,7 +30,7 @@ def told(places: list[str], folder: Path) -> Iterator[Told]:
     process = subprocess.Popen(
         [sys.executable, PROGRAM, *places],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": CLONE},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

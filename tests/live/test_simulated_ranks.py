@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 from support.agreement import on_all
 from support.listings import list_fields, map_fields
+from support.started import CLONE, ROOT
 
 from syncheck.live import check
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 pytestmark = pytest.mark.usefixtures("benchmarks")
@@ -36,7 +34,7 @@ def played() -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-c", PLAY],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": CLONE},
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import support
-from support.started import ROOT, Processes, alive, free_port
+from support.started import CLONE, Processes, alive, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         # Each spawned process imports torch again.
         ranks = 2 if method in ("spawn", "forkserver") else RANKS
         command = [*launcher, *watch, str(PROGRAM), fault, method, str(ranks), str(free_port())]
-        process = processes.start(*command, PYTHONPATH=str(ROOT))
+        process = processes.start(*command, PYTHONPATH=CLONE)
         out, err = process.communicate(timeout=110)
         assert not alive(process)
         return Run(process.returncode, sorted(out.splitlines()), err, tmp_path)
@@ -184,7 +184,7 @@ def test_one_line_in_the_script(run: Callable[..., Run], tmp_path: Path) -> None
     script.write_text(WITHIN)
     processes = Processes(tmp_path)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    process = processes.start(*launcher, str(script), str(PROGRAM.parent), PYTHONPATH=str(ROOT))
+    process = processes.start(*launcher, str(script), str(PROGRAM.parent), PYTHONPATH=CLONE)
     out, err = process.communicate(timeout=110)
     assert process.returncode == 0, err
     assert sorted(line for line in out.splitlines() if "found" in line) == ["found ['SYN410']", "found []", "found []"]

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from support.checkpoints import Done
-from support.started import ROOT, Processes, free_port
+from support.started import CLONE, Processes, free_port
 
 if TYPE_CHECKING:
     import subprocess
@@ -23,7 +23,7 @@ RECORD_EXIT_CODE = """trap '' TERM; "$@"; code=$?; echo $code > "code.$RANK"; ex
 class Jobs(Processes):
     """Programs of several processes."""
 
-    variables: ClassVar = {"PYTHONPATH": str(ROOT)}
+    variables: ClassVar = {"PYTHONPATH": CLONE}
     without = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
 
     def ranks(self, *arguments: Any, ranks: int = 2) -> list[subprocess.Popen[str]]:

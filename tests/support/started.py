@@ -16,6 +16,8 @@ from typing import Any
 from support.states import omit_prefixes
 
 ROOT = Path(__file__).resolve().parents[2]
+# For programs that import syncheck of this clone: PYTHONPATH with it, and with a faster start (tests/quick_start).
+CLONE = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "quick_start")])
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
