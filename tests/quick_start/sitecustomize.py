@@ -9,6 +9,6 @@ import gc
 import sys
 
 gc.set_threshold(50_000, 20, 100)
-if "torch.distributed.run" in sys.orig_argv:
+if any(word.endswith(("/torchrun", "torch.distributed.run")) for word in sys.orig_argv[:4]):
     # The end of torchrun's own process, which has no threads of gloo, is a last search of the same objects.
     atexit.register(gc.freeze)
