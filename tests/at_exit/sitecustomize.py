@@ -6,8 +6,11 @@ aborts: https://github.com/pytorch/pytorch/issues/190489
 """
 
 import atexit
+import gc
 import sys
 import time
+
+gc.set_threshold(50_000, 20, 100)  # as in tests/quick_start, which this module replaces
 
 
 @atexit.register  # functions registered first are called last

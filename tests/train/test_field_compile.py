@@ -79,9 +79,11 @@ def test_generated_code(script: Callable[..., Run], tmp_path: Path) -> None:
 
     The usual run is a run of one process. The network has no BatchNorm, so ddp ends within rounding of this run too.
     """
+    # Without processes that compile in parallel: each imports torch for a network with a few kernels.
+    serial = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     for options in ((), ("--compile",), ("--compile", "--spawn", 2, "--timeout", 300)):
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{len(options)}")}
-        done = script(*TINY, *options, timeout=400, **cache)
+        done = script(*TINY, *options, timeout=400, **cache, **serial)
         assert done.returncode == 0, done.stderr
     names = ("single_rank0", "single-compile_rank0", "ddp-compile_rank0", "ddp-compile_rank1")
     usual, single, *ddp = (tmp_path / "ckpts" / f"{name}.pth" for name in names)
