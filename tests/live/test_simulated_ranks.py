@@ -17,7 +17,6 @@ from support.started import CLONE, ROOT
 
 from syncheck.live import check
 
-
 pytestmark = pytest.mark.usefixtures("benchmarks")
 
 

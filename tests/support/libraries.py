@@ -10,14 +10,16 @@ import sys
 import time
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from support.listings import list_codes
 from support.required import unavailable
+from support.started import CLONE, ROOT
 from support.states import omit_prefixes
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 PROGRAMS = ROOT / "tests" / "frameworks" / "programs"
 # Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
@@ -47,7 +49,8 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
         port = probe.getsockname()[1]
     retained = omit_prefixes(os.environ, LAUNCHER)
     retained |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
-    retained["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{retained.get('PYTHONPATH', '')}"  # syncheck of this clone
+    retained["PYTHONPATH"] = f"{CLONE}:{retained.get('PYTHONPATH', '')}"  # syncheck of this clone
+    retained["WAIT_FOR_GLOO"] = "1"  # at the exit of the program: tests/quick_start
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "layouts", "GLOO_SOCKET_IFNAME": "lo",
