@@ -15,6 +15,7 @@ from syncheck.frozen import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
+    from types import ModuleType
 
     from syncheck.diagnose.case import Case
     from syncheck.findings import Certainty, RelationKind
@@ -145,19 +146,24 @@ class RuleModule:
         return self.load() if self.may_match(case) else None
 
     def load(self) -> Rule:
-        """Return the rule: the constants of the module, the function `apply`, and the docstring."""
+        """Return the rule of the imported module."""
         module = import_module(f"syncheck.diagnose.{self.name}")
-        return Rule(
-            code=module.CODE,
-            slug=module.SLUG,
-            sentences=module.Text,
-            docstring=module.__doc__,
-            severity=module.SEVERITY,
-            certainty=module.CERTAINTY,
-            every_rank=self.every_rank,
-            two_models=self.two_models,
-            match=module.apply,
-        )
+        return replica_rule(module, every_rank=self.every_rank, two_models=self.two_models)
+
+
+def replica_rule(module: ModuleType, *, every_rank: bool = False, two_models: Turn | None = None) -> Rule:
+    """Return the rule of a module of this package: its constants, the function `apply`, and its docstring."""
+    return Rule(
+        code=module.CODE,
+        slug=module.SLUG,
+        sentences=module.Text,
+        docstring=module.__doc__,
+        severity=module.SEVERITY,
+        certainty=module.CERTAINTY,
+        every_rank=every_rank,
+        two_models=two_models,
+        match=module.apply,
+    )
 
 
 def group_by_parameters(tensors: Iterable[TensorDiff], key: tuple[str, ...] | None) -> list[list[TensorDiff]]:

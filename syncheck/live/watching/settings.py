@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
+from syncheck.frozen import record
 from syncheck.text import brief
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ ACTIONS = ("warn", "raise", "resync", "save")
 SAVE_FOLDER = "syncheck-desync"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WatchSettings:
     """The options of `syncheck watch`, which the processes that a script starts get too."""
 
