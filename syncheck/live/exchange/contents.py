@@ -70,7 +70,7 @@ class Row(NamedTuple):
         )
 
 
-@record
+@dataclass(frozen=True)
 class Manifest:
     """The tensors of one rank in order, and its plain values. Small, and equal on ranks with the same model.
 
