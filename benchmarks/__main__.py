@@ -30,6 +30,7 @@ from benchmarks import (
     many_ranks,
     many_small,
     memory,
+    parity,
     rank_tests,
     scale,
     sparse,
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "live": live,
     "scale": scale,
     "equivalence": equivalence,
+    "parity": parity,
 }
 
 

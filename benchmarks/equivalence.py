@@ -1,45 +1,34 @@
-"""Measure how closely each parallel method follows a single process, and compare its files with syncheck."""
+"""Compare one step of every method of the trainer with one process, by `syncheck.testing.ParityCase`."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import SYNCHECK, environment
+from benchmarks.timing import environment
 from train.bench.cases import LEAST
 
 ROUNDS = 1
-STEPS = 20
-LIMIT = 1e-6  # nats per token, the largest difference of the mean training loss of any step
-RUN = Path(__file__).resolve().parents[1] / "train" / "run.py"
-COMMON = [
-    *("--data", "text", "--max-steps", str(STEPS), "--batch-size", "32", "--log-interval", "1", "--save-per-rank"),
-    *("--lr", "0.1", "--grad-clip", "1"),
-]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row: a method with options. exact: whether it must follow a single process; otherwise it differs by design."""
+class Row:
+    """A row: a method with options. local: whether each rank has the gradient of its own samples by design."""
 
     method: str
-    options: tuple[str, ...] = ()
-    exact: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+    local: bool = False
 
     @property
     def name(self) -> str:
         """Return the options as typed."""
-        return " ".join([self.method, *self.options])
-
-    @property
-    def model(self) -> str:
-        """Return the model: with experts for expert parallelism."""
-        return "gpt-tiny-moe" if self.method == "ep" else "gpt-tiny"
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in self.options]
+        return " ".join([self.method, *words])
 
     @property
     def ranks(self) -> int:
@@ -47,75 +36,102 @@ class Case:
         return 1 if self.method in ("single", "dp") else LEAST.get(self.method, 2)
 
 
-CASES = (
-    Case("dp"),
-    Case("ddp"),
-    Case("ddp", ("--accumulate", "2")),
-    Case("ddp", ("--static-graph",)),
-    Case("ddp", ("--bucket-view",)),
-    Case("replicate"),
-    Case("zero"),
-    Case("fsdp"),
-    Case("fsdp", ("--reshard-after-forward", "false")),
-    Case("fsdp", ("--cpu-offload",)),
-    Case("hsdp"),
-    Case("tp"),
-    Case("tp", ("--sequence-parallel",)),
-    Case("tp", ("--loss-parallel",)),
-    Case("fsdp_tp"),
-    Case("hsdp_tp"),
-    Case("ddp_tp"),
-    *(Case("pp", ("--pipeline-schedule", schedule)) for schedule in ("gpipe", "1f1b", "interleaved", "zbv")),
-    Case("pp_fsdp"),
-    *(Case("cp", ("--context-mode", mode)) for mode in ("allgather", "ulysses")),
-    Case("ep"),
-    Case("localsgd", exact=False),
-    Case("diloco", exact=False),
+ROWS = (
+    Row("single", (("accumulate", 2),)),
+    Row("dp"),
+    Row("ddp"),
+    Row("ddp", (("accumulate", 2),)),
+    Row("ddp", (("static_graph", True),)),
+    Row("ddp", (("bucket_view", True),)),
+    Row("replicate"),
+    Row("zero"),
+    Row("localsgd"),
+    Row("fsdp"),
+    Row("fsdp", (("accumulate", 2),)),
+    Row("fsdp", (("reshard_after_forward", "false"),)),
+    Row("fsdp", (("cpu_offload", True),)),
+    Row("hsdp"),
+    Row("tp"),
+    Row("tp", (("sequence_parallel", True),)),
+    Row("tp", (("loss_parallel", True),)),
+    Row("fsdp_tp"),
+    Row("hsdp_tp"),
+    Row("ddp_tp"),
+    Row("pp", (("pipeline_schedule", "gpipe"),)),
+    Row("pp", (("pipeline_schedule", "1f1b"),)),
+    Row("pp", (("pipeline_schedule", "interleaved"), ("depth", 4))),
+    Row("pp", (("pipeline_schedule", "zbv"), ("depth", 4))),
+    Row("pp_fsdp"),
+    Row("cp", (("context_mode", "allgather"),)),
+    Row("cp", (("context_mode", "ulysses"),)),
+    Row("ep"),
+    Row("diloco", local=True),
 )
+# The program of each rank. Its arguments: the number of the row.
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from benchmarks.equivalence import ROWS, check_row
+report = check_row(ROWS[int(sys.argv[1])])
+if not dist.is_initialized() or dist.get_rank() == 0:
+    print("ROW", json.dumps(report), flush=True)
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def check_row(row: Row) -> dict[str, Any]:
+    """Check a row on this rank. Returns the codes of the findings, the threshold, and the largest error."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.trainer_case import SMALL, TrainerCase
+    from syncheck.parity.check import check_parity
+    from train.launch import RankContext
+
+    ctx = RankContext()
+    if row.ranks > 1:
+        dist.init_process_group("gloo")
+        ctx = RankContext(dist.get_rank(), row.ranks, dist.get_rank(), torch.device("cpu"), "gloo")
+    model = "gpt-tiny-moe" if row.method == "ep" else "gpt-tiny"
+    settings = replace(SMALL, method=row.method, model=model, batch_size=16, grad_clip=0.1, **dict(row.options))
+    report = check_parity(TrainerCase(settings, ctx))
+    parameters = report.groups[0].notes[0].parameters
+    codes = [finding.code for finding in report.findings]
+    return {"codes": codes, **{name: parameters[name] for name in ("threshold", "floor")}}
 
 
 def run(_rounds: int) -> tuple[str, bool]:
-    """Train with every method. Returns the section, and whether all losses are within the limit."""
-    header = f"""{STEPS} steps of gpt-tiny (ep: gpt-tiny-moe) on text with SGD, --grad-clip 1, a global batch of 32,
-each method on gloo with the fewest ranks that it needs. Differences are the largest over all steps to a single process,
-for the loss in nats per token. The limit of the loss is {LIMIT:g}. localsgd and diloco differ by design.
+    """Check every row. Returns the section, and whether all findings are the expected ones."""
+    header = """One step of gpt-tiny (ep: gpt-tiny-moe) on text in float64, with SGD and --grad-clip 0.1, a global batch
+of 16, each method on gloo with the fewest ranks that it needs. `syncheck parity` compares gradient, norm, clipping and
+parameters after the step with one process. An error below the threshold, relative to the whole gradient, is rounding.
+Ranks of diloco have the gradients of their own samples by design, which is SYN443.
 
-| method and options | ranks | loss | gradient norm | `syncheck compare` |
-|---|---|---|---|---|"""
+| method and options | ranks | threshold | verdict |
+|---|---|---|---|"""
     lines = [header]
     met = True
-    baselines = {model: train(Case("single"), model)[0] for model in ("gpt-tiny", "gpt-tiny-moe")}
-    for case in CASES:
-        records, verdict = train(case, case.model)
-        loss, norm = (compare(baselines[case.model], records, key) for key in ("loss", "grad_norm"))
-        within = not case.exact or loss <= LIMIT
-        met &= within
-        cells = (f"{loss:.1e}{'' if within else ', **over the limit**'}", f"{norm:.1e}", verdict)
-        lines.append(f"| `{case.name}` | {case.ranks} | {' | '.join(cells)} |")
+    for number, row in enumerate(ROWS):
+        result = start(number, row)
+        expected = ["SYN443"] if row.local else []
+        met &= result["codes"] == expected
+        verdict = ", ".join(result["codes"]) or "as one process"
+        lines.append(f"| `{row.name}` | {row.ranks} | {result['threshold']:.1e} | {verdict} |")
     return "\n".join(lines) + "\n", met
 
 
-def train(case: Case, model: str) -> tuple[list[dict[str, Any]], str]:
-    """Run a case. Returns the record of each step, and the verdict of syncheck on the files of all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        launch = ["--spawn", str(case.ranks)] if case.ranks > 1 else []
-        command = [sys.executable, str(RUN), "--method", case.method, *case.options, *launch, *COMMON, "--model", model]
-        command += ["--log-dir", f"{folder}/logs", "--out", f"{folder}/ckpts"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-        if done.returncode:
-            raise RuntimeError(f"{case.name}: exit code {done.returncode}: {done.stderr[-500:]}")
-        (metrics,) = Path(folder, "logs").glob("*/metrics.jsonl")
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        files = sorted(map(str, Path(folder, "ckpts").glob("*.pth")))
-        check = subprocess.run(
-            [SYNCHECK, "compare", *files], capture_output=True, text=True, check=False, env=environment()
-        )
-        verdict = check.stdout.strip().splitlines()[-1] if check.stdout.strip() else check.stderr.strip()
-        return [record for record in records if record["event"] == "step"], f"exit {check.returncode}: {verdict}"
-
-
-def compare(expected: list[dict[str, Any]], found: list[dict[str, Any]], key: str) -> float:
-    """Return the largest difference of a metric over all steps. Raises RuntimeError if a step is missing."""
-    if len(expected) != STEPS or len(found) != STEPS:
-        raise RuntimeError(f"expected {STEPS} records, found {len(expected)} and {len(found)}")
-    return max(abs(a[key] - b[key]) for a, b in zip(expected, found, strict=True))
+def start(number: int, row: Row) -> dict[str, Any]:
+    """Run the program of a row. Raises RuntimeError if it fails."""
+    command = [sys.executable, "-c", PROGRAM, str(number)]
+    if row.ranks > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks), "--no-python")
+        command = [sys.executable, *launcher, *command]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}
+    )
+    printed = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if done.returncode or not printed:
+        raise RuntimeError(f"{row.name}: exit code {done.returncode}: {done.stderr[-500:]}")
+    result: dict[str, Any] = json.loads(printed[0].removeprefix("ROW "))
+    return result

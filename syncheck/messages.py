@@ -165,6 +165,16 @@ class Note(Sentence):
     )
     OTHER_WEIGHTS = "{file:name} is compared as a separate model, beside {others}"
     SECOND_WEIGHTS = "{file:name} is compared as a separate model: a second copy of the weights, beside {others}"
+    # The gradient of a parallel program and its definition.
+    PARITY = (
+        "the gradient of {ranks:count rank} in {dtype:words}, compared with that of one process: {terms:count term} of "
+        "the loss in {owners:count part} of the batch; errors below {threshold:number 3} of the whole gradient are "
+        "rounding (measured: {floor:number 3})"
+    )
+    PARITY_NOT_SEPARATED = (
+        "not checked whether the terms of a sample depend on other samples: the batch has another number of samples "
+        "than the loss terms"
+    )
     UNUSED_WEIGHTS = (
         "not compared: {files:names}, a second copy of the weights in {folder:name}; pass the file itself to compare it"
     )

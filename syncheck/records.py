@@ -404,7 +404,7 @@ class Report:
     """Links to checkpoints compared under another path."""
     quick: bool = False
     """Whether stored checksums were compared instead of bytes."""
-    command: Literal["compare", "diff"] = "compare"
+    command: Literal["compare", "diff", "parity"] = "compare"
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 

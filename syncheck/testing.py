@@ -5,6 +5,7 @@
     assert_in_sync("ckpts/*.pth", only=("params", "optimizer"))    # checkpoints
     assert_in_sync(first.state_dict(), second)    # in one process: each object is a replica
     assert_in_sync(ddp, optimizer)    # in a process group: call on all ranks, each rank is a replica
+    assert_parallel_equals_single(Mine())    # in a process group: the gradient is that of one process
 
 pytest is not required. Importing this module does not import torch, numpy or pytest.
 """
@@ -19,6 +20,7 @@ from syncheck import api
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.frozen import record
 from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
+from syncheck.parity.case import ParityCase, sampler_order
 from syncheck.records import OutOfSync
 
 if TYPE_CHECKING:
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-__all__ = ["OutOfSync", "Rank", "assert_in_sync", "assert_same_model", "compare", "message"]
+__all__ = [
+    "OutOfSync", "ParityCase", "Rank", "assert_in_sync", "assert_parallel_equals_single", "assert_same_model",
+    "compare", "message", "sampler_order",
+]  # fmt: skip
 
 
 @record
@@ -134,6 +139,30 @@ def assert_same_model(
 
     # Options are made within the comparison, so that all ranks raise the same error.
     report = compare_models(a, b, group, partial(_merge_options, options, comparing, limit, DiffOptions))
+    if report.verdict != "in_sync":
+        raise OutOfSync(message(report, limit), report)
+    return report
+
+
+def assert_parallel_equals_single(
+    case: ParityCase, *, dtype: str = "float64", group: Any = None, limit: int = 10
+) -> Report:
+    """Raise OutOfSync unless a parallel program computes the gradient of one process; otherwise return the report.
+
+    case: the model, the batch, the terms of the loss and the program, see `ParityCase`. dtype: of the parameters in
+    both programs, float64, float32 or bfloat16. group: a process group of all ranks. limit: rows of tensors in the
+    error message, 0 for all.
+
+        assert_parallel_equals_single(Mine())
+
+    A collective: all ranks call it, and raise the same error or return. A program of one process needs no process
+    group. Raises UsageError if the loss is not a sum of terms, or if the program cannot be compared.
+    """
+    __tracebackhide__ = True
+    from syncheck.parity.check import check_parity
+
+    RunOptions(limit=limit)
+    report = check_parity(case, dtype, group)
     if report.verdict != "in_sync":
         raise OutOfSync(message(report, limit), report)
     return report

@@ -61,7 +61,7 @@ SLOW_LIBRARIES = ("torch", "rich", "ml_dtypes", "hashlib", "statistics", "tempfi
 LAYERS = (
     "text | versions | frozen | option_kinds < errors < sentences | atomic < messages < snapshots < findings < "
     "records < tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < "
-    "live < testing < __init__ | cli | integrations | pytest_plugin < __main__"
+    "live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
 )
 
 
@@ -141,7 +141,7 @@ def test_public_names_resolve() -> None:
         ("syncheck.records", "Report Group Finding TensorDiff Evidence History Histogram Reason OutOfSync"),
         ("syncheck.options", "Options DiffOptions RunOptions"),
         ("syncheck.live", "check SyncMonitor resync Resync"),
-        ("syncheck.testing", "assert_in_sync assert_same_model"),
+        ("syncheck.testing", "assert_in_sync assert_same_model assert_parallel_equals_single ParityCase"),
         ("syncheck.config", "load"),
         ("syncheck.integrations", ""),
     ],

@@ -345,6 +345,13 @@ RING = (
     [],
 )
 
+PARITY_PARTS = ["g[0]: rank 0, part 0", "g[1]: rank 0, part 1", "g[2]: rank 1, part 0", "g[3]: rank 1, part 1"]
+PARITY = (
+    (14, 4.4),
+    [*row(0.2, 3.2, 3.4, PARITY_PARTS, BLUE), (3.2, 0.3, 7.4, 0.9, "gradient of each rank: sum of W[o] g[o]", GREEN)],
+    [(1.8 + 3.4 * i, 3.2, 4.4 + 1.7 * i, 1.2, f"W[{i}]") for i in range(4)],
+    [(12.3, 0.75, "right: all weights are 1")],
+)
 DIAGRAMS: dict[str, Callable[[None], Figure]] = {
     name: partial(draw, *table)
     for name, table in {
@@ -364,6 +371,7 @@ DIAGRAMS: dict[str, Callable[[None], Figure]] = {
         "pipeline": PIPELINE,
         "context": CONTEXT,
         "same_model": SAME_MODEL,
+        "parity": PARITY,
         "ring": RING,
     }.items()
 }

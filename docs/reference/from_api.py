@@ -20,6 +20,7 @@ _FIXTURE = "pytest.fixture"
 
 
 # Names of `syncheck` on pages of their own.
+TESTING_OF = {"parity": frozenset("ParityCase assert_parallel_equals_single sampler_order".split())}
 RECORDS_OF = {
     "records": frozenset("Closure Counts DriftPoint Finding Group Replica Report Shards Unreadable".split()),
     "tensors": frozenset("Place Snapshot Tensor TensorDiff Tie ValueDiff".split()),
@@ -29,16 +30,20 @@ RECORDS_OF = {
 def package(name: str, page: str = "") -> str:
     """Return a module's docstring, and a section for each name in its `__all__`.
 
-    page: for `syncheck`, a page of `RECORDS_OF`, without the docstring; by default all names on no such page.
+    page: for `syncheck`, a page of `RECORDS_OF`, for `syncheck.testing` one of `TESTING_OF`, without the docstring; by
+    default all names on no such page.
     """
     parts = [] if page else [paragraphs(sources.docstring(sources.parsed(name)))]
     main = set(sources.listed("syncheck"))
     elsewhere = frozenset().union(*RECORDS_OF.values())
-    names = [
-        public
-        for public in sources.listed(name)
-        if public in RECORDS_OF.get(page, main - elsewhere) or name != "syncheck"
-    ]
+    if name == "syncheck":
+        names = [public for public in sources.listed(name) if public in RECORDS_OF.get(page, main - elsewhere)]
+    elif name == "syncheck.testing":
+        other_pages = frozenset().union(*TESTING_OF.values())
+        all_names = frozenset(sources.listed(name))
+        names = [public for public in sources.listed(name) if public in TESTING_OF.get(page, all_names - other_pages)]
+    else:
+        names = list(sources.listed(name))
     for public in sorted(names, key=_functions_first(name)):
         module, node = sources.home(name, public)
         if name != "syncheck" and public in main and sources.home("syncheck", public)[0] == module:

@@ -12,12 +12,17 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import diff_examples
+import parity_examples
 from marks import cell, code, escaped, table
 from sources import ROOT
 
 from syncheck.cli import main
 from syncheck.diagnose.rules import list_rules
 from syncheck.live.witnesses.rules import WITNESS_RULES
+from syncheck.parity.causes import PARITY_RULES
+from syncheck.records import Counts, Group, Report
+from syncheck.report import plain
+from syncheck.report.text import comparison_body
 
 EXAMPLE = "fixtures/desync/stale_rank"
 PEFT = "fixtures/conversions/peft/a"
@@ -36,7 +41,7 @@ def example() -> str:
 def table_of_findings() -> str:
     """Return the table of all findings, by code."""
     rows = []
-    for rule in sorted((*list_rules(), *WITNESS_RULES), key=lambda rule: rule.code):
+    for rule in sorted((*list_rules(), *WITNESS_RULES, *PARITY_RULES), key=lambda rule: rule.code):
         summary = cell(rule.explanation.partition("\n")[0])
         rows.append((f"[{rule.code}](findings/{rule.code.lower()}.md)", rule.slug, rule.severity, summary))
     return table(("code", "finding", "severity", "meaning"), rows)
@@ -49,9 +54,9 @@ def order() -> str:
 
 def pages() -> dict[str, str]:
     """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
-    commands, pairs = _commands_by_code(), print_pairs()
+    commands, pairs = _commands_by_code(), print_pairs() | print_parity()
     made = {}
-    for rule in (*list_rules(), *WITNESS_RULES):
+    for rule in (*list_rules(), *WITNESS_RULES, *PARITY_RULES):
         first, *rest = rule.explanation.split("\n\n")
         parts = [f"# {rule.code} {rule.slug}", f"Severity: {rule.severity}. {escaped(first)}"]
         for text in rest:
@@ -93,7 +98,22 @@ def print_finding(command: str, code: str, folder: Path = ROOT) -> str:
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         main([*command.split(), "--no-config", "--color", "never"])
     os.chdir(ROOT)
-    found = re.search(rf"^  {code} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
+    return fold_finding(printed.getvalue(), code, command)
+
+
+def print_parity() -> dict[str, tuple[str, str]]:
+    """Return for each finding of parity a description of a program, and the printed lines."""
+    made = {}
+    for code_of, (about, finding) in parity_examples.make_findings().items():
+        group = Group("Mine", "Mine", None, (), Counts(), findings=(finding,), verdict="out_of_sync")
+        printed = plain.render(comparison_body(Report("out_of_sync", (group,), command="parity"), 10))
+        made[code_of] = about, fold_finding(printed, code_of, "parity")
+    return made
+
+
+def fold_finding(printed: str, code: str, command: str) -> str:
+    """Return the lines of a finding in a printed report, folded to 100 columns."""
+    found = re.search(rf"^  {code} .*?^    more .*?$", printed, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")
     lines = []

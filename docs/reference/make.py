@@ -60,6 +60,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "api-words": from_api.literals,
     "api-live": lambda: from_api.package("syncheck.live"),
     "api-testing": lambda: from_api.package("syncheck.testing"),
+    "api-parity": lambda: from_api.package("syncheck.testing", "parity"),
     "api-integrations": from_api.integrations,
     "api-pytest": from_api.fixtures,
 }

@@ -117,7 +117,7 @@ def _read_options(
             inputs: list[str] = _list_inputs(paths, options)
             if project is not None:
                 inputs.append(project)
-            _check_outputs(options, run, inputs)
+            check_outputs(options, run, inputs)
     except UsageError as error:
         # Errors about files name no option; these files are the outputs.
         names = getattr(error, "values", None) or ["output"]
@@ -136,7 +136,7 @@ def _read_options(
     return options, run
 
 
-def _check_outputs(options: Options, run: RunOptions, inputs: list[str]) -> None:
+def check_outputs(options: Options, run: RunOptions, inputs: list[str]) -> None:
     """Check all outputs of a run before the comparison. Raises OptionError."""
     named = [("output", path) for path in run.output]
     if isinstance(options, DiffOptions) and options.write_map is not None:
@@ -294,11 +294,12 @@ def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
     from syncheck.diagnose.rules import list_rules
     from syncheck.live.witnesses.rules import WITNESS_RULES
+    from syncheck.parity.causes import PARITY_RULES
     from syncheck.report import text
 
     if not list_rules()[0].explanation:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
-    rules = sorted((*list_rules(), *WITNESS_RULES), key=lambda rule: rule.code)
+    rules = sorted((*list_rules(), *WITNESS_RULES, *PARITY_RULES), key=lambda rule: rule.code)
     if arguments.code is None:
         output.print_parts(text.list_rules(rules), arguments.color)
         return 0

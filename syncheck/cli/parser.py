@@ -127,6 +127,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
         "show": _add_show,
         "fingerprint": _add_fingerprint,
         "watch": _add_watch,
+        "parity": _add_parity,
         "explain": _add_explain,
         "demo": _add_demo,
     }
@@ -211,6 +212,33 @@ def _add_fingerprint(subparsers: Any) -> None:
 def _add_watch(subparsers: Any) -> None:
     # Only for the list of commands: `cli.watch` parses its arguments.
     subparsers.add_parser("watch", help="run a training script, and check while it runs that all ranks are in sync")
+
+
+def _run_parity(arguments: argparse.Namespace) -> int:
+    """`syncheck parity`."""
+    # No other command needs the processes of torchrun and the module of a user.
+    from syncheck.cli import parity
+
+    return parity.run(arguments)
+
+
+def _add_parity(subparsers: Any) -> None:
+    text = "compare the gradient of a parallel program with that of one process; start it with torchrun"
+    parser = _add_command(
+        subparsers, "parity", _run_parity, text, usage="torchrun --nproc-per-node N -m %(prog)s [OPTIONS] CASE"
+    )
+    parser.add_argument(
+        "case",
+        metavar="CASE",
+        help="a subclass of syncheck.testing.ParityCase, as module:Class; the working directory is searched first",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float64",
+        choices=("float64", "float32", "bfloat16"),
+        help="dtype of both computations (default: float64)",
+    )
+    _add_options(parser, options.RunOptions, frozenset({"no_config", "update_baseline"}))
 
 
 def _add_explain(subparsers: Any) -> None:

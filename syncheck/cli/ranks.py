@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Fields of a path, and torchrun's environment variables with their values.
 FIELDS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "node_rank": "GROUP_RANK", "world_size": "WORLD_SIZE"}
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The time for the last process to exit, after all processes have received the last message.
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
@@ -48,7 +48,11 @@ def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
     prepare: reads the options after the processes are connected, so that its errors reach all of them. All processes
     exit at the same time, because torchrun reports an early exit as a failure. Raises UsageError outside torchrun.
     """
-    channel, code = compare(_select_path(paths), prepare)
+    leave(*compare(_select_path(paths), prepare))
+
+
+def leave(channel: Channel, code: int) -> NoReturn:
+    """Exit with a code when all processes are ready to exit."""
     sys.stderr.flush()
     if not channel.broken:
         _wait_for_all()
@@ -58,13 +62,14 @@ def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
 
 def compare(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
     """Compare and report. A collective call: it returns the same exit code on all processes."""
-    channel = _connect(path)
+    channel = _connect_for(path)
+    return channel, work_together(channel, lambda: _compare_own_file(channel, path, prepare()))
 
-    def work() -> int:
-        return _compare_own_file(channel, path, prepare())
 
+def work_together(channel: Channel, work: Callable[[], int]) -> int:
+    """Return the exit code of the work of all processes, or of its error, which is reported. A collective call."""
     try:
-        return channel, channel.run_together(work)
+        return channel.run_together(work)
     except SyncheckError as error:
         cause = error.__cause__
         # If messages are lost, the first process may have died, so every process reports the error.
@@ -75,7 +80,7 @@ def compare(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
 
             # A bug of syncheck.
             traceback.print_exception(cause)
-        return channel, error.exit_code
+        return error.exit_code
 
 
 def _compare_own_file(channel: Channel, path: str, task: Task) -> int:
@@ -88,12 +93,17 @@ def _compare_own_file(channel: Channel, path: str, task: Task) -> int:
         raise UsageError(f"{path}: invalid field in braces: {error}; must be {{rank}} or {{rank:02d}}") from None
     pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
     report = compare_files(channel, own_path, pattern, task.options, histograms=task.histograms)
-    return channel.run_on_leader(lambda: _write_report(report, task), lambda _: None)
+    return write_on_leader(channel, report, task.write_report)
 
 
-def _write_report(report: Report, task: Task) -> int:
+def write_on_leader(channel: Channel, report: Report, write_report: Callable[[Report], int]) -> int:
+    """Print and write a report on the first process, and return its exit code on all processes."""
+    return channel.run_on_leader(lambda: _write_report(report, write_report), lambda _: None)
+
+
+def _write_report(report: Report, write_report: Callable[[Report], int]) -> int:
     try:
-        code = task.write_report(report)
+        code = write_report(report)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, for example `| head`, closed the pipe, as in a comparison without ranks.
@@ -102,15 +112,20 @@ def _write_report(report: Report, task: Task) -> int:
     return code
 
 
-def _connect(path: str) -> Channel:
+def _connect_for(path: str) -> Channel:
     """Connect to the other processes. Raises UsageError outside torchrun, and RankFailed if the connection fails."""
-    needed = dict.fromkeys((*_NEEDED, *(FIELDS[name] for name in sorted(_list_fields(path)))))
+    needed = dict.fromkeys((*NEEDED, *(FIELDS[name] for name in sorted(_list_fields(path)))))
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise UsageError(
             f"{path}: torchrun sets the values in braces, but these variables are not set: {', '.join(missing)}; "
             "use torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
         )
+    return connect()
+
+
+def connect() -> Channel:
+    """Connect to the other processes of torchrun. Raises UsageError without torch, and RankFailed."""
     try:
         import torch.distributed as dist
 

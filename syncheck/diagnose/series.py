@@ -46,10 +46,12 @@ class Gap(Sentence):
 
 
 def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
-    """Return the groups with at least two replicas by run, ordered by step. Keeps the first group of each step."""
+    """Return the groups that were compared by run, ordered by step. Keeps the first group of each step."""
     steps_of_runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
     for group in groups:
-        if len(group.replicas) > 1:
+        # The program of a single process has been compared with its definition.
+        is_alone = len(group.replicas) == 1 and getattr(group, "verdict", "alone") == "alone"
+        if not is_alone:
             steps = steps_of_runs[group.run]
             steps.setdefault(group.step, group)
     runs = {}

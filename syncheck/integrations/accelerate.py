@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncheck.parity.case import ParityCase, count_samples
+
 if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
 
@@ -48,3 +50,38 @@ def monitor(accelerator: Any, model: Any, optimizer: Any = None, **options: Any)
 
     options.setdefault("scaler", getattr(accelerator, "scaler", None))
     return SyncMonitor(model, unwrap_optimizer(optimizer), **options)
+
+
+class AccelerateParity(ParityCase):
+    """Compare the gradient of one step of a loop with Accelerate with that of one process.
+
+    Subclasses define `accelerator()` and `loss(model, part, batch)` besides `build`, `batch` and `loss_terms`. Each
+    rank has the samples rank, rank + ranks, ..., divided into `micro_batches`, as in the default of `owner`.
+    """
+
+    def accelerator(self) -> Any:
+        """Return an Accelerator, with gradient_accumulation_steps=self.micro_batches."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, part: Any, batch: Any) -> Any:
+        """Return the loss that the loop passes to `accelerator.backward`.
+
+        model: as prepared. part: a micro-batch of this rank. batch: all samples of the step.
+        """
+        raise NotImplementedError
+
+    def parallelize(self, model: Any, mesh: Any) -> Any:  # noqa: ARG002
+        """Prepare the model."""
+        self.prepared_accelerator = self.accelerator()
+        return self.prepared_accelerator.prepare(model)
+
+    def backward(self, model: Any, batch: Any, mesh: Any) -> None:  # noqa: ARG002
+        """Accumulate the gradients of the micro-batches of this rank."""
+        import torch
+
+        accelerator = self.prepared_accelerator
+        samples = torch.arange(accelerator.process_index, count_samples(batch), accelerator.num_processes)
+        for part in samples.tensor_split(self.micro_batches):
+            # Reduces gradients in the last micro-batch only.
+            with accelerator.accumulate(model):
+                accelerator.backward(self.loss(model, self.select(batch, part), batch))

@@ -12,8 +12,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from syncheck.errors import UsageError
 from syncheck.integrations.accelerate import unwrap_optimizer
 from syncheck.integrations.session import MonitorSession
+from syncheck.parity.case import ParityCase, count_samples
 
 
 def _base() -> type:
@@ -57,3 +59,50 @@ class SyncCheckCallback(MonitorSession, _base()):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count the optimizer step; check if a check is due or no step follows."""
         self._step(last=state.global_step >= state.max_steps)
+
+
+class _Stopped(Exception):
+    """The gradients of the first step are complete."""
+
+
+class TrainerParity(ParityCase):
+    """Compare the gradient of the first step of a real Trainer with that of one process.
+
+    Subclasses define `build_trainer(model)` besides `build`, `batch`, `loss_terms` and `ignored`. The Trainer needs
+    max_grad_norm=0, train_sampling_strategy="sequential", per_device_train_batch_size=self.trainer_batch_size, and
+    `batch` as its data. Its accumulation, its counting of items and its wrapper compute the gradient; it makes no step.
+    """
+
+    # per_device_train_batch_size of the Trainer.
+    trainer_batch_size = 1
+
+    def build_trainer(self, model: Any) -> Any:
+        """Return a Trainer for a model."""
+        raise NotImplementedError
+
+    def parallelize(self, model: Any, mesh: Any) -> Any:  # noqa: ARG002
+        """Build the Trainer, which wraps the model later."""
+        self.trainer = self.build_trainer(model)
+        return model
+
+    def backward(self, model: Any, batch: Any, mesh: Any) -> None:  # noqa: ARG002
+        """Train until the gradients of the first step are complete."""
+        # The callback runs after the last micro-batch of the step, and before the optimizer.
+        self.trainer.add_callback(type("Stop", (_base(),), {"on_pre_optimizer_step": _stop}))
+        try:
+            self.trainer.train()
+        except _Stopped:
+            return
+        raise UsageError(f"{self.title}.build_trainer: the Trainer made no optimizer step")
+
+    def owner(self, batch: Any) -> tuple[Any, Any]:
+        """Return data rank and micro-batch of each sample: Accelerate gives whole batches to ranks in turn."""
+        import torch
+
+        # The number of the batch of each sample.
+        number = torch.arange(count_samples(batch)) // self.trainer_batch_size
+        return number % self.count_data_ranks(), number // self.count_data_ranks()
+
+
+def _stop(*_: Any, **__: Any) -> None:
+    raise _Stopped

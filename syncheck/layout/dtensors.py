@@ -32,7 +32,7 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
     if sharding is None:
         return None
 
-    runs = _find_runs(rank, tensor, sharding)
+    runs = find_runs(rank, tensor, sharding)
     if runs is None:
         return None
 
@@ -52,7 +52,7 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
         return None
 
 
-def _find_runs(rank: int, tensor: Tensor, sharding: Sharding) -> list[Runs] | None:
+def find_runs(rank: int, tensor: Tensor, sharding: Sharding) -> list[Runs] | None:
     """Return the indices of the full tensor in a rank's part, by dimension; None if the file does not show them."""
     if tensor.refused or len(sharding.mesh) > _MOST_DIMS:
         return None

@@ -66,6 +66,8 @@ def _shorten_lines(lines: Iterable[str]) -> str:
 
 def _title(report: Report, codes: str) -> str:
     """Return the first line. codes: of the failing findings."""
+    if report.command == "parity":
+        return f"the parallel program does not compute the step of one process: {codes}"
     subject = "A and B" if report.command == "diff" else "replicas"
     if report.verdict == "out_of_sync":
         return f"{subject} are out of sync: {codes}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from syncheck.sentences import Message, Writer
 
 # The findings that name no cause.
-UNEXPLAINED = ("SYN299", "SYN399")
+UNEXPLAINED = ("SYN299", "SYN399", "SYN449")
 _UNKNOWN = "unknown"
 
 

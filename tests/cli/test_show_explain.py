@@ -14,6 +14,7 @@ from support.listings import find_texts, index_by, list_codes, list_starts, meas
 
 from syncheck.diagnose.rules import list_rules
 from syncheck.live.witnesses.rules import WITNESS_RULES
+from syncheck.parity.causes import PARITY_RULES
 from syncheck.readers import contents
 from syncheck.report import terminal, text
 
@@ -98,7 +99,9 @@ def test_explain_lists_all(cli: Run) -> None:
     """Without a code, `explain` lists every finding; an unknown code exits with 2 and one line."""
     done = cli("explain")
     assert done.code == 0
-    assert list_starts(done.lines[1:]) == sorted([*list_codes(list_rules()), *list_codes(WITNESS_RULES)])
+    assert list_starts(done.lines[1:]) == sorted(
+        [*list_codes(list_rules()), *list_codes(WITNESS_RULES), *list_codes(PARITY_RULES)]
+    )
     done = cli("explain", "SYN000")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "no such finding" in done.err

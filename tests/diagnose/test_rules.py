@@ -22,6 +22,7 @@ from syncheck.diagnose.syn105_tie_broken import Text as Tied
 from syncheck.diagnose.syn106_different_progress import Text as Progress
 from syncheck.diagnose.syn203_bn_count_mismatch import Text as Batches
 from syncheck.messages import Detail
+from syncheck.parity.causes import PARITY_RULES
 from syncheck.records import Group, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
@@ -40,13 +41,13 @@ EPOCH = ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress")
 RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting")
 
 
-@pytest.mark.parametrize("rule", list_rules(), ids=attrgetter("code"))
+@pytest.mark.parametrize("rule", (*list_rules(), *PARITY_RULES), ids=attrgetter("code"))
 def test_every_rule_is_complete(rule: Any) -> None:
     """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
     assert re.fullmatch(r"SYN\d{3}", rule.code)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.slug)
     assert rule.severity in get_args(Severity)
-    assert all(str(rule.sentences[name]()).endswith(".") for name in ("CAUSE", "FIX"))
+    assert all(rule.sentences[name].value.endswith(".") for name in ("CAUSE", "FIX"))
     parts = re.split(r"^(Signature|Cause|Fix|Incidents)\b", rule.explanation, flags=re.MULTILINE)
     assert parts[1::2] == ["Signature", "Cause", "Fix", "Incidents"]
     assert all(len(text.split()) > 1 for text in parts[2::2])

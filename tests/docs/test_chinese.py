@@ -18,6 +18,7 @@ PAGES = {
     "docs/guide/06-batchnorm.md": "docs/zh-CN/06-batchnorm.md",
     "docs/guide/09-launching.md": "docs/zh-CN/09-launching.md",
     "docs/guide/11-finding-a-desync.md": "docs/zh-CN/11-finding-a-desync.md",
+    "docs/guide/20-parity.md": "docs/zh-CN/20-parity.md",
 }
 _CODE = re.compile(r"^```.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)]*)\)")

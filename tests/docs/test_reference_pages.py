@@ -21,6 +21,7 @@ from syncheck.cli import main
 from syncheck.diagnose.rules import list_rules
 from syncheck.live.witnesses.rules import WITNESS_RULES
 from syncheck.options import TOML, list_options
+from syncheck.parity.causes import PARITY_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -123,7 +124,7 @@ def test_every_finding_has_a_page() -> None:
     """Each finding has a page with its code and slug as the title; the pages link to incidents."""
     texts = [path.read_text(encoding="utf-8") for path in (REFERENCE / "findings").glob("*.md")]
     titles = [re.match(r"# (SYN\d{3}) ([a-z0-9-]+)\n", text) for text in texts]
-    rules = [*list_rules(), *WITNESS_RULES]
+    rules = [*list_rules(), *WITNESS_RULES, *PARITY_RULES]
     assert {title.groups() for title in titles if title} == set(list_fields(rules, "code", "slug"))
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
 

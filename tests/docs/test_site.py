@@ -13,6 +13,7 @@ import pytest
 from support.listings import list_fields
 
 from syncheck.diagnose.rules import list_rules
+from syncheck.parity.causes import PARITY_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +29,7 @@ def test_pages(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path, "--pages")
     assert (done.returncode, done.stderr) == (0, "")
     pages = tmp_path / "pages"
-    for rule in list_rules():
+    for rule in (*list_rules(), *PARITY_RULES):
         text = (pages / "reference" / "findings" / f"{rule.code.lower()}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {rule.code} {rule.slug}")
     printed = (pages / "reference" / "findings" / "syn201.md").read_text(encoding="utf-8")

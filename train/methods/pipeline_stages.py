@@ -132,7 +132,9 @@ def build_schedule(
     # With examples, the schedule does not run a micro-batch, and call the loss, to find the shapes. The last output is
     # not sent, so its example may have any shape.
     ids = x[: len(x) // parts]
-    hidden = torch.empty(*ids.shape, width, device=x.device, requires_grad=True)
+    # Also under --amp, stages send activations in the dtype of the parameters.
+    dtype = next(next(iter(stages.values())).parameters()).dtype
+    hidden = torch.empty(*ids.shape, width, dtype=dtype, device=x.device, requires_grad=True)
     torch_stages = []
     for number, stage in stages.items():
         example = hidden

@@ -1,0 +1,96 @@
+"""`torchrun ... -m syncheck parity my_module:Mine`: the gradient of a parallel program and of one process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from syncheck.cli import output, ranks
+from syncheck.cli.commands import check_outputs, write_report
+from syncheck.errors import SyncheckError, UsageError
+from syncheck.options import Options, RunOptions
+from syncheck.report import formats
+
+if TYPE_CHECKING:
+    import argparse
+
+    from syncheck.records import Report
+
+# The options of a run that apply: none reads a file.
+RUN_OPTIONS = ("exit_zero", "format", "output", "limit", "quiet", "color")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`syncheck parity`, in one process or under torchrun."""
+    is_under_torchrun = all(name in os.environ for name in ranks.NEEDED)
+    if is_under_torchrun:
+        _check_across_ranks(arguments)
+    options = _read_options(arguments)
+    report = _check(load_case(arguments.case), arguments.dtype)
+    return write_report(report, Options(), options, "comparison")
+
+
+def _check_across_ranks(arguments: argparse.Namespace) -> NoReturn:
+    """Check as one of several processes. All processes exit with the same code."""
+    channel = ranks.connect()
+
+    def work() -> int:
+        options = _read_options(arguments)
+        case = load_case(arguments.case)
+        # A rank that has failed until here sends its error, before its peers wait in collectives of the program.
+        channel.gather(None, "the case exists")
+        report = _check(case, arguments.dtype)
+        return ranks.write_on_leader(
+            channel, report, lambda report: write_report(report, Options(), options, "comparison")
+        )
+
+    ranks.leave(channel, ranks.work_together(channel, work))
+
+
+def _read_options(arguments: argparse.Namespace) -> RunOptions:
+    """Return the options, and check that the output files can be written. Raises UsageError."""
+    typed: dict[str, Any] = {}
+    for name in RUN_OPTIONS:
+        value = getattr(arguments, name)
+        # None: not typed, so the default applies.
+        if value is not None:
+            typed[name] = tuple(value) if name == "output" else value
+    run = RunOptions(**typed)
+    formats.check_extensions(run.output)
+    if output.is_first_process():
+        check_outputs(Options(), run, [])
+    return run
+
+
+def _check(case: Any, dtype: str) -> Report:
+    """Check a case. Raises UsageError without torch."""
+    try:
+        from syncheck.parity.check import check_parity
+
+        return check_parity(case, dtype)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"parity requires torch ({error}): pip install 'syncheck[live]'") from None
+
+
+def load_case(name: str) -> Any:
+    """Return an instance of a class `module:Class`; modules are searched in the working directory first.
+
+    Raises UsageError if the module or the class cannot be imported or created.
+    """
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name.isidentifier():
+        raise UsageError(f"{name}: expected module:Class, for example my_module:Mine")
+    # `python -m` has this entry, and the script `syncheck` does not.
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        case = getattr(importlib.import_module(module_name), class_name)
+        return case()
+    except SyncheckError:
+        raise
+    # The module is code of the user: any error in it is about the case.
+    except Exception as error:  # noqa: BLE001
+        raise UsageError(f"{name}: {type(error).__name__}: {error}") from None

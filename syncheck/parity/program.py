@@ -1,0 +1,254 @@
+"""The parallel program on this rank: its parameters by the names of one process, and this rank's copy of each gradient.
+
+A gradient is never gathered to a whole tensor: that would add partial gradients, and hide a missing reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import UsageError
+from syncheck.layout.alignment import align
+from syncheck.layout.boxes import count_indices
+from syncheck.layout.dtensors import find_runs
+from syncheck.live.memory.tensor_bytes import get_sharding
+from syncheck.parity.case import list_modules, plain_names
+from syncheck.parity.precision import cast_model, refuse_mixed_precision, without_autocast
+from syncheck.snapshots import Snapshot, Tensor, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncheck.layout.boxes import Runs
+    from syncheck.parity.case import ParityCase
+    from syncheck.parity.reference import Reference
+
+_BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+
+
+@dataclass(slots=True)
+class LocalTensor:
+    """A rank's copy of a parameter.
+
+    parameter: of the program; a DTensor holds a shard.
+    runs: the indices of the whole tensor in this copy, by dimension.
+    placements: of a DTensor, by the name of the mesh dimension.
+    gradient: this rank's copy in float64, after the backward pass.
+    before: the values before the step, in float64.
+    """
+
+    parameter: Any
+    runs: tuple[Runs, ...]
+    placements: Mapping[str, str] = field(default_factory=dict)
+    gradient: Any = None
+    before: Any = None
+
+    def take(self, whole: Any) -> Any:
+        """Return the part of a whole tensor that this rank holds."""
+        import torch
+
+        part = whole
+        for dimension, runs in enumerate(self.runs):
+            if runs == ((0, whole.shape[dimension]),):
+                continue
+            indices: list[int] = []
+            for start, size in runs:
+                indices += range(start, start + size)
+            part = part.index_select(dimension, torch.tensor(indices, dtype=torch.long))
+        return part
+
+    def without_values(self) -> LocalTensor:
+        """Return the layout alone, for other ranks."""
+        return LocalTensor(None, self.runs, self.placements)
+
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's copy."""
+        return tuple(map(count_indices, self.runs))
+
+
+@dataclass(slots=True)
+class Program:
+    """The parallel program on one rank.
+
+    device_mesh: of the case, None without a process group.
+    names: the name in one process of each parameter of this rank.
+    tensors: this rank's copies, by the names of one process.
+    mesh: the sizes of the device mesh by the names of its dimensions.
+    coordinate: of this rank in the mesh.
+    """
+
+    case: ParityCase
+    model: Any
+    device_mesh: Any
+    optimizer: Any
+    names: dict[str, str]
+    tensors: dict[str, LocalTensor]
+    mesh: dict[str, int] = field(default_factory=dict)
+    coordinate: tuple[int, ...] = ()
+
+    def backward(self, batch: Any) -> None:
+        """Run the backward pass of the program, and keep this rank's copy of each gradient."""
+        with without_autocast():
+            self.case.backward(self.model, batch, self.device_mesh)
+        for stored_name, parameter in _list_parameters(self.case, self.model).items():
+            local = self.tensors[self.names[stored_name]]
+            # FSDP may have replaced the parameter by its shard.
+            local.parameter = parameter
+            # Two stages of a rank may hold one tied weight twice; their gradients are equal after the reduction.
+            if local.gradient is None:
+                local.gradient = copy_gradient(parameter, local.shape(), self.case.title, stored_name)
+
+
+def copy_local(tensor: Any) -> Any:
+    """Return a copy of a tensor in float64; of a DTensor, of this rank's shard."""
+    import torch
+
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    # `clone` waits for a tensor whose collective is not finished.
+    return tensor.detach().clone().to(torch.float64)
+
+
+def copy_gradient(parameter: Any, shape: tuple[int, ...], title: str, name: str) -> Any:
+    """Return this rank's copy of a gradient in float64, zeros without a gradient. Raises UsageError for other shapes.
+
+    A DTensor that declares itself partial is reduced here, as each optimizer reduces it: the missing reduction is no
+    fault. A plain tensor, and a DTensor that declares itself replicated, are compared as they are.
+    """
+    import torch
+
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros(shape, dtype=torch.float64)
+    if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    copy = copy_local(gradient)
+    if tuple(copy.shape) != shape:
+        raise UsageError(f"{title}: the gradient of {name} has shape {list(copy.shape)}; expected {list(shape)}")
+    return copy
+
+
+def build_program(reference: Reference, channel: Any) -> Program:
+    """Build the parallel program, and find the part of each tensor that this rank holds. A collective.
+
+    Raises UsageError if parameters differ from those of one process, or if the program cannot be compared.
+    """
+    case = reference.case
+    mesh = case.make_mesh()
+    with without_autocast():
+        model = case.parallelize(cast_model(case.build(), reference.dtype), mesh)
+    parameters = _list_parameters(case, model)
+    # A schedule or another object beside the modules has no modules of its own.
+    roots = [module for _, module in list_modules(model) if hasattr(module, "named_modules")]
+    refuse_mixed_precision(roots)
+    _refuse_coupled_samples(reference, roots)
+    names = _align_names(parameters, reference, channel)
+    tensors: dict[str, LocalTensor] = {}
+    for stored_name, parameter in parameters.items():
+        name = names[stored_name]
+        if name not in tensors:
+            tensors[name] = _locate(case, name, parameter, reference, channel.rank)
+    program = Program(case, model, mesh, case.parallel_optimizer(model, mesh), names, tensors)
+    if mesh is not None:
+        program.mesh = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        program.coordinate = tuple(mesh.get_coordinate() or ())
+    return program
+
+
+def _list_parameters(case: ParityCase, model: Any) -> dict[str, Any]:
+    """Return this rank's trained parameters, by their names without the prefixes of wrappers."""
+    parameters = dict(case.named_parameters(model))
+    plain = plain_names(list(parameters))
+    return {plain[name]: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+def _refuse_coupled_samples(reference: Reference, roots: list[Any]) -> None:
+    """Raise UsageError if the loss is not a sum of terms, unless SyncBatchNorm computes it over all ranks."""
+    if reference.separable is not False:
+        return
+    kinds: set[str] = set()
+    for root in roots:
+        kinds.update(type(module).__name__ for module in root.modules())
+    if "SyncBatchNorm" in " ".join(kinds):
+        return
+    # SyncBatchNorm couples the samples of all ranks in the same way as one process.
+    reason = "as in a contrastive loss over the batch"
+    if kinds.intersection(_BATCH_NORM):
+        reason = "because of BatchNorm; use SyncBatchNorm, or eval() in `build`"
+    raise UsageError(
+        f"{reference.case.title}.loss_terms: the loss is not a sum of terms: the terms of a sample depend on other "
+        f"samples of the batch, {reason}"
+    )
+
+
+def _align_names(parameters: dict[str, Any], reference: Reference, channel: Any) -> dict[str, str]:
+    """Return the name in one process of each parameter of this rank. Raises UsageError for unknown names."""
+    described = {name: _describe(name, parameter) for name, parameter in parameters.items()}
+    snapshot = Snapshot(path=f"rank {channel.rank}", format="memory", bytes=0, tensors=described)
+    alignment = align(channel.gather(snapshot, "names of parameters"))
+    names: dict[str, str] = {}
+    for stored_name in parameters:
+        common_name = alignment.names[channel.rank][stored_name]
+        source = alignment.find_source(common_name)
+        name = reference.aliases.get(common_name) or reference.aliases.get(source)
+        if name is None:
+            raise UsageError(
+                f"{reference.case.title}: {stored_name} is no parameter of `build`; override `named_parameters` to map "
+                "its name"
+            )
+        names[stored_name] = name
+    return names
+
+
+def _describe(name: str, parameter: Any) -> Tensor:
+    """Return the description of a parameter without its values."""
+    sharding = get_sharding(parameter) if hasattr(parameter, "placements") else None
+    shape = tuple(parameter.shape)
+    if sharding is not None:
+        shape = tuple(parameter.to_local().shape)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Tensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=contiguous_strides(shape),
+        path="memory",
+        offset=0,
+        parameter=True,
+        sharding=sharding,
+    )
+
+
+def _locate(case: ParityCase, name: str, parameter: Any, reference: Reference, rank: int) -> LocalTensor:
+    """Find the part of a tensor that this rank holds. Raises UsageError if it is unknown, or holds other values."""
+    whole = dict(reference.model.named_parameters())[name]
+    described = _describe(name, parameter)
+    placements: dict[str, str] = {}
+    runs: list[Runs] | None = [((0, size),) for size in whole.shape]
+    if described.sharding is not None:
+        runs = find_runs(rank, described, described.sharding)
+        mesh_names = described.sharding.names or tuple(map(str, range(len(described.sharding.mesh))))
+        placements = dict(zip(mesh_names, described.sharding.placements, strict=True))
+    else:
+        slices = case.box(name, parameter)
+        if slices is not None:
+            runs = []
+            for part, size in zip(slices, whole.shape, strict=True):
+                start, stop, _ = part.indices(size)
+                runs.append(((start, stop - start),))
+    local = LocalTensor(parameter, tuple(runs or ()), placements)
+    if runs is None or local.shape() != described.shape:
+        raise UsageError(
+            f"{case.title}: rank {rank} holds {name} with shape {list(described.shape)}, one process with "
+            f"{list(whole.shape)}; return its slices from `box`"
+        )
+    local.before = copy_local(parameter)
+    if not local.take(whole.detach()).double().equal(local.before):
+        raise UsageError(
+            f"{case.title}: {name} has other values on rank {rank} than in one process: `build` must seed the model, "
+            "and `parallelize` must not change parameters"
+        )
+    return local

@@ -1,0 +1,169 @@
+"""Sharded, tensor, pipeline and context parallelism: right programs pass, and each fault is named."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.parity_cases import codes, find
+from support.parity_models import Cp, Ep, Fsdp, Pp, Tp, Transformer
+
+from syncheck.parity.check import check_parity
+
+two = pytest.mark.syncheck(ranks=2)
+four = pytest.mark.syncheck(ranks=4)
+
+
+class Hsdp(Fsdp):
+    mesh_sizes: ClassVar[dict[str, int]] = {"dp_replicate": 2, "dp_shard": 2}
+
+
+class FsdpTp(Tp):
+    mesh_sizes: ClassVar[dict[str, int]] = {"dp": 2, "tp": 2}
+    sequence = True
+
+
+@two
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_fsdp(micro_batches: int) -> None:
+    """FSDP2 computes the gradient of one process; without the factor of the ranks, it is half of it."""
+    assert codes(check_parity(Fsdp(micro_batches))) == []
+
+    class Halved(Fsdp):
+        def factor(self, targets: torch.Tensor, all_targets: torch.Tensor) -> float:
+            return super().factor(targets, all_targets) / 2
+
+    report = check_parity(Halved(micro_batches))
+    assert (codes(report), find(report, "FACTOR")["factor"]) == (["SYN441"], pytest.approx(0.5))
+
+
+@four
+def test_hsdp_and_group_of_size_one(syncheck_rank: Any) -> None:
+    """HSDP passes; a mesh of one rank never reduces, and that of the inner dimension reduces over half of the ranks."""
+    assert codes(check_parity(Hsdp(2))) == []
+
+    class Inner(Hsdp):
+        shard = "dp_shard"
+
+    report = check_parity(Inner())
+    assert codes(report) == ["SYN443"]
+    rows = {fact.parameters["ranks"]: fact.parameters["parts"] for fact in report.findings[0].facts}
+    assert rows == {(0, 1): ["data rank 0", "data rank 1"], (2, 3): ["data rank 2", "data rank 3"]}
+
+    class One(Hsdp):
+        mesh_sizes: ClassVar[dict[str, int]] = {"dp": 4, "one": 1}
+        shard = "one"
+
+    report = check_parity(One())
+    assert codes(report) == ["SYN443"]
+    weights = {fact.parameters["weight"] for fact in report.findings[0].facts}
+    assert (len(report.findings[0].facts), weights) == (4, {"4"})
+
+
+@two
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("loss_parallel", [False, True])
+def test_tensor_parallel(sequence: bool, loss_parallel: bool) -> None:
+    """Tensor parallelism passes with sequence and loss parallelism."""
+
+    class Chosen(Tp):
+        pass
+
+    Chosen.sequence, Chosen.loss_parallel = sequence, loss_parallel
+    assert codes(check_parity(Chosen())) == []
+
+
+class NotReducedNorms(Tp):
+    """The norms lose the reduction of their partial gradients."""
+
+    sequence = True
+
+    def backward(self, model: Any, batch: Any, mesh: Any) -> None:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        super().backward(model, batch, mesh)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                local = parameter.grad.to_local()
+                parameter.grad = DTensor.from_local(local, mesh["tp"], [Replicate()], run_check=False)
+
+
+@two
+def test_norms_not_reduced_under_sequence_parallelism() -> None:
+    """Partial gradients of norms that nobody adds are named with their dimension."""
+    report = check_parity(NotReducedNorms())
+    assert codes(report) == ["SYN445"]
+    assert {name.split(".")[-2][:4] for name in report.findings[0].tensors} == {"norm"}
+    assert len(report.findings[0].tensors) == 10
+    assert find(report, "SUM")["dimensions"] == ("tp",)
+    assert find(report, "TOTAL")["factor"] == pytest.approx(1)
+
+
+@two
+def test_one_tensor_wrong_under_tensor_parallelism() -> None:
+    """A replicated bias with a doubled gradient is named, with the dimension along which it is replicated."""
+
+    class Doubled(Tp):
+        def backward(self, model: Any, batch: Any, mesh: Any) -> None:
+            super().backward(model, batch, mesh)
+            model.blocks["1"].down.bias.grad *= 2
+
+    report = check_parity(Doubled())
+    assert (codes(report), report.findings[0].tensors) == (["SYN444"], ("blocks.1.down.bias",))
+    assert find(report, "DIMENSION")["dimension"] == "tp"
+
+
+@four
+def test_fsdp_with_tensor_parallelism(syncheck_rank: Any) -> None:
+    """FSDP2 over tensor parallelism with sequence parallelism passes; strided shards are compared at their position."""
+    assert codes(check_parity(FsdpTp())) == []
+
+
+@two
+def test_context_parallelism() -> None:
+    """Context parallelism passes; gradients divided by its size, and counted twice, have the factor of the size."""
+    assert codes(check_parity(Cp())) == []
+
+    class Divided(Cp):
+        divisor = 2
+
+    class Twice(Cp):
+        divisor = 0.5
+
+    for case, matches in ((Divided(), "1 / cp (2)"), (Twice(), "cp (2)")):
+        report = check_parity(case)
+        assert codes(report) == ["SYN441"]
+        assert matches in find(report, "MATCHES")["matches"]
+
+
+@two
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_pipeline(schedule: str) -> None:
+    """A pipeline passes; a loss that the schedule divides again by the micro-batches has this factor."""
+
+    class Chosen(Pp):
+        pass
+
+    Chosen.schedule = schedule
+    assert codes(check_parity(Chosen())) == []
+    Chosen.divided_twice = True
+    report = check_parity(Chosen())
+    assert codes(report) == ["SYN441"]
+    assert find(report, "MATCHES")["matches"] == ("1 / accumulation (4)",)
+    assert isinstance(Chosen().build(), Transformer)
+    assert dist.get_world_size() == 2
+
+
+@two
+def test_expert_parallelism() -> None:
+    """Experts are compared at the slices of `box`; experts averaged over data-parallel ranks have another factor."""
+    assert codes(check_parity(Ep())) == []
+
+    class Averaged(Ep):
+        scaled = 0.5
+
+    report = check_parity(Averaged())
+    assert (codes(report), report.findings[0].tensors) == (["SYN444"], ("weight",))
+    assert find(report, "MATCHES")["matches"] == ("1 / dp (2)",)
