@@ -410,8 +410,7 @@ def _start_watching(
     )
     session = start_session(settings)
     for part in model if isinstance(model, tuple) else (model,):
-        if hasattr(part, "require_backward_grad_sync"):
-            session.add(part)
+        session.add(part)
     return session
 
 

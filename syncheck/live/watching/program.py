@@ -60,9 +60,10 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
             runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         # Many scripts end with sys.exit(main()).
-        was_out_of_sync = session.finish(normally=not end.code)
-        if not end.code and settings.strict and was_out_of_sync:
-            return 1
+        # No code is success, as 0 is; a text is printed, and is a failure.
+        if not end.code:
+            return session.choose_exit_code(0)
+        session.finish(normally=False)
         raise
     except KeyboardInterrupt as error:
         session.finish(normally=False)
@@ -74,8 +75,7 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
         session.finish(normally=False)
         _print_error(error)
         return 1
-    was_out_of_sync = session.finish(normally=True)
-    return int(settings.strict and was_out_of_sync)
+    return session.choose_exit_code(0)
 
 
 def _print_error(error: BaseException) -> None:
@@ -113,8 +113,7 @@ def _watch_exit(session: Session) -> None:
     def exit_watched(status: int) -> NoReturn:
         # A forked process, which inherits this function, has no session of its own.
         if os.getpid() == process:
-            has_failed = session.stop(normally=status == 0)
-            status = status or int(session.settings.strict and has_failed)
+            status = session.choose_exit_code(status)
         exit_now(status)
 
     os._exit = exit_watched

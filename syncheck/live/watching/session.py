@@ -97,6 +97,11 @@ class Session:
         """
         return self._summary.has_failed if self._has_ended else self.finish(normally=normally)
 
+    def choose_exit_code(self, code: int) -> int:
+        """End watching, and return the exit code: that of the script, or 1 with `strict` for a finding that counts."""
+        has_failed = self.stop(normally=code == 0)
+        return 1 if code == 0 and self.settings.strict and has_failed else code
+
     def __enter__(self) -> Session:
         return self
 

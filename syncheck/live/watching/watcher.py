@@ -147,11 +147,12 @@ class Watcher:
         self._print_line(reason)
 
     def add_wrapper(self, wrapper: Any) -> None:
-        """Watch a wrapper that exists."""
+        """Watch a wrapper that exists. Other modules are ignored."""
         self._guard(self._add_wrapper, wrapper)
 
     def _add_wrapper(self, wrapper: Any) -> None:
-        if any(clock.wrapper is wrapper for clock in self.clocks):
+        is_known = any(clock.wrapper is wrapper for clock in self.clocks)
+        if is_known or not hasattr(wrapper, "require_backward_grad_sync"):
             return
         distributed: Any = sys.modules["torch.distributed"]
         ranks = tuple(distributed.get_process_group_ranks(wrapper.process_group))

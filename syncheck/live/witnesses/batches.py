@@ -69,7 +69,7 @@ class _Loader:
         """Note the indices of a batch."""
         self.order += indices[: _ORDER - len(self.order)]
         # Nested: a smaller share of the hashes is a part of a larger one, so ranks may differ in the size of batches.
-        share = min(1.0, _SAMPLES_PER_BATCH / len(indices))
+        share = min(1.0, _SAMPLES_PER_BATCH / max(1, len(indices)))
         for index in indices:
             digest = hashlib.blake2b(self.identity + repr(index).encode(), digest_size=_HASH_BYTES).digest()
             if int.from_bytes(digest) < share * _HASHES and self._watched < _SAMPLES_PER_EPOCH:
@@ -164,7 +164,7 @@ class BatchWitness(Witness):
     def _draw(self, iterator: Any, indices: Any) -> None:
         loader = self._iterators.get(iterator, self._beginning)
         # A sampler of a user may return anything; an iterable dataset has no indices.
-        if loader is not None and isinstance(indices, (list, tuple)) and indices:
+        if loader is not None and isinstance(indices, (list, tuple)):
             loader.draw(list(indices))
 
     def _fetch(self, iterator: Any) -> None:
