@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +27,10 @@ ALONE = ("single", "dp")
 LOCAL = ("diloco",)
 # A schedule of torch splits the share of a rank, whose size must be a multiple.
 SCHEDULED = ("pp", "pp_fsdp")
+# Size of the global batch, micro-batches and seed: each value once, or all combinations.
+COMBINATIONS = [(11, 1, 0), (8, 3, 1), (11, 3, 2)]
+if os.environ.get("SYNCHECK_MATRIX") == "all":
+    COMBINATIONS = list(product((8, 11), (1, 3), (0, 1, 2)))
 TWO = [name for name in METHODS if name not in (*FOUR, *ALONE, "hsdp_tp")]
 
 
@@ -51,12 +57,13 @@ def test_methods_on_two_ranks(ctx: RankContext, method: str) -> None:
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("batch_size", [8, 11], ids=["equal", "unequal"])
+@pytest.mark.parametrize(("batch_size", "accumulate", "seed"), COMBINATIONS)
 @pytest.mark.parametrize("method", TWO)
 def test_all_methods_on_two_ranks(ctx: RankContext, method: str, batch_size: int, accumulate: int, seed: int) -> None:
-    """The same with accumulation, shares of unequal sizes and three seeds, also with AdamW."""
+    """The same with accumulation, shares of unequal sizes and three seeds, also with AdamW.
+
+    SYNCHECK_MATRIX=all runs every combination.
+    """
     is_fixed = method in SCHEDULED
     if is_fixed and (accumulate > 1 or batch_size != 8):
         pytest.skip("the schedule has its own micro-batches of equal sizes")
@@ -78,7 +85,8 @@ def test_all_methods_on_four_ranks(ctx: RankContext, method: str, batch_size: in
 
 
 @NEEDS_FSDP
-@pytest.mark.syncheck(ranks=8)
+@pytest.mark.syncheck(ranks=8, timeout=240)
+@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_hsdp_with_tensor_parallelism(ctx: RankContext) -> None:
     """HSDP over tensor parallelism on eight ranks."""
