@@ -33,7 +33,7 @@ MORE = {
 }
 SECTIONS = {
     "Checkpoints": "same-model conversion-trials diagnosis-trials options formats testing ci nodes",
-    "Running jobs": "live integrations scale",
+    "Running jobs": "watch live integrations scale",
     "Reference trainer": "methods matrix launchers faults running data tasks resume stopping operations bench",
 }
 # A block of code with a file name: the generator wants quotes.

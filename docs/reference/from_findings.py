@@ -13,6 +13,7 @@ from pathlib import Path
 
 import diff_examples
 import parity_examples
+import watch_examples
 from marks import cell, code, escaped, table
 from sources import ROOT
 
@@ -54,7 +55,7 @@ def order() -> str:
 
 def pages() -> dict[str, str]:
     """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
-    commands, pairs = _commands_by_code(), print_pairs() | print_parity()
+    commands, pairs = _commands_by_code(), print_pairs() | print_examples()
     made = {}
     for rule in (*list_rules(), *WITNESS_RULES, *PARITY_RULES):
         first, *rest = rule.explanation.split("\n\n")
@@ -101,13 +102,14 @@ def print_finding(command: str, code: str, folder: Path = ROOT) -> str:
     return fold_finding(printed.getvalue(), code, command)
 
 
-def print_parity() -> dict[str, tuple[str, str]]:
-    """Return for each finding of parity a description of a program, and the printed lines."""
+def print_examples() -> dict[str, tuple[str, str]]:
+    """Return for each finding of parity and of watched runs a description of a program, and the printed lines."""
     made = {}
-    for code_of, (about, finding) in parity_examples.make_findings().items():
-        group = Group("Mine", "Mine", None, (), Counts(), findings=(finding,), verdict="out_of_sync")
-        printed = plain.render(comparison_body(Report("out_of_sync", (group,), command="parity"), 10))
-        made[code_of] = about, fold_finding(printed, code_of, "parity")
+    for command, examples in (("parity", parity_examples), ("watch", watch_examples)):
+        for code_of, (about, finding) in examples.make_findings().items():
+            group = Group("Mine", "Mine", None, (), Counts(), findings=(finding,), verdict="out_of_sync")
+            printed = plain.render(comparison_body(Report("out_of_sync", (group,), command=command), 10))
+            made[code_of] = about, fold_finding(printed, code_of, command)
     return made
 
 

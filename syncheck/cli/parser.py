@@ -210,8 +210,11 @@ def _add_fingerprint(subparsers: Any) -> None:
 
 
 def _add_watch(subparsers: Any) -> None:
-    # Only for the list of commands: `cli.watch` parses its arguments.
-    subparsers.add_parser("watch", help="run a training script, and check while it runs that all ranks are in sync")
+    # Only for the help: `cli.watch` parses its arguments, which end with those of the script.
+    from syncheck.cli import watch
+
+    text = "run a training script, and check while it runs that all ranks are in sync"
+    watch.add_options(_add_command(subparsers, "watch", None, text, usage=watch.USAGE))
 
 
 def _run_parity(arguments: argparse.Namespace) -> int:

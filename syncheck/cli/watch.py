@@ -15,7 +15,7 @@ from syncheck.live.watching.settings import ACTIONS, WITNESSES, WatchSettings, c
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_USAGE = "syncheck watch [OPTIONS] SCRIPT [ARGUMENTS]\n       syncheck watch [OPTIONS] -m MODULE [ARGUMENTS]"
+USAGE = "syncheck watch [OPTIONS] SCRIPT [ARGUMENTS]\n       syncheck watch [OPTIONS] -m MODULE [ARGUMENTS]"
 _DESCRIPTION = (
     "Run a training script, unmodified, and check while it runs that all ranks hold the same model. Put it between the "
     "launcher and the script: torchrun --nproc-per-node 8 -m syncheck watch train.py. The exit code is the script's."
@@ -41,7 +41,13 @@ def run(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options before the script."""
-    parser = _Parser(prog="syncheck watch", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(prog="syncheck watch", usage=USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options before the script."""
     defaults = WatchSettings()
     parser.add_argument(
         "--every",
@@ -80,7 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="exit with 1 if the script exits with 0 and ranks were out of sync"
     )
     parser.add_argument(_MODULE, action="store_true", help="the script is the name of a module, as in python -m")
-    return parser
 
 
 class _Parser(argparse.ArgumentParser):
