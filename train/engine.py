@@ -88,8 +88,6 @@ def prepare(
     Raises UserError.
     """
     parts.check_agreement(settings, ctx)
-    # run.py has done the same before it started processes, to report mistakes early and to count the ranks with data.
-    # Other callers pass the context of a rank without coordinates.
     check_modifiers(settings)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models

@@ -126,13 +126,9 @@ class _Exchange(NamedTuple):
 
     def list_snapshots(self, side: int) -> dict[int, Snapshot]:
         """Return the snapshots of one model by rank; empty for a path."""
-        snapshots = {}
-        for rank, snapshots_of_rank in self.by_rank.items():
-            replica = snapshots_of_rank[side]
-            if replica is not None:
-                snapshots[rank] = replica
-
-        return snapshots
+        # Each rank has a snapshot or a path for each side.
+        snapshots = {rank: snapshots_of_rank[side] for rank, snapshots_of_rank in self.by_rank.items()}
+        return {rank: replica for rank, replica in snapshots.items() if replica is not None}
 
 
 def _compare_on_ranks(channel: Channel, models: tuple[Any, Any], options: DiffOptions) -> Report:

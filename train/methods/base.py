@@ -57,7 +57,11 @@ class MethodBase:
 
     @classmethod
     def place(cls, settings: Settings, ctx: RankContext) -> RankContext:
-        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError."""
+        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError.
+
+        run.py calls it and `check_modifiers` before any process starts, to report mistakes early and to count the ranks
+        with data of their own. `engine.prepare` calls both for callers that pass a rank without coordinates.
+        """
         shape = cls.mesh_shape(settings, ctx.world_size)
         return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))
 

@@ -183,11 +183,7 @@ def compare_snapshots(
 
 def _describe_grouping(contents: GroupContents, how: Message) -> tuple[Message, ...]:
     """Return sentences about the kind of comparison, and about ranks without the fused kernel."""
-    fallbacks: dict[int, str] = {}
-    for rank, info in contents.rank_infos.items():
-        if info.fallback:
-            fallbacks[rank] = info.fallback
-
+    fallbacks = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
     if not fallbacks:
         return (how,)
 
@@ -394,9 +390,5 @@ def _attach_bytes(
 
         readable[content_key] = tensors
 
-    snapshots: dict[int, Snapshot] = {}
-    for rank, snapshot_of_rank in contents.snapshots().items():
-        key = contents.rank_infos[rank].key
-        snapshots[rank] = replace(snapshot_of_rank, tensors=readable[key])
-
-    return snapshots
+    snapshots = contents.snapshots()
+    return {rank: replace(snapshots[rank], tensors=readable[info.key]) for rank, info in contents.rank_infos.items()}

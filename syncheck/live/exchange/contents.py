@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.frozen import record
 from syncheck.layout.alignment import align
+from syncheck.layout.groups import find_last_step
 from syncheck.live.digest import WIDTH
 from syncheck.live.memory import agree_on_buffers
 from syncheck.snapshots import Digest, Sharding, Snapshot, Tensor, contiguous_strides, get_metadata
@@ -265,10 +266,7 @@ class GroupContents:
     @property
     def not_finite(self) -> list[str]:
         """The tensors with NaN or infinity on any rank, in the order of the model."""
-        names_of_ranks: set[str] = set()
-        for info in self.rank_infos.values():
-            names_of_ranks.update(info.not_finite)
-
+        names_of_ranks = set[str]().union(*[info.not_finite for info in self.rank_infos.values()])
         # Almost always, and the names of a large model take long.
         if not names_of_ranks:
             return []
@@ -286,12 +284,7 @@ class GroupContents:
     @property
     def step(self) -> int | None:
         """The last step in the metadata of the files."""
-        steps: list[int] = []
-        for manifest in self.by_key.values():
-            if manifest.metadata.step is not None:
-                steps.append(manifest.metadata.step)
-
-        return max(steps, default=None)
+        return find_last_step(manifest.metadata.step for manifest in self.by_key.values())
 
     @property
     def are_equal(self) -> bool:
