@@ -54,20 +54,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=defaults.every,
         metavar="N",
-        help="reductions between two comparisons of all replicas; 0 for none (default: %(default)s)",
+        help=f"reductions between two comparisons of all replicas; 0 for none (default: {defaults.every})",
     )
     parser.add_argument(
         "--witnesses",
         default=",".join(WITNESSES),
         metavar="LIST",
-        help="what is observed at each step, separated by commas, or none (default: %(default)s)",
+        help=f"what is observed at each step, separated by commas, or none (default: {','.join(WITNESSES)})",
     )
     parser.add_argument(
         "--on-desync",
         choices=ACTIONS,
         default=defaults.on_desync,
         help="warn: print the finding. raise: end all ranks before the step. resync: repair at the next comparison. "
-        "save: write one checkpoint per rank, once (default: %(default)s)",
+        f"save: write one checkpoint per rank, once (default: {defaults.on_desync})",
     )
     parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that does not count")
     parser.add_argument("--only", action="append", default=[], metavar="KIND", help="compare tensors of a kind only")

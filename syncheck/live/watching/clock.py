@@ -2,7 +2,7 @@
 
 Ranks that train one model take part in the same reductions, so the number of completed backward passes that reduced the
 gradients of a wrapper is the same on all of them, whatever a script does between two reductions. Optimizer steps have
-no such number, because a rank may skip one; without a wrapper they are all there is.
+no such number, because a rank may skip a step; without a wrapper they are all there is.
 
 DDP reduces gradients in callbacks at the end of the backward pass. A callback that is queued while an output of the
 wrapper gets its gradient would still run before them; queued again from within that callback, it runs after them.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# Of torch.distributed.algorithms.ddp_comm_hooks.
+# Communication hooks of torch.distributed.algorithms.ddp_comm_hooks.
 _LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
 
 

@@ -44,14 +44,14 @@ class FullChecks:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._monitors: dict[tuple[int, ...], tuple[tuple[int, ...], SyncMonitor]] = {}
         self._is_saved = False
-        # Of the reduction of the last check.
+        # The number of the reduction of the last check.
         self._number = 0
 
     def add(self, clock: Clock) -> None:
         """Create a process group for the checks. The ranks of a wrapper create it together, and may wait here too."""
         if clock.ranks not in self._groups:
             distributed: Any = sys.modules["torch.distributed"]
-            # Messages of a check must not come between those of the script.
+            # Messages of a check must not come between messages of the script.
             self._groups[clock.ranks] = distributed.new_group(
                 list(clock.ranks), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True
             )

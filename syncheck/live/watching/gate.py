@@ -1,7 +1,7 @@
 """The gate of `--on-desync raise`: no rank takes a step before all ranks have told of it.
 
 Each rank reads the records of all ranks and compares them itself, so that all ranks raise together or none does. A rank
-that does not come within a limited time lets the others go on; the judge then compares later.
+that does not come within a limited time lets the other ranks go on; the judge then compares later.
 """
 
 from __future__ import annotations

@@ -71,12 +71,12 @@ class Judge(threading.Thread):
     def __init__(self, watcher: Watcher, board: Board, report: Callable[[Judgement], None]) -> None:
         super().__init__(name="syncheck-judge", daemon=True)
         self._watcher, self._board, self._report = watcher, board, report
-        # Of each clock, as the responders count them.
+        # Counts for each clock, as the responders count.
         self._questions: Counter[str] = Counter()
         self._deadline = math.inf
         self._finishing = threading.Event()
         self.judged: Counter[str] = Counter()
-        """The number of judged steps, and of those out of sync."""
+        """The number of judged steps, and of steps out of sync."""
         # The keys of judged steps, to delete.
         self._spent: deque[str] = deque()
 
@@ -136,7 +136,7 @@ class Judge(threading.Thread):
         suspicions += self._ask_witnesses(step, stepping)
         for suspicion in suspicions:
             self._report(Judgement(step.number, clock.reduces, suspicion))
-        # Parameters outside of the wrapper step together with those inside.
+        # Parameters outside of the wrapper step together with the parameters inside.
         if step.layout.is_reduced or not clock.reduces:
             self.judged["steps"] += 1
         self.judged["out of sync"] += bool(suspicions)

@@ -21,7 +21,7 @@ class Layout:
     is_reduced: whether the wrapper of the clock reduces the gradients.
     key: equal on all ranks.
     signature: of the names and shapes: ranks with another one hold other parts of the model.
-    posted: the number of the last step that this rank told the others about.
+    posted: the number of the last step that this rank told the other ranks about.
     repeated: steps after that one without a reduction between them.
     """
 
@@ -84,7 +84,7 @@ def list_trained(optimizer: Any) -> list[Any]:
 
 
 def make_layouts(clocks: Sequence[Clock], number: int, optimizer: Any) -> list[Layout]:
-    """Return the parameters that an optimizer trains by the wrapper that contains them, and those outside of it.
+    """Return the parameters that an optimizer trains by the wrapper that contains them, and the rest.
 
     number: of the optimizer, equal on all ranks. Returns nothing if no wrapper contains a parameter.
     """

@@ -1,7 +1,7 @@
 """Run a script or a module as Python would, watched; also the processes that it starts with multiprocessing.
 
 The script is `__main__`, its folder is first in sys.path, its arguments are sys.argv, and its exit code and traceback
-are those of `python SCRIPT`.
+are the same as of `python SCRIPT`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The records of a step on the board: their keys, and what they show of ranks that did not step as others did."""
+"""The records of a step on the board: their keys, and what they show of ranks that did not step as other ranks did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncheck.live.witnesses.witness import Suspicion, find_minority
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# The keys of a record beside those of the witnesses.
+# The keys of a record beside the keys of the witnesses.
 RANK = "r"
 SIGNATURE = "p"
 NO_STEP = "x"
@@ -21,7 +21,7 @@ INFINITE = "infinite"
 
 
 def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
-    """Return SYN214, SYN216 or SYN410 if ranks did not step as others did.
+    """Return SYN214, SYN216 or SYN410 if ranks did not step as other ranks did.
 
     number: of the reduction.
     ranks: of the clock. A rank without a record has gone on to a later reduction.
@@ -33,7 +33,7 @@ def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mappi
         # If no rank steps, as in accumulation, none deviates.
         if 0 < len(suspects) < len(ranks):
             suspicions.append(Suspicion(code, suspects, (sentence(ranks=suspects, reduction=number),)))
-    # A rank that goes around the wrapper steps once more than the others between two reductions.
+    # A rank that goes around the wrapper steps once more than the other ranks between two reductions.
     repeated = {rank: records[rank].get(REPEATED, 0) for rank in sorted(records)}
     if len(set(repeated.values())) > 1:
         fact = Seen.REPEATED(steps=repeated, reduction=number)

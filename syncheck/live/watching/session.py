@@ -223,7 +223,7 @@ _running: list[Session] = []
 def start_session(
     settings: WatchSettings, make_checks: Callable[[Watcher, WatchSettings], Checks] | None = None
 ) -> Session:
-    """Start a session that ends with the program, or return the running one. The arguments are those of Session."""
+    """Start a session that ends with the program, or return the running session."""
     if not _running:
         session = Session(settings, make_checks)
         session.start()

@@ -33,7 +33,7 @@ _SAMPLES_PER_BATCH = 6
 _SAMPLES_PER_EPOCH = 4096
 # Inputs of fewer elements are equal by chance.
 _LEAST_ELEMENTS = 8
-# Indices of an epoch that are compared with those of the epoch before.
+# Indices of an epoch that are compared with the epoch before.
 _ORDER = 512
 # Forward passes whose inputs are told with one step.
 _MOST_PASSES = 4
@@ -112,7 +112,7 @@ class BatchWitness(Witness):
         # The loader that returned the last batch.
         self._current: _Loader | None = None
         self._passed: list[_Passed] = []
-        # Of the judge, by layout.
+        # Samples by layout, on the rank that judges.
         self._epochs: dict[str, _Epochs] = defaultdict(_Epochs)
 
     def install(self, guard: Callable[..., None]) -> None:

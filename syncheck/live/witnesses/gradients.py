@@ -2,7 +2,7 @@
 
 A digest of the gradients of copies is posted with each step, and one of the gradients of shards. With a wrapper that
 reduces gradients, copies must agree at every step. Without one, nobody states which ranks reduce together, so ranks are
-held to what they showed: those with equal gradients at several steps belong together.
+held to what they showed: ranks with equal gradients at several steps belong together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Details(NamedTuple):
     """The gradients of one step, to tell other ranks about."""
 
     digests: list[str]
-    """Of each tensor, as text; empty for a parameter without gradient."""
+    """The digest of each tensor, as text; empty for a parameter without gradient."""
     elements: dict[int, list[float]]
     """The first elements of the first tensors, by the index of the tensor."""
 

@@ -28,7 +28,7 @@ class RngWitness(Witness):
     def __init__(self) -> None:
         super().__init__()
         self._before: bytes | None = None
-        # Of the last forward pass that drew random numbers since the last step.
+        # The digest of the last forward pass that drew random numbers since the last step.
         self._consumed = ""
 
     def see_forward(self, module: Any, _inputs: Sequence[Any]) -> None:

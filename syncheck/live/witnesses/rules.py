@@ -21,7 +21,7 @@ class SameBatch(Sentence, topic="SYN401"):
     """Several data-parallel ranks train on the same batch at the same step.
 
     Signature: the tensors that enter the model in training mode have equal bytes on several ranks of one data-parallel
-    group. Tensors with equal elements only, and those of fewer than 8 elements, do not count. Augmented samples have
+    group. Tensors with equal elements only, and tensors of fewer than 8 elements, do not count. Augmented samples have
     other bytes: then equal sample indices of equal datasets show it, see SYN402.
 
     Cause: the data loader has no DistributedSampler, and all ranks shuffle with one seed; or the sampler was created
@@ -48,11 +48,11 @@ class OverlappingBatches(Sentence, topic="SYN402"):
 
     Signature: the data loaders of several ranks draw samples with equal indices, or equal bytes without a sampler,
     from equal datasets within one epoch; more of them than the padding of a DistributedSampler explains. Samples are
-    chosen by a hash, so that the same ones are watched on all ranks: about 6 of each batch. Ranks that draw a sample
+    chosen by a hash, so that the same samples are watched on all ranks: about 6 of each batch. Ranks that draw a sample
     twice in one epoch draw with replacement, and are left out.
 
     Cause: every rank shuffles the whole dataset with its own seed, without DistributedSampler, or the parts of the
-    ranks overlap. An epoch then shows some samples several times and others never.
+    ranks overlap. An epoch then shows some samples several times and other samples never.
 
     Fix: use DistributedSampler, or give each rank a part of its own.
 
@@ -135,7 +135,7 @@ class UnequalGradients(Sentence, topic="SYN410"):
     )
     FACT = "{count} of {total:count gradient} {count:verb differs|differ}: {names:names}"
     DIGESTS = "the digests of the gradients differ"
-    FACTOR = "those of {ranks:ranks} are {factor:number} times those of the others"
+    FACTOR = "the gradients of {ranks:ranks} are {factor:number} times the gradients of the other ranks"
     MISSING = "missing on some ranks: {names:names}"
 
 
@@ -152,7 +152,9 @@ class Seen(Sentence, topic="watch"):
     SETTINGS = "the digests of the settings differ"
     MORE_SETTINGS = "{count:count more setting}"
     WATCHED = "{steps:count step} watched, {checks:count check} of all replicas"
-    INFINITE = "the scaler of {ranks:ranks} found infinite gradients after reduction {reduction}, the others did not"
+    INFINITE = (
+        "the scaler of {ranks:ranks} found infinite gradients after reduction {reduction}, the other ranks did not"
+    )
 
 
 WITNESS_RULES = (

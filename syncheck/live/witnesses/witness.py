@@ -1,7 +1,7 @@
 """What a witness is: it observes the steps of one rank, and compares the observations of all ranks.
 
 An observation is a small JSON value, which is posted with each step. The judge asks all ranks for their details only if
-the observations disagree; each rank keeps those of its last steps.
+the observations disagree; each rank keeps the details of its last steps.
 """
 
 from __future__ import annotations
