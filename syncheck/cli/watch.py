@@ -103,11 +103,12 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
             with_value.update(action.option_strings)
     position = 0
     while position < len(argv) and argv[position].startswith("-"):
-        if argv[position] == "--":
+        option = argv[position]
+        if option == "--":
             return list(argv[:position]), *_take_program(argv[position + 1 :])
-        position += 2 if argv[position] in with_value else 1
+        position += 2 if option in with_value else 1
         # Options after the name of the module are its own.
-        if argv[position - 1] == _MODULE:
+        if option == _MODULE:
             break
     return list(argv[:position]), *_take_program(argv[position:])
 
