@@ -48,6 +48,18 @@ def differs_by_training(case: Case) -> bool:
     return bool(exclude_kinds(case.tensors, *_BUFFERS))
 
 
+def may_be_damage(case: Case) -> bool:
+    """Whether more than running statistics differ, or a single tensor, or two models are compared."""
+    if case.group.is_pair or len(case.tensors) == 1:
+        return True
+    return bool(exclude_kinds(case.tensors, *BN_STATISTICS, "bn_count"))
+
+
+def variances_differ_alone(case: Case) -> bool:
+    """Whether running variances differ, and no running mean does."""
+    return has_kind(case.tensors, "bn_var") and not has_kind(case.tensors, "bn_mean")
+
+
 def lacks_tensor_or_value(case: Case) -> bool:
     """Whether some replica may lack a tensor or a Python value."""
     return bool(case.values or with_reason(case.tensors, "missing"))
