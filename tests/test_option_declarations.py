@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from syncheck import api, config, option_kinds, options
 from syncheck.cli import commands, main, parser
 from syncheck.comparison import selection
 from syncheck.errors import OptionError, UsageError
+from syncheck.frozen import record
 from syncheck.option_kinds import INTEGER
 from syncheck.options import (
     COMMAND_LINE,
@@ -32,7 +33,7 @@ from syncheck.options import (
 DOCS = str(Path(__file__).resolve().parents[1] / "docs" / "reference")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Extended(Options):
     """The options with one more."""
 
@@ -156,4 +157,5 @@ def test_importing_the_declarations_is_cheap() -> None:
 
     code = "import sys, syncheck.options; print(sorted(name for name in sys.modules if name.startswith('syncheck.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.option_kinds', 'syncheck.options', 'syncheck.text']"
+    names = ["errors", "frozen", "option_kinds", "options", "text"]
+    assert done.stdout.strip() == str([f"syncheck.{name}" for name in names])
