@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 CLOCK = SimpleNamespace(reduces=True, ranks=(0, 1, 2))
 LAYOUT: Any = SimpleNamespace(key="layout", clock=CLOCK, is_reduced=True, names=NAMES)
-# One batch of a rank: the hashes of four watched samples.
-SAMPLES = "AAAAAAAABBBBBBBBCCCCCCCCDDDDDDDD"
+# Batches of the ranks: the hashes of their watched samples, in the order of each rank.
+BATCHES = ("AAAAAAAABBBBBBBBCCCCCCCCDDDDDDDD", "DDDDDDDDCCCCCCCCBBBBBBBBAAAAAAAA", "BBBBBBBBAAAAAAAADDDDDDDDCCCCCCCC")
 FACTOR = 0.25
 
 
@@ -41,7 +41,7 @@ def make_findings() -> dict[str, tuple[str, Finding]]:
     """Return for each code a description of the program and its finding."""
     ranks = CLOCK.ranks
     batch = {"d": ["digest"], "n": 98304}
-    drawn = {"e": 1, "s": SAMPLES}
+    drawn = {rank: {"e": 1, "s": samples} for rank, samples in zip(ranks, BATCHES, strict=True)}
     repeated = {"e": 2, "s": "", "o": 256}
     return {
         "SYN401": (
@@ -50,7 +50,7 @@ def make_findings() -> dict[str, tuple[str, Finding]]:
         ),
         "SYN402": (
             "three ranks shuffle the whole dataset, each with its own seed.",
-            find(BatchWitness().judge(LAYOUT, dict.fromkeys(ranks, drawn), dict)),
+            find(BatchWitness().judge(LAYOUT, drawn, dict)),
         ),
         "SYN403": (
             "`set_epoch` is not called.",

@@ -129,6 +129,11 @@ def test_common_samples_are_named(witnesses: list[BatchWitness]) -> None:
     assert watch_training(witnesses, make_shuffling, change=add_noise) == [("SYN402", RANKS)]
 
 
+def test_ranks_that_draw_together_share_samples_by_design(witnesses: list[BatchWitness]) -> None:
+    """Context-parallel ranks draw the same samples in the same order, and train on different parts of them."""
+    assert watch_training(witnesses, lambda _rank: make_shuffling(0), change=add_noise) == []
+
+
 def test_draws_with_replacement_are_no_fault(witnesses: list[BatchWitness]) -> None:
     """A rank that draws samples twice has no epochs in which each sample comes once."""
     assert watch_training(witnesses, lambda rank: make_shuffling(rank, replacement=True), epochs=3) == []

@@ -257,11 +257,14 @@ class _Epochs:
         ranks: the number of data-parallel ranks. A DistributedSampler repeats fewer samples than that.
         """
         epochs: set[int] = set()
+        drawing: dict[tuple[int, str], int] = {}
+        # Ranks that always draw together share each sample by design, as in context parallelism.
         for rank, observation in observed.items():
-            epoch = observation.get("e", 0)
-            if epoch:
-                epochs.add(epoch)
-                self._add(rank, epoch, observation["s"])
+            if observation.get("e"):
+                drawing.setdefault((observation["e"], observation["s"]), rank)
+        for (epoch, samples), rank in drawing.items():
+            epochs.add(epoch)
+            self._add(rank, epoch, samples)
         suspicions = []
         for epoch in sorted(epochs):
             counts = self._count_common(self._drawn[epoch])
