@@ -141,3 +141,8 @@ def test_gradients_that_are_equal_by_chance_show_nothing(gradients: list[Any]) -
 def test_a_wrapper_is_judged_from_its_first_step() -> None:
     """With a wrapper, the first step counts."""
     assert watch_steps(DEVIATING, reduces=True) == [("SYN410", (2,))]
+
+
+def test_a_step_without_any_gradient_is_a_skipped_step() -> None:
+    """A rank that removes its gradients and calls the optimizer takes no step."""
+    assert watch_steps([GRADIENTS, GRADIENTS, [None] * 6], reduces=True) == [("SYN214", (2,))]

@@ -185,6 +185,8 @@ class Disagreement(NamedTuple):
     """The factor of a single deviating rank, if it is the same in all sampled elements that differ; else None."""
     is_local: bool
     """Whether every rank has gradients of its own."""
+    is_empty: bool = False
+    """Whether the deviating ranks have no gradient at all."""
 
 
 def compare_details(details: Mapping[int, Details]) -> Disagreement:
@@ -208,6 +210,7 @@ def compare_details(details: Mapping[int, Details]) -> Disagreement:
         tuple(tensors),
         tuple(missing),
         ratio,
+        is_empty=not any(any(columns[rank]) for rank in ranks),
         is_local=len(sets) == len(columns) and len(tensors) == len(next(iter(columns.values()))),
     )
 
@@ -218,6 +221,10 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
     if layout.clock.reduces and not layout.is_reduced:
         fact = Seen.OUTSIDE(count=len(layout.names), names=names)
         return Suspicion("SYN212", layout.clock.ranks, (fact,), names)
+    if disagreement.is_empty:
+        # An optimizer without gradients changes nothing.
+        fact = Seen.NO_GRADIENT(ranks=disagreement.ranks)
+        return Suspicion("SYN214", disagreement.ranks, (fact,))
     facts = [UnequalGradients.FACT(count=len(names), total=len(layout.names), names=names)]
     variant = ""
     if disagreement.missing:

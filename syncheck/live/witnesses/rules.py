@@ -148,6 +148,7 @@ class Seen(Sentence, topic="watch"):
         "the optimizer trains {count:count parameter} that the wrapper does not contain, and the gradients of "
         "{names:names} differ"
     )
+    NO_GRADIENT = "{ranks:ranks} called the optimizer without any gradient, which changes nothing"
     SETTING = "{name:name} is {values:by_rank}"
     SETTINGS = "the digests of the settings differ"
     MORE_SETTINGS = "{count:count more setting}"
