@@ -6,6 +6,7 @@ Unlike the other commands it runs code of the user in this process, so nothing o
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
 
 from syncheck.cli import output
@@ -33,6 +34,8 @@ def run(argv: Sequence[str]) -> int:
         from syncheck.live.watching import program as programs
 
         programs.check_target(program, is_module=is_module)
+        if find_spec("torch") is None:
+            raise UsageError("watch: torch is not installed in this environment, so no training can be watched")
     except UsageError as error:
         output.print_message(f"error: {error}")
         return UsageError.exit_code
