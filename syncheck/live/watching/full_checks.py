@@ -89,9 +89,9 @@ class FullChecks:
         optimizers = self._watcher.list_optimizers(clock.ranks)
         objects = (*wrappers, *optimizers)
         identities = tuple(map(id, objects))
-        monitor_of_objects = self._monitors.get(clock.ranks)
-        # A GAN creates its wrappers one after the other; optimizers are monitor_of_objects from their first step.
-        if monitor_of_objects is None or monitor_of_objects[0] != identities:
+        last_monitor = self._monitors.get(clock.ranks)
+        # A GAN creates its wrappers one after the other; optimizers appear at their first step.
+        if last_monitor is None or last_monitor[0] != identities:
             monitor = SyncMonitor(
                 wrappers[0] if len(wrappers) == 1 else tuple(wrappers),
                 _simplify(optimizers),
@@ -106,8 +106,8 @@ class FullChecks:
                 exclude=self._settings.exclude,
                 allow=self._settings.allow,
             )
-            monitor_of_objects = self._monitors[clock.ranks] = (identities, monitor)
-        return monitor_of_objects[1]
+            last_monitor = self._monitors[clock.ranks] = (identities, monitor)
+        return last_monitor[1]
 
     def _choose_action(self, wrappers: list[Any], optimizers: list[Any]) -> Any:
         if self._settings.on_desync != "save":
@@ -132,7 +132,7 @@ class FullChecks:
             for number, optimizer in enumerate(optimizers):
                 content["optimizer" if number == 0 else f"optimizer{number}"] = optimizer.state_dict()
             content["syncheck"] = metadata(model=wrappers[0].module, run="watch", rank=rank, world_size=ranks)
-            # A file of an earlier run is not overwritten; the error is printed, and all ranks go on.
+            # A file of an earlier run is not overwritten; the error ends watching with one line, and the run goes on.
             with open(os.path.join(folder, f"rank_{rank}.pth"), "xb") as file:
                 torch.save(content, file)
 
