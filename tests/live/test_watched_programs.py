@@ -127,6 +127,28 @@ def test_raise_ends_all_ranks_before_the_step(run: Callable[..., Run], fault: st
 
 
 @pytest.mark.slow
+def test_a_comparison_that_raises_is_in_the_summary(run: Callable[..., Run]) -> None:
+    """Without witnesses, the comparison after the fault raises on all ranks, and the last line has its verdict."""
+    watched = run("clip", "fork", "--on-desync", "raise", "--witnesses", "none", "--every", "4")
+    assert watched.err.count("OutOfSync: step 8") == RANKS
+    assert re.search(r"syncheck: OUT OF SYNC .*: SYN2", watched.err)
+    assert "syncheck: in sync: " not in watched.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "is_repaired"), [(3, True), (2, False)])
+def test_resync_repairs_or_says_why_not(run: Callable[..., Run], ranks: int, is_repaired: bool) -> None:
+    """Of three ranks, the majority repairs the third one; of two, the run goes on watched, and one line says why."""
+    watched = run("clip", "fork" if ranks == RANKS else "forkserver", "--on-desync", "resync", "--every", "4")
+    ends = {line.partition("with ")[2] for line in watched.out}
+    assert (watched.code, len(watched.out)) == (0, ranks)
+    assert (len(ends) == 1) is is_repaired
+    assert ("no majority" in watched.err) is not is_repaired
+    assert "watching ends" not in watched.err
+    assert "step 16: " in watched.err
+
+
+@pytest.mark.slow
 def test_save_writes_one_checkpoint_per_rank(run: Callable[..., Run]) -> None:
     """With `--on-desync save`, the first comparison out of sync saves what it saw, once."""
     from syncheck import compare

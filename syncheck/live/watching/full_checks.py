@@ -12,6 +12,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from syncheck.errors import UsageError
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.watching.settings import SAVE_FOLDER
 from syncheck.readers.metadata_block import metadata
@@ -60,10 +61,21 @@ class FullChecks:
         """Check after a reduction, if a check is due. Raises OutOfSync with `raise`."""
         # One clock of each set of ranks states when all of their wrappers are checked.
         if clock.is_first and self._is_due(clock) and not clock.keeps_gradients_local():
-            self._number = clock.ticks
-            report = self._get_monitor(clock).step(clock.ticks)
-            if report is not None:
-                self.reports.append(report)
+            self._check(clock)
+
+    def _check(self, clock: Clock) -> None:
+        self._number = clock.ticks
+        monitor = self._get_monitor(clock)
+        last_report = monitor.last
+        try:
+            monitor.step(clock.ticks)
+        except UsageError as error:
+            # `resync` refuses on all ranks, for example without a majority; the run goes on, and so does watching.
+            self._watcher.print_line(str(error))
+        finally:
+            # The summary has the report that raises, too.
+            if monitor.last is not None and monitor.last is not last_report:
+                self.reports.append(monitor.last)
 
     def _is_due(self, clock: Clock) -> bool:
         number = clock.ticks

@@ -44,7 +44,7 @@ class Watcher:
         begin_judging: Callable[[Watcher, Board], None],
     ) -> None:
         self.witnesses = witnesses
-        self._print_line = print_line
+        self.print_line = print_line
         self._begin_judging = begin_judging
         self.board: Board | None = None
         self._rank = 0
@@ -144,7 +144,7 @@ class Watcher:
     def stop(self, reason: str) -> None:
         """Watch no longer, and say why."""
         self.is_on = False
-        self._print_line(reason)
+        self.print_line(reason)
 
     def add_wrapper(self, wrapper: Any) -> None:
         """Watch a wrapper that exists. Other modules are ignored."""
