@@ -133,7 +133,7 @@ class Session:
         """Judge the posted steps: the process is about to end by SIGTERM."""
         if self._judge is not None and not self._has_ended:
             self._judge.finish(_FLUSH_SECONDS)
-            self._summary.print_end(self._judge.judged)
+            self._summary.print_end(self._judge.judged, is_complete=self.watcher.is_on)
             self._summary.write_outputs()
 
     def finish(self, *, normally: bool) -> bool:
@@ -146,19 +146,21 @@ class Session:
             _running.remove(self)
         if normally:
             self.watcher.tell_last_skipped()
+        # An error of syncheck may have ended watching before.
+        is_complete = self.watcher.is_on
         self.watcher.is_on = False
         if self._responder is not None:
-            self._end_judging(normally=normally)
+            self._end_judging(normally=normally, is_complete=is_complete)
             self._leave(self._responder, wait=normally)
         elif normally and not self.has_children:
             self._print_on_first_rank(_explain_nothing())
         return self._summary.has_failed
 
-    def _end_judging(self, *, normally: bool) -> None:
+    def _end_judging(self, *, normally: bool, is_complete: bool) -> None:
         if self._judge is not None:
             # After an error, other ranks may have ended too.
             self._judge.finish(_END_SECONDS if normally else 0.0)
-            self._summary.print_end(self._judge.judged)
+            self._summary.print_end(self._judge.judged, is_complete=is_complete)
             self._summary.write_outputs()
 
     def _leave(self, responder: Responder, *, wait: bool) -> None:

@@ -77,11 +77,18 @@ class Summary:
             return True
         return bool(find_failing(self.findings.values()))
 
-    def print_end(self, judged: Counter[str]) -> None:
-        """Print the last line. judged: numbers of steps, as the judge counts them."""
+    def print_end(self, judged: Counter[str], *, is_complete: bool) -> None:
+        """Print the last line.
+
+        judged: numbers of steps, as the judge counts them.
+        is_complete: watching went on to the end of the script; what came after its end is unknown.
+        """
         watched = Seen.WATCHED(steps=judged["steps"], checks=len(self.reports))
         if not self.has_failed:
-            self._reporter.print_text(f"in sync: {watched}", "green")
+            if is_complete and judged["steps"]:
+                self._reporter.print_text(f"in sync: {watched}", "green")
+            else:
+                self._reporter.print_text(f"could not tell: {watched}, not the whole run", "yellow")
             return
         failing = [*find_failing(self.findings.values())]
         for report in self.reports[-1:]:
