@@ -34,6 +34,7 @@ from benchmarks import (
     rank_tests,
     scale,
     sparse,
+    watch,
 )
 from benchmarks.trials import command as trials
 
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "scale": scale,
     "equivalence": equivalence,
     "parity": parity,
+    "watch": watch,
 }
 
 

@@ -4,13 +4,14 @@
     python docs/site.py OUT --versions   # the same as OUT/site/dev, beside a folder for each released version
 
 Needs `pip install -e '.[docs]'`. The pages are those of docs/ and the top folder. Links to files outside the site point
-to the repository. The build is strict: a dead link stops it. `--pages` only writes the pages and the configuration, for
-another generator.
+to the repository, if it has an address. The build is strict: a dead link stops it. `--pages` only writes the pages and
+the configuration, for another generator.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import re
@@ -20,8 +21,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# A placeholder like that of `words.SITE`, which tools/set_address.py replaces everywhere.
-REPOSITORY = "https://syncheck.invalid/syncheck"
+# Set by tools/set_address.py at a release. Until then, links to files outside the site are plain text.
+REPOSITORY = ""
 # Pages from outside docs/, by their path in the site.
 MORE = {
     "start.md": "README.md",
@@ -31,20 +32,47 @@ MORE = {
     "project/changelog.md": "CHANGELOG.md",
     "project/results.md": "benchmarks/RESULTS.md",
 }
-SECTIONS = {
-    "Checkpoints": "same-model conversion-trials diagnosis-trials options formats testing ci nodes",
-    "Running jobs": "watch live integrations scale",
-    "Reference trainer": "methods matrix launchers faults running data tasks resume stopping operations bench",
+# The groups of the navigation in reading order, each with its pages by section; "" is the top of a group. A name with *
+# stands for all pages with this beginning. Titles of pages are their first headings.
+NAVIGATION: dict[str, dict[str, str]] = {
+    "Start": {"": "index start by-symptom from-your-old-script platforms README"},
+    "Guide": {"": "guide/README guide/0* guide/1* guide/2*"},
+    "How to": {
+        "Find a desync": "formats options nodes watch live integrations testing ci scale diagnosis-trials",
+        "Prove a conversion": "same-model conversion-trials",
+    },
+    "Findings": {
+        "": "reference/findings",
+        "Replicas: files and settings": "reference/findings/syn1*",
+        "Replicas: causes": "reference/findings/syn2*",
+        "Two models": "reference/findings/syn3*",
+        "Watched runs and parity": "reference/findings/syn4*",
+    },
+    "Reference": {
+        "": "reference/commands reference/configuration reference/exit-codes reference/layouts reference/other-tools",
+        "JSON": "reference/json*",
+        "Python": "reference/api*",
+        "Code": "reference/architecture reference/syncheck-code reference/doors-code reference/trainer-code",
+        "Project": "upgrading project/*",
+    },
+    "Trainer": {
+        "": "methods modifiers matrix launchers running data tasks resume stopping operations faults bench",
+    },
+    "中文": {"": "zh-CN/start zh-CN/README zh-CN/0* zh-CN/1* zh-CN/2* zh-CN/from-your-old-script zh-CN/glossary"},
 }
+# Languages with the folder of their first page and their code.
+LANGUAGES = (("English", "./", "en"), ("中文", "zh-CN/", "zh"))
+# Pages with a shorter title in the navigation than their heading.
+TITLES = {"README.md": "The tool on one page", "README.zh-CN.md": "简介", "docs/README.md": "All pages"}
 # A block of code with a file name: the generator wants quotes.
 _TITLE = re.compile(r"^(```\w+ title=)([^\s\"]+)$", re.MULTILINE)
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]*)(#[^)]*)?\)")
 
 
 def list_pages() -> dict[str, Path]:
-    """Return the Markdown and pictures of the site, by their path in it."""
+    """Return the Markdown, pictures and styles of the site, by their path in it."""
     docs = ROOT / "docs"
-    pages = {str(p.relative_to(docs)): p for p in docs.rglob("*") if p.suffix in (".md", ".svg", ".png")}
+    pages = {str(p.relative_to(docs)): p for p in docs.rglob("*") if p.suffix in (".md", ".svg", ".png", ".css")}
     return pages | {name: ROOT / path for name, path in MORE.items()}
 
 
@@ -62,6 +90,8 @@ def rewrite_links(text: str, name: str, source: Path, names: dict[Path, str]) ->
             return f"{start}{os.path.relpath(names[path], Path(name).parent)}{anchor})"
         if not path.exists():
             raise SystemExit(f"{source}: dead link {target}; correct the page")
+        if not REPOSITORY:
+            return start.removeprefix("[").removesuffix("](")
         kind = "tree" if path.is_dir() else "blob"
         return f"{start}{REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}{anchor})"
 
@@ -82,21 +112,28 @@ def write_pages(out: Path) -> None:
             target.write_text(rewrite_links(path.read_text(encoding="utf-8"), name, path, names), encoding="utf-8")
         else:
             shutil.copy(path, target)
-    findings = sorted(name for name in pages if name.startswith("reference/findings/"))
-    (out / "mkdocs.yml").write_text(configure(findings), encoding="utf-8")
+    (out / "mkdocs.yml").write_text(configure(pages), encoding="utf-8")
 
 
-def configure(findings: list[str]) -> str:
-    """Return the configuration: navigation, search, versions, copy buttons, and light and dark colors."""
+def configure(pages: dict[str, Path]) -> str:
+    """Return the configuration: navigation, search, versions, copy buttons, and light and dark colors.
+
+    pages: the files by their path in the site.
+    """
     palette = [("light", "default", "weather-night", "dark"), ("dark", "slate", "weather-sunny", "light")]
+    features = (
+        "content.code.copy, navigation.tabs, navigation.tabs.sticky, navigation.sections, navigation.top, "
+        "search.highlight, search.suggest, toc.integrate"
+    )
     lines = [
         "site_name: syncheck",
-        f"repo_url: {REPOSITORY}",
+        *([f"repo_url: {REPOSITORY}"] if REPOSITORY else []),
         "docs_dir: pages",
+        "extra_css: [site.css]",
         "theme:",
         "  name: material",
         "  font: false",  # pages load nothing from other hosts
-        "  features: [content.code.copy, navigation.sections, navigation.top, search.highlight, search.suggest]",
+        f"  features: [{features}]",
         "  palette:",
     ]
     for scheme, name, icon, other in palette:
@@ -104,7 +141,11 @@ def configure(findings: list[str]) -> str:
         lines += [f"      toggle: {{icon: material/{icon}, name: {other}}}"]
     lines += [
         # The theme lists the versions of ../versions.json, whose format is that of the program mike.
-        "extra: {version: {provider: mike}}",
+        "extra:",
+        "  version: {provider: mike}",
+        # A menu in the header of every page, because most pages have no translation of their own.
+        "  alternate:",
+        *[f"    - {{name: {name}, link: {link}, lang: {lang}}}" for name, link, lang in LANGUAGES],
         "markdown_extensions:",
         "  - tables",
         "  - attr_list",
@@ -112,22 +153,33 @@ def configure(findings: list[str]) -> str:
         "  - pymdownx.superfences",
         "  - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}",
         "nav:",
-        "  - Start: start.md",
-        "  - All pages: README.md",
-        "  - Guide:",
-        "      - guide/README.md",
+        *navigate(pages),
     ]
-    lines += [f"      - guide/{path.name}" for path in sorted((ROOT / "docs" / "guide").glob("[0-9]*.md"))]
-    for title, pages in SECTIONS.items():
-        lines += [f"  - {title}:", *(f"      - {page}.md" for page in pages.split())]
-    lines += ["  - Reference:"]
-    lines += [f"      - reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
-    lines += ["  - Findings:", *(f"      - {name}" for name in findings)]
-    lines += ["  - Project:", "      - upgrading.md"]
-    lines += [f"      - {name}" for name in MORE if name.startswith("project/")]
-    lines += ["  - 中文:", "      - zh-CN/start.md"]
-    lines += [f"      - zh-CN/{path.name}" for path in sorted((ROOT / "docs" / "zh-CN").glob("*.md"))]
     return "\n".join(lines) + "\n"
+
+
+def navigate(pages: dict[str, Path]) -> list[str]:
+    """Return the lines of the navigation. Raises SystemExit for a page that no group has."""
+    lines, missing = [], {name for name in pages if name.endswith(".md")}
+    for group, sections in NAVIGATION.items():
+        lines.append(f"  - {json.dumps(group, ensure_ascii=False)}:")
+        for section, patterns in sections.items():
+            if section:
+                lines.append(f"      - {json.dumps(section)}:")
+            indent = "          " if section else "      "
+            for pattern in patterns.split():
+                for name in sorted(fnmatch.filter(pages, f"{pattern}.md")):
+                    lines.append(f"{indent}- {json.dumps(read_title(pages[name]), ensure_ascii=False)}: {name}")
+                    missing.discard(name)
+    if missing:
+        raise SystemExit(f"{', '.join(sorted(missing))}: in no group; add to NAVIGATION of docs/site.py")
+    return lines
+
+
+def read_title(page: Path) -> str:
+    """Return the first heading of a page without marks of code."""
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return TITLES.get(page.relative_to(ROOT).as_posix(), heading[1].replace("`", "") if heading else page.stem)
 
 
 def build(out: Path) -> int:
@@ -178,8 +230,8 @@ def build_versions(out: Path) -> int:
     shutil.copytree(whole / latest, whole / "latest")
     rows = [{"version": name, "title": name, "aliases": ["latest"] * (name == latest)} for name in (*releases, "dev")]
     (whole / "versions.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    redirect = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=latest/start/">'
-    (whole / "index.html").write_text(f'{redirect}<a href="latest/start/">syncheck</a>\n', encoding="utf-8")
+    redirect = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=latest/">'
+    (whole / "index.html").write_text(f'{redirect}<a href="latest/">syncheck</a>\n', encoding="utf-8")
     return 0
 
 

@@ -109,6 +109,13 @@ def preload() -> None:
 
 
 def _peak_memory() -> int:
-    """Return the peak resident memory of this process; getrusage would include the parent's memory."""
-    match = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
+    """Return the peak resident memory of this process in bytes, or 0 without /proc.
+
+    getrusage would include the parent's memory.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return 0
+    match = re.search(r"VmHWM:\s*(\d+)", status)
     return int(match[1]) << 10 if match else 0

@@ -37,7 +37,7 @@ class Effect:
 
 _EXCHANGED = frozenset({"SYN305", "SYN306", "SYN313"})
 _TRANSPOSED = frozenset({"SYN304"})
-_RESIZED = frozenset({"SYN309"})
+_RESIZED = frozenset({"SYN309", "SYN318"})
 
 
 def _choose_matrix(random: Random, model: Model) -> Role:

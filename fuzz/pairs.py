@@ -47,7 +47,7 @@ _STORED_CHANGES = {"optimizer state added": "optimizer"}
 _MISSING = torch.empty(0)
 _WRAPPERS = ("module.", "_orig_mod.", "module._orig_mod.")
 _CASTS = ("bfloat16", "float16", "float32", "float64")
-_CODES = ("SYN101", "SYN220", "SYN304", "SYN305", "SYN306", "SYN307", "SYN309", "SYN311", "SYN312", "SYN313")
+_CODES = ("SYN101", "SYN220", "SYN304", "SYN305", "SYN306", "SYN307", "SYN309", "SYN311", "SYN312", "SYN313", "SYN318")
 
 
 @dataclass(frozen=True)

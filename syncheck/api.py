@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from syncheck.diagnose import series
 from syncheck.diagnose.verdicts import judge_group, overall
 from syncheck.errors import CheckpointError, UsageError
 from syncheck.frozen import record
+from syncheck.layout.absent_ranks import note_absent_ranks
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
+from syncheck.layout.named_steps import note_contradicting_steps
 from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
 from syncheck.options import DiffOptions, build_selection
@@ -25,14 +28,16 @@ from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files
 from syncheck.tensors.names import normalize
+from syncheck.tensors.traffic import TRAFFIC
 from syncheck.tensors.value_kinds import has_counted_values
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from syncheck.comparison.selection import Selection
     from syncheck.conversion.sides import Source
     from syncheck.layout.groups import CheckpointGroup
+    from syncheck.messages import Message
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot
 
@@ -50,22 +55,26 @@ class Found:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Number of other files in the given folders."""
+    skipped_paths: tuple[str, ...] = ()
+    """The paths of the first skipped files."""
     aliases: tuple[Alias, ...] = ()
     """Links to the file of another replica."""
     idle: tuple[str, ...] | None = None
     """Globs of tolerances that match no tensor of any group; None if they have not been matched yet."""
 
 
-def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
+def find(*paths: Source, options: Options | None = None) -> Found:
     """Open the checkpoints under the paths and group the replicas.
 
-    paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, no path
-    at all, and an unknown reference. A checkpoint that cannot be read does not raise: it is listed in `unreadable`.
+    paths: files, folders or globs, or lists of them. Raises UsageError for a glob without a match, a folder without a
+    checkpoint, no path at all, and an unknown reference. A checkpoint that cannot be read does not raise: it is listed
+    in `unreadable`.
     """
     options = options or Options()
-    if not paths:
+    path_texts = _list_paths(paths)
+    if not path_texts:
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
-    opened = open_checkpoints([str(path) for path in paths])
+    opened = open_checkpoints(path_texts)
     snapshots, linked = remove_aliases(separate_copies(opened.snapshots))
     paths_to_group = [snapshot.path for snapshot in snapshots] + list(opened.roots.values())
     groups = group_replicas(snapshots, options.group_by, opened.roots, unify_paths(paths_to_group))
@@ -75,7 +84,25 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
         unreadable += find_shared_files(replicas.ranks)
     reference.check_reference(options.reference, groups, unreadable)
     aliases = (*opened.aliases, *linked)
-    return Found(groups, tuple(unreadable), opened.skipped, aliases, _find_idle(groups, options))
+    return Found(
+        groups,
+        tuple(unreadable),
+        skipped=opened.skipped,
+        skipped_paths=tuple(opened.skipped_paths),
+        aliases=aliases,
+        idle=_find_idle(groups, options),
+    )
+
+
+def _list_paths(paths: Iterable[Source]) -> list[str]:
+    """Return all paths as texts, including those in lists."""
+    path_texts = []
+    for path in paths:
+        if isinstance(path, (str, os.PathLike)):
+            path_texts.append(str(path))
+        else:
+            path_texts += [str(item) for item in path]
+    return path_texts
 
 
 def kinds_in(replicas: CheckpointGroup, options: Options) -> tuple[str, ...]:
@@ -98,12 +125,23 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     options = options or Options()
     unreadable = list(found.unreadable)
     last_groups = select_last_steps(found.groups) if histograms else ()
+    snapshots: list[Snapshot] = []
+    for replicas in found.groups:
+        snapshots += [snapshot for _, snapshot in replicas.ranks]
+    if not options.quick:
+        TRAFFIC.expect(snapshots)
     compared = []
     for replicas in found.groups:
         is_last = any(replicas is group for group in last_groups)
         compared.append(_compare(replicas, options, unreadable, histograms=is_last))
     groups = _add_evidence_of_steps(compared, unreadable, options)
-    groups = _add_note(groups, _find_idle(found.groups, options) if found.idle is None else found.idle)
+    idle = _find_idle(found.groups, options) if found.idle is None else found.idle
+    notes = note_absent_ranks(found.groups, [file.path for file in unreadable])
+    notes += note_contradicting_steps(snapshots)
+    # Most runs have no tolerances.
+    if idle:
+        notes.append(Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS)))
+    groups = _add_notes(groups, notes)
     groups = series.follow_not_finite(groups)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
@@ -124,6 +162,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         # A file may break in more than one comparison.
         unreadable=tuple(dict.fromkeys(unreadable)),
         skipped=found.skipped,
+        skipped_paths=found.skipped_paths,
         aliases=found.aliases,
         quick=options.quick,
         drift=series.drifts(runs),
@@ -148,11 +187,11 @@ def _add_evidence_of_steps(
     return add_free_running(groups, compared, unreadable, options.jobs)
 
 
-def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
+def compare(*paths: Source, options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose the differences.
 
-    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: add histograms of the
-    tensors that differ most at the last step of each run (for HTML pages).
+    paths: files, folders or globs, or lists of them. options: how to compare; bitwise by default. histograms: add
+    histograms of the tensors that differ most at the last step of each run (for HTML pages).
 
         report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
         print(report.verdict, report.counts.different)
@@ -246,7 +285,7 @@ def _compare(
         try:
             rank = reference.find_reference_rank(options.reference, replicas)
             selection = replace(build_selection(options, rank), histograms=histograms)
-            return compare_group(replicas, selection), replicas
+            return _compare_as_replicas_or_shards(replicas, selection)
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
             broken = [Unreadable(error.path, error.reason) for error in errors]
@@ -256,6 +295,24 @@ def _compare(
                 raise
             unreadable += broken
             replicas = replace(replicas, ranks=ranks)
+
+
+def _compare_as_replicas_or_shards(
+    replicas: CheckpointGroup, selection: Selection
+) -> tuple[Comparison, CheckpointGroup]:
+    """Compare a group of replicas. Shards that no file marks get positions, and are compared again as shards."""
+    comparison = compare_group(replicas, selection)
+    differing = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    if not differing:
+        return comparison, replicas
+    from syncheck.layout.distinct_shards import is_attention_output
+
+    # Tensor parallelism divides the last layer of an attention.
+    if not any(map(is_attention_output, differing)):
+        return comparison, replicas
+    from syncheck.conversion.unmarked_shards import compare_unmarked_shards
+
+    return compare_unmarked_shards(comparison, replicas, selection)
 
 
 def _drop_broken(broken: Sequence[Unreadable], replicas: CheckpointGroup) -> tuple[tuple[int, Snapshot], ...]:
@@ -281,9 +338,8 @@ def _find_idle(groups: Sequence[CheckpointGroup], options: Options) -> tuple[str
     return table.idle(names)
 
 
-def _add_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
-    """Add a note on all groups to the first group. idle: globs of tolerances without a tensor."""
-    if not idle or not groups:
+def _add_notes(groups: list[Comparison], notes: Sequence[Message]) -> list[Comparison]:
+    """Add notes on all groups to the first group."""
+    if not notes or not groups:
         return groups
-    note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))
-    return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]
+    return [replace(groups[0], notes=(*groups[0].notes, *notes)), *groups[1:]]

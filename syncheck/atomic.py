@@ -30,7 +30,7 @@ def convert_errors(path: str, option: str = "output") -> Iterator[None]:
             folder = os.path.dirname(path) or os.curdir
             if not os.path.lexists(folder):
                 reason = f"the folder {folder} does not exist; create it first"
-        raise OptionError(f"{option} {path}: cannot be written: {reason}") from None
+        raise OptionError(f"cannot be written: {reason}", **{option: path}) from None
 
 
 def check_writable(path: str) -> None:

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck import option_kinds, options
 from syncheck.errors import UsageError
-from syncheck.text import brief, system_reason
+from syncheck.suggestions import suggest
+from syncheck.text import brief, options_as_typed, system_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -141,7 +142,9 @@ def _check_table(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
         merge_options(values, options.Options, {})
         merge_options(values, options.RunOptions, {})
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        # The keys of the file are the names of fields.
+        with options_as_typed(""):
+            raise UsageError(f"{path}: {error}") from None
     return _resolve_paths(os.path.dirname(path), values)
 
 
@@ -156,7 +159,8 @@ def _read_values(table: Mapping[str, Any]) -> dict[str, Any]:
         # Deprecated: until version 0.2, keys had dashes, like the options of the command line.
         name = key.replace("-", "_")
         if name not in declarations:
-            raise UsageError(f"tool.syncheck.{key}: unknown key; must be one of {', '.join(declarations)}")
+            expected = f"must be one of {', '.join(declarations)}"
+            raise UsageError(f"tool.syncheck.{key}: unknown key; {expected}{suggest(name, declarations)}")
         if name != key and name in table:
             raise UsageError(f"tool.syncheck.{key}: the same option as {name}; remove one of them")
         declaration = declarations[name]

@@ -42,19 +42,31 @@ class RankFailed(SyncheckError):
     """A rank could not take part in a comparison. Every rank of the group raises it with the same text."""
 
 
+class PeersBlocked(UsageError):
+    """The code of the user failed on this rank, while other ranks wait in a collective of the program."""
+
+
 class OptionError(UsageError):
     """An option has a wrong value, or contradicts another option.
 
-    text: the expected value. values: the wrong options by the name of their field, which starts the message.
+    text: the expected value, a `Message` if it mentions options. values: the wrong options by the name of their field,
+    which starts the text.
     """
 
-    def __init__(self, text: str, **values: object) -> None:
-        self.values = values
+    def __init__(self, text: object, **values: object) -> None:
+        self.text, self.values = text, values
+        super().__init__(self._compose())
+
+    def __str__(self) -> str:
+        # Composed for each surface, because the command line spells options in its own way.
+        return one_line(self._compose())
+
+    def _compose(self) -> str:
         # A contradiction of several options may name them in the text alone.
-        if values:
-            options = " ".join(option_text(name, value) for name, value in values.items())
-            text = f"{options}: {text}"
-        super().__init__(text)
+        if not self.values:
+            return str(self.text)
+        options = " ".join(option_text(name, value) for name, value in self.values.items())
+        return f"{options}: {self.text}"
 
 
 class DemoFailed(SyncheckError):
@@ -77,7 +89,8 @@ class CheckpointError(SyncheckError):
         if needed:
             self.reason += f"; needed {shorten(needed)}"
         if next_step:
-            self.reason += f". {next_step[0].upper()}{next_step[1:]}."
+            ending = "" if next_step.endswith("?") else "."
+            self.reason += f". {next_step[0].upper()}{next_step[1:]}{ending}"
         super().__init__(f"{path}: {self.reason}")
 
 

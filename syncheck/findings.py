@@ -32,29 +32,40 @@ SECOND_MOMENTS = frozenset(
 class RelationKind(StrEnum):
     """How a tensor of model B follows from model A.
 
-    All but the last six are proven: the bytes are equal after the operation.
+    All but the last seven are proven: the bytes are equal after the operation.
     """
 
     BASE = "base"
     """B equals the model before the update."""
     ADAPTER = "adapter"
-    """B equals A without the adapter. pattern: replaced, if the adapter stores the tensor. factor: of its product."""
+    """B equals A without the adapter. pattern: replaced, if the adapter stores the tensor. factor: of its product.
+
+    product: transposed, or other, if B contains this product. other: the name of the tensor with the other product."""
     TRANSPOSED = "transposed"
     """B is A with two dimensions exchanged. dims."""
     FUSED_ORDER = "fused-order"
-    """The parts or rows have another order. order: a description. other: the tensor of A with these bytes."""
+    """The parts or rows have another order. order: a description. other: the tensor of A with its bytes."""
     ROTARY = "rotary"
     """The rows of each head are in the other order of rotary embeddings. head_dim. to: half or interleaved."""
     CAST = "cast"
-    """One model is the other one, converted. dtype. side: the converted model."""
+    """One model is the other one, converted. dtype. side: the converted model. then: the dtype of a second conversion.
+
+    pattern: merged, if the model is an adapter's merge within its rounding; then the bytes may differ. truncated, if
+    the conversion cut off the last bits instead of rounding. overflowed or flushed, if elements became infinite, or all
+    elements became zero. count, index: number and first index of the elements."""
     PADDED = "padded"
     """The common part is equal. dim, added: number of indices that B has more."""
+    PART_LOST = "part-lost"
+    """The common part is equal, and the part that B lacks holds data. dim, added: see PADDED; added is negative."""
     EXPERT = "expert"
-    """B holds another expert of A. order: expert of A by expert of B. other: the tensor of A with these bytes."""
+    """B holds another expert of A. order: expert of A by expert of B. other: the tensor of A with its bytes."""
     SHARD = "shard"
-    """B holds another shard or layer of A. other: tensor of A, or boxes: number of wrong boxes. files: of B."""
+    """B holds another shard or layer of A. other: tensor of A, or boxes: number of wrong boxes. files: of B.
+
+    copy: the prefix of the names of the copy in A that B holds. source, dim, runs: shards of another tensor, as the
+    first indices and lengths of their ranges."""
     TIE = "tie"
-    """One model holds one weight under two names, and the other model two weights. other: name. tied: the first one."""
+    """One model holds one weight under two names, and the other model two. other: name. tied: the first model."""
     REPEATED = "repeated"
     """B holds a part of A several times, or the reverse. times, dim, size: of the part. side: of the copies."""
     UNSCALED = "unscaled"
@@ -68,9 +79,13 @@ class RelationKind(StrEnum):
     FACTORS = "factors"
     """B is A times a factor for each block, within rounding. block: rows and columns. of: shape. least, most, count."""
     LOCAL = "local"
-    """Few elements of B differ from A after a conversion to its dtype. count. index, values: of a single one."""
+    """Few elements of B differ from A after a conversion to its dtype. count. index, values: of a single element."""
     UNRELATED = "unrelated"
     """B is constant, or not correlated with A. correlation, or value of the constant."""
+    CONSTANT_PART = "constant-part"
+    """Some indices of one dimension are constant in one model only. dim, side, value. runs: first indices and lengths.
+
+    The rest of the tensor may agree or differ."""
 
 
 @record
@@ -135,11 +150,36 @@ class NotFinite:
     count: int
     """Number of these tensors; events of a monitor list only the first names."""
     since: int | None = None
-    """The first compared step with such a tensor; None if only one step was compared."""
+    """The first compared step with a tensor of this kind; None if only one step was compared."""
     finite: int | None = None
     """The compared step before it; None if there is none."""
     first: tuple[str, ...] = ()
     """The tensors at step `since`."""
+
+
+@record
+class EqualShards:
+    """A tensor with equal shards at different positions, although random numbers would make them differ."""
+
+    name: str
+    shards: int
+    """Number of positions with a shard of the same shape."""
+    equal: int
+    """Number of positions in the largest set of equal shards."""
+    clusters: tuple[tuple[int, ...], ...]
+    """Ranks with equal bytes at different positions, with all replicas of each shard."""
+
+
+@record
+class UnclearParts:
+    """Plain tensors of ranks in a mesh that were not compared, because files do not record which tensors are parts.
+
+    Each has one name and one shape on several ranks.
+    """
+
+    equal: tuple[str, ...] = ()
+    """Names of tensors with equal bytes on all ranks that hold them."""
+    different: tuple[str, ...] = ()
 
 
 @record
@@ -167,7 +207,7 @@ class Evidence:
     """For second moments: the share of the different elements that are smaller than in the first replica of the
     majority (without a majority, the first replica), by rank, for the other replicas."""
     zeroed: Mapping[int, float] = field(default_factory=dict)
-    """For parameters: the share of the different elements that are zero, by rank, for ranks with such elements."""
+    """For parameters: the share of the different elements that are zero, by rank, for ranks with zeros."""
     holds: Mapping[int, str] = field(default_factory=dict)
     """By rank, the tensor of the other ranks with exactly the values that this rank has here."""
     resembles: Mapping[int, str] = field(default_factory=dict)
@@ -271,3 +311,28 @@ class Finding:
         # A user accepts a finding with `--allow`, or with a baseline that has all of its names.
         is_tolerated = self.allowed or self.accepted
         return self.counts and self.severity != "info" and not is_tolerated
+
+
+@record
+class DriftPoint:
+    """The largest difference of any running statistic of a run at one step."""
+
+    run: str
+    step: int | None
+    max_abs: float
+    tensor: str | None
+
+
+@record
+class Closure:
+    """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
+
+    plain: DriftPoint
+    synced: DriftPoint
+    message: Message
+    """How much of the difference SyncBatchNorm removed."""
+
+    @property
+    def sentence(self) -> str:
+        """The text of the message."""
+        return str(self.message)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from syncheck.sentences import Message, Sentence
 
 __all__ = [
-    "SHARD_REFUSALS", "AdapterProblem", "Detail", "Fact", "Grouping", "Hint", "Message", "Note", "Refusal", "Sentence",
-    "Undecided", "note_if",
+    "SHARD_REFUSALS", "AdapterProblem", "Compared", "Detail", "Fact", "Grouping", "Hint", "Message", "Note", "Refusal",
+    "Sentence", "Undecided", "Usage", "note_if",
 ]  # fmt: skip
 
 
@@ -25,6 +25,7 @@ class Grouping(Sentence):
     COUNTED_OVER_MESH = "counted over all mesh coordinates"
     COUNTED_OVER_NODES = "counted over all nodes"
     NUMBERED_BY_ORDER = "numbered in order, because several files have the same rank in their names"
+    FOLDERS_ARE_RUNS = "each given folder has replicas of its own"
     FOLDERS_ARE_HOSTS = "folders with different ranks are hosts of one run"
     SOME_BY_NAME = "{ranks:ranks} by file name, without metadata"
     SHARDS_ALONE = "no replica: files differ in their model-parallel or ZeRO rank and hold different shards"
@@ -50,8 +51,21 @@ class Note(Sentence):
     # Two models: copies within a side, the map of names, and adapters.
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
+    FIRST_COPIES = "the first copy of each tensor of {side} was compared: the copies of {side} differ from each other"
+    COPIES_AND_OTHER_MODEL = "{other} equals the copy of {equal:ranks}, not the copy of {ranks:ranks}: {names:names}"
+    UNMARKED_SHARDS = (
+        "{side}: the files look like {shards} tensor-parallel shards of one model, and no file states its position"
+    )
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
     TIED = "{side} stores a tied weight under one name; compared under both names: {names:names}"
+    ASSUMED_TIE = (
+        "{side} lacks {names:names}, and no configuration beside its files states whether another name of {side} is "
+        "the same weight; compared as one weight"
+    )
+    CONVERTED = (
+        "compared after the accepted conversion to {dtype}, which does not explain {count:count tensor}: {names:names}"
+    )
+    FLUSHED = "the accepted conversion to {dtype} made elements zero: {tensors:names 6}"
     MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
     INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
     PROPOSED = (
@@ -59,8 +73,13 @@ class Note(Sentence):
         "{write_map:option FILE} saves the map:"
     )
     RULE = "  {name:name} = {parts}"
+    CONTRADICTING_RULE = (
+        "  {name:name} = {parts}  <- the name states another order: {order:list}; equal data shows the order of B, "
+        "which may be wrong"
+    )
     COPY_RULE = "  {name:name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
+    MORE_NOTES = "... and {count:count more line}; a report has all"
     GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     GUESSED_HEADS = (
@@ -88,6 +107,8 @@ class Note(Sentence):
     )
     # The metadata of files, which may contradict the files.
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
+    NO_FILES = "not compared, because there is no file: {absences:names 6}"
+    RANKS_OF_GROUP = "{ranks:ranks} of {group:name}"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     TOO_MANY_RANKS = (
         "{files:count file} in the group, but the metadata lists {world_size:count rank}: are all files of one run?"
@@ -96,6 +117,10 @@ class Note(Sentence):
         "in their metadata, several files claim to be of rank {ranks:list} of the same run and step: a file was "
         "copied, or a rank recorded a wrong number. The ranks in this report are positions"
     )
+    CONTRADICTING_STEPS = (
+        "contradicting steps: the path of {files:names 4} states {word} {named}, and the content {name:name} {stored}"
+    )
+    MORE_CONTRADICTING_STEPS = "{count:count more step} in paths {count:verb contradicts|contradict} the content"
     WORLD_SIZES = (
         "`world_size` in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
         "`world_size`"
@@ -119,6 +144,15 @@ class Note(Sentence):
         "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
     )
     ADAPTER_SETTINGS_DIFFER = "settings differ ({ranks:ranks}): {names:names 5}; skip with {exclude:option GLOB}"
+    MODEL_SETTINGS_DIFFER = (
+        "the configurations beside the files state different models: {settings:statements}; skip with "
+        "{exclude:option GLOB}"
+    )
+    MODEL_TYPES_DIFFER = "the configurations beside the files state the model type {a:name} in A and {b:name} in B"
+    MODEL_SETTINGS_ABSENT = (
+        "not compared, because only one of the configurations beside the files states {settings:names 5}"
+    )
+    SAME_FILES = "A and B have files in common, whose data was compared with itself: {files:names 3}"
     MODEL_VALUES_ABSENT = (
         "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
         "{ranks:verb lacks|lack} {count:verb it|them}: {names:names 5}; skip with {exclude:option GLOB}"
@@ -171,6 +205,36 @@ class Note(Sentence):
         "the loss in {owners:count part} of the batch; errors below {threshold:number 3} of the whole gradient are "
         "rounding (measured: {floor:number 3})"
     )
+    PARITY_TINY = (
+        "not compared: {count:count gradient} smaller than rounding, and zero as far as {dtype:words} shows: "
+        "{names:names}"
+    )
+    PARITY_COARSE = (
+        "rounding in {name:words} changes weights by more than 1 %, so that no cause is proved; check with "
+        "{dtype:option=float64}"
+    )
+    PARITY_COMPARED = "compared with one process: {parts:list}"
+    PARITY_NO_STEP = "not compared: gradient norm, clipping and update, because gradients are wrong before them"
+    PARITY_NO_FINISH = (
+        "not compared: gradient norm, clipping and update, because the case defines no `finish(model, optimizer)`"
+    )
+    PARITY_NO_NORM = "not compared: the gradient norm, because `finish` returned None on {ranks:ranks}"
+    PARITY_NO_CLIPPING = (
+        "not compared: clipping, because no optimizer with hooks made a step with gradients on {ranks:ranks}"
+    )
+    PARITY_NO_UPDATE = "not compared: the update, because `optimizer(model)` of the case returned None"
+    PARITY_NO_SETTINGS = (
+        "not compared: settings of the optimizer that one step does not show, such as betas and momentum, because both "
+        "optimizers have none of a common parameter in `param_groups`"
+    )
+    PARITY_SMALL_NORM = (
+        "the gradient norm {norm:number 3} does not exceed max_norm {limit:number 3}, so clipping was not exercised: "
+        "lower max_norm or scale the loss to test it"
+    )
+    PARITY_SMALL_ELEMENTS = (
+        "the largest gradient element {largest:number 3} does not exceed clip_value {limit:number 3}, so clipping was "
+        "not exercised: lower clip_value or scale the loss to test it"
+    )
     PARITY_NOT_SEPARATED = (
         "not checked whether the terms of a sample depend on other samples: the batch has another number of samples "
         "than the loss terms"
@@ -178,6 +242,18 @@ class Note(Sentence):
     UNUSED_WEIGHTS = (
         "not compared: {files:names}, a second copy of the weights in {folder:name}; pass the file itself to compare it"
     )
+
+
+class Compared(Sentence):
+    """The parts of a step that a check of parity has compared."""
+
+    GRADIENTS = "gradients"
+    NORM = "gradient norm"
+    UNCLIPPED = "gradients at the step (no clipping)"
+    MAX_NORM = "clipping by max_norm {limit:number 3}"
+    CLIP_VALUE = "clipping by clip_value {limit:number 3}"
+    UPDATE = "update by {optimizer:name}"
+    SETTINGS = "optimizer settings ({names:list})"
 
 
 class Refusal(Sentence):
@@ -255,6 +331,7 @@ class Detail(Sentence):
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
     PARTITIONED = "on {ranks:ranks} only: each rank holds its own part"
     SHARDED = "{layout}: no two of these ranks hold the same shard"
+    PARTS_OF_SUM = "{layout}: no two of these ranks hold the same part, and the whole tensor was not compared"
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
     REFUSED_ON_SOME = "{refusal} ({ranks:owner} only)"
@@ -277,6 +354,20 @@ class Detail(Sentence):
     # Two models.
     ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
     UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
+    FLUSHED = "{flushed:count element} of {name:name} (the first at {index})"
+    UNPAIRED = "no tensor of the other model has this name, and its data may be in the parts in {files:names}"
+    UNMAPPED_STACK = (
+        "the matrices and the stack {stack:name} have equal rows under other names: pair them in a map, "
+        "{map:option FILE}, which states their order in the stack"
+    )
+    SINGLE_SHARD = (
+        "{files:names} in {side} looks like one of {shards} tensor-parallel shards: pass the files of all {shards} "
+        "ranks as {side}, with their positions (DTensors, a torch.distributed.checkpoint) or joined"
+    )
+    UNHELD = (
+        "the tensors of {side} without a partner have {least:count element} or more, and those of {other} have "
+        "{most:count element} or fewer, with all parts in {files:names}"
+    )
     HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
 
 
@@ -286,6 +377,7 @@ class Fact(Sentence):
     # Evidence of an event file, which has only the text.
     TEXT = "{text}"
     NOT_IN_BASELINE = "not in the baseline: {names:names}"
+    NAMED = "the event file has the names of {count} of these {total:count tensor}"
 
 
 class Undecided(Sentence):
@@ -324,13 +416,30 @@ class Undecided(Sentence):
     )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
+    UNMARKED_SHARDS = (
+        "the files look like {shards} tensor-parallel shards of one model, not like replicas, without a statement in "
+        "any file; to compare replicas, pass {group_by:option=}"
+    )
     REFUSED = "{count} of the tensors could not be compared: {tensors}; skip them with {exclude:option GLOB}"
     NOT_COMPARED = "{count:count tensor} could not be compared: {name:name}: {detail}"
+    UNPAIRED = (
+        "{count:count tensor} could not be compared: {name:name}: {detail}, whose positions in the whole tensors the "
+        "files do not show; compare one file with all parts joined, or save DTensors or a torch.distributed.checkpoint"
+    )
     VALUES = (
         "{count:count value} of the model could not be compared: {name:name}; see the notes, or skip with "
         "{exclude:option GLOB}"
     )
     ALL_EXCLUDED = "no tensor was compared; the options exclude {count} tensors"
+    PARITY_ROUNDING = (
+        "{dtype:words} cannot tell a right gradient from a gradient with an error of 1 %: errors below "
+        "{threshold:number 3} of the whole gradient are rounding, which hides faults in {names:names}; check with "
+        "{check}"
+    )
+    PARITY_STEP = (
+        "{dtype:words} cannot tell a right update from an update with an error of 1 %: errors below "
+        "{threshold:number 3} of the whole update are rounding; check with {check}"
+    )
     NOTHING = "no tensor was compared"
 
 
@@ -338,6 +447,7 @@ class Hint(Sentence):
     """Suggestions that mention options."""
 
     ALL_ROWS = "{limit:option=0} shows all"
+    ALL_ROWS_OF_COMMAND = "-n 0 shows all"
     ALL_ROWS_IN_JSON = "the .json report has all"
     ALL_ROWS_IN_HTML = "{output:option FILE.html} lists all"
     GROUP_FILES = (
@@ -345,6 +455,30 @@ class Hint(Sentence):
         "{group_by:option REGEX}."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
+    IN_FLOAT64 = "{dtype:option=float64}"
+    IN_FLOAT64_OR_32 = "{dtype:option=float64} or float32"
+    WITHOUT_LOW_PRECISION = "a model without parts in a lower precision"
+
+
+class Usage(Sentence):
+    """Errors that mention options: the text of an error is rendered when it is printed."""
+
+    TOLERANCE_PAIR = "{rtol:option} and {atol:option} belong together: give both (0 is a value)"
+    CLOSE_WITH_OTHERS = "cannot be combined, because {close:option} sets the tolerance of each dtype"
+    NO_COMMON_NAMES = (
+        "A and B have no tensor in common: {examples:statements}; pass two copies of one model, or {map:option FILE}"
+    )
+    IGNORED_DIFFERS = (
+        "{map:name}: the map ignores {name:name}, which differs between A and B; name its parts, or leave it out on "
+        "purpose with {exclude:option GLOB}"
+    )
+    MIXED_PRECISION = (
+        "{module:name}: mixed precision ({policy:words}) computes another gradient than one process; for the check, "
+        "remove the policy, and pass {dtype:option NAME} for a check in low precision"
+    )
+    NO_BASELINE = "{path:name}: no such baseline; create it with {update_baseline:option}{suggestion}"
+    UPDATE_NEEDS_BASELINE = "requires {baseline:option FILE}, or baseline in the table tool.syncheck"
+    ONE_PROCESS = "{quick:option} and {group_by:option} require a single process that reads all files; remove them"
 
 
 def note_if(applies: object, note: Message) -> list[Message]:

@@ -10,8 +10,8 @@ of the help. The rest is generated from these declarations:
 - the tables of options in docs/reference: `docs/reference/from_options.py`
 
 An option of a comparison is a field of `Options`, an option of two models a field of `DiffOptions`, and any other
-option of a run a field of `RunOptions`. Texts name an option by its field. On the command line and in pytest, dashes
-replace the underscores (`to_flag`).
+option of a run a field of `RunOptions`. Texts for Python name an option by its field. On the command line and in
+pytest, dashes replace the underscores (`text.to_flag`), also in texts (`text.options_as_typed`).
 
 The command line and pytest import this module on every start, so it imports only `errors`, `option_kinds` and `text`.
 """
@@ -71,6 +71,7 @@ class Surface(Enum):
 
 PYTHON, COMMAND_LINE, TOML, PYTEST = Surface
 _ALL = frozenset(Surface)
+_TYPED = frozenset({COMMAND_LINE, TOML})
 # The key of a declaration in the metadata of its field.
 _KEY = "option"
 
@@ -134,7 +135,10 @@ class Declaration:
     def _check_item(self, name: str, item: Any) -> None:
         """Raise OptionError for a value, or an item of a list, out of range."""
         if self.choices and item not in self.choices:
-            raise OptionError(f"must be one of {', '.join(self.choices)}", **{name: item})
+            from syncheck.suggestions import suggest  # only messages need it
+
+            suggestion = suggest(str(item), self.choices)
+            raise OptionError(f"must be one of {', '.join(self.choices)}{suggestion}", **{name: item})
         if self.minimum is not None and item < self.minimum:
             raise OptionError(f"must be at least {self.minimum}", **{name: item})
         if self.kind is REGEX:
@@ -272,7 +276,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_codes(self.allow)
+        check_codes(self.allow, {})
         # Tolerances that contradict each other.
         from syncheck.tensors.tolerance import tolerances
 
@@ -312,7 +316,7 @@ class DiffOptions(Options):
         "write the map of the names to this TOML file, in particular a map that was inferred from the data",
         OUTPUT,
         metavar="FILE",
-        surfaces=frozenset({COMMAND_LINE, PYTHON}),
+        surfaces=frozenset({COMMAND_LINE, PYTHON, PYTEST}),
         in_summary=False,
     )
     accept_inferred: bool = option(
@@ -351,17 +355,8 @@ class RunOptions:
         ACCEPTANCE,
         surfaces=frozenset({COMMAND_LINE, PYTEST}),
     )
-    exit_zero: bool = option(
-        False, FLAG, "exit with 0 instead of 1", ACCEPTANCE, surfaces=frozenset({COMMAND_LINE, TOML})
-    )
-    format: str = option(
-        "text",
-        CHOICE,
-        "format of the report on stdout",
-        OUTPUT,
-        choices=FORMATS,
-        surfaces=frozenset({COMMAND_LINE, TOML}),
-    )
+    exit_zero: bool = option(False, FLAG, "exit with 0 instead of 1", ACCEPTANCE, surfaces=_TYPED)
+    format: str = option("text", CHOICE, "format of the report on stdout", OUTPUT, choices=FORMATS, surfaces=_TYPED)
     output: tuple[str, ...] = option(
         (),
         PATHS,
@@ -379,15 +374,18 @@ class RunOptions:
         metavar="ROWS",
         short="-n",
         minimum=0,
-        surfaces=frozenset({COMMAND_LINE, TOML}),
+        surfaces=_TYPED,
     )
     quiet: bool = option(
+        False, FLAG, "print only errors; the exit code is the verdict", OUTPUT, short="-q", surfaces=_TYPED
+    )
+    verbose: bool = option(
         False,
         FLAG,
-        "print only errors; the exit code is the verdict",
+        "print the details of all groups, all columns and all findings",
         OUTPUT,
-        short="-q",
-        surfaces=frozenset({COMMAND_LINE, TOML}),
+        short="-v",
+        surfaces=_TYPED,
     )
     color: str = option(
         "auto",
@@ -395,7 +393,7 @@ class RunOptions:
         "color the output; auto respects NO_COLOR and FORCE_COLOR",
         OUTPUT,
         choices=COLORS,
-        surfaces=frozenset({COMMAND_LINE, TOML}),
+        surfaces=_TYPED,
     )
 
     def __post_init__(self) -> None:
@@ -416,11 +414,6 @@ def list_fields(cls: type) -> frozenset[str]:
     """Return the field names of a class of options. `DiffOptions` inherits options without a meaning for two models."""
     names = frozenset(_declarations(cls))
     return names - NOT_IN_DIFF if issubclass(cls, DiffOptions) else names
-
-
-def to_flag(name: str, prefix: str = "--") -> str:
-    """Return the flag of a field on the command line: `--group-by` for `group_by`."""
-    return prefix + name.replace("_", "-")
 
 
 def list_tolerances() -> set[str]:
@@ -454,18 +447,19 @@ def replace_fields(options: Options, **changes: Any) -> Options:
     return dataclasses.replace(options, **changes)
 
 
-def _check_codes(codes: tuple[str, ...]) -> None:
-    """Raise OptionError for a code that no finding has."""
+def check_codes(codes: tuple[str, ...], further_codes: dict[str, str]) -> None:
+    """Raise OptionError for a code that no finding has. further_codes: of findings of a running job, by slug."""
     if not codes:
         return
     # The rules are many modules.
     from syncheck.diagnose.rules import name_rules
+    from syncheck.suggestions import suggest
 
-    code_of_slug = {slug: code for code, slug in name_rules().items()}
+    code_of_slug = {slug: code for code, slug in name_rules().items()} | further_codes
     for code in codes:
         if code.upper() in code_of_slug.values():
             continue
-        hint = "syncheck explain lists all codes"
+        hint = "syncheck explain lists all codes" + suggest(code.upper(), code_of_slug.values())
         if code.lower() in code_of_slug:
             hint = f"its code is {code_of_slug[code.lower()]}"
         raise OptionError(f"no such code; {hint}", allow=code)

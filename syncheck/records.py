@@ -1,8 +1,7 @@
 """Frozen records of comparisons, findings and reports, the error with a report, and sets of ranks.
 
-Records never read files.
-
-The JSON document has the same field names: `report.groups[0].findings[0].code` is `.groups[0].findings[0].code`.
+Records never read files. The JSON document has the same field names:
+`report.groups[0].findings[0].code` is `.groups[0].findings[0].code`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from syncheck.findings import (
     FIRST_MOMENTS,
     MEASURED,
     Certainty,
+    Closure,
+    DriftPoint,
     Evidence,
     Finding,
     Fixed,
@@ -34,9 +35,8 @@ from syncheck.snapshots import Metadata
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.findings import Stored
+    from syncheck.findings import EqualShards, Stored, UnclearParts
     from syncheck.messages import Message
-
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Certainty", "Closure", "Comparison", "Counts", "DriftPoint",
@@ -203,12 +203,10 @@ class ValueDiff:
     counts: bool
     """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
-    """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averaged
-    weights; `attribute`: a plain attribute of a module in memory; `model`: scales, numbers in a state dict, and extra
-    states."""
+    """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averages;
+    `attribute`: plain, of a module in memory; `model`: scales, numbers in a state dict, and extra states."""
     lost: tuple[int, ...] = ()
-    """Ranks without the whole container of the value, for example the optimizer or the scaler; for a value of the
-    model, ranks without the value; for a number on some ranks and a dict on others, ranks with the other structure."""
+    """Ranks without its container (the optimizer), without a value of the model, or with another structure."""
     unknown: bool = False
     """Whether it may differ: a value of the model that the other format does not store."""
 
@@ -265,12 +263,16 @@ class GroupEvidence:
     """Ranks that several files of one run and step claim, although no option put the files into one group."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names that share memory on all ranks."""
+    equal_shards: tuple[EqualShards, ...] = ()
+    """Tensors with equal shards at different positions."""
+    unclear_parts: UnclearParts | None = None
+    """Plain tensors that may be parts or copies; None if every tensor was compared, or is a shard."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""
     """For two models: the title of the model before the update."""
     updated: int = 0
-    """Number of tensors of B that equal A, while those of the base do not."""
+    """Number of tensors of B that equal A, while the base does not."""
     adapted: int = 0
     """Number of tensors of A with an adapter."""
     cast: str = ""
@@ -281,6 +283,13 @@ class GroupEvidence:
     """For two models: whether the pairs of their names were inferred from the data, and not accepted by the user."""
     guessed: tuple[str, ...] = ()
     """For two models: numbers of heads that were chosen because they fit, and not accepted by the user."""
+    fitted: tuple[str, ...] = ()
+    """For two models: the tensors whose rows are in the order of a size of a head that was chosen because it fits."""
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+    """For two models: tensors that agree against a convention, and a tensor of the same name that differs by it."""
+    doubt: Message | None = None
+    """Why no verdict is possible although no difference was found: `parity` cannot tell a right program from a wrong
+    program, or files look like shards and do not state it."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
@@ -336,6 +345,11 @@ class Comparison:
         """Whether it compares two models. Their ranks are of type `text.Side`, so texts name A and B."""
         return bool(self.labels)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether the replicas are files, and not objects in memory."""
+        return "memory" not in {replica.format for replica in self.replicas}
+
 
 @record
 class Group(Comparison):
@@ -367,31 +381,6 @@ class Alias:
 
 
 @record
-class DriftPoint:
-    """The largest difference of any running statistic of a run at one step."""
-
-    run: str
-    step: int | None
-    max_abs: float
-    tensor: str | None
-
-
-@record
-class Closure:
-    """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
-
-    plain: DriftPoint
-    synced: DriftPoint
-    message: Message
-    """How much of the difference SyncBatchNorm removed."""
-
-    @property
-    def sentence(self) -> str:
-        """The text of the message."""
-        return str(self.message)
-
-
-@record
 class Report:
     """The complete result of a comparison."""
 
@@ -400,6 +389,8 @@ class Report:
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     """Number of other files in the given folders."""
+    skipped_paths: tuple[str, ...] = ()
+    """The paths of the first skipped files, without notes, settings and tokenizers."""
     aliases: tuple[Alias, ...] = ()
     """Links to checkpoints compared under another path."""
     quick: bool = False
@@ -418,8 +409,7 @@ class Report:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings of all groups."""
-        # In the order of the groups, so the same finding at several steps occurs several times.
+        """The findings of all groups, in their order: the same finding at several steps occurs several times."""
         findings: list[Finding] = []
         for group in self.groups:
             findings += group.findings
@@ -457,8 +447,7 @@ class OutOfSync(SyncheckError, AssertionError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
-        # The default would call the class with the text alone.
-        # Test runners send exceptions from one process to another.
+        # The default calls the class with the text alone, and test runners send exceptions between processes.
         return type(self), (str(self), self.report)
 
 
@@ -492,7 +481,7 @@ def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
         number_of_group.update(dict.fromkeys(group, number))
     clusters_of_group: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(len(diff.replica_groups))}
     for ranks in diff.clusters:
-        # A cluster lies in one replica group. Without a record of groups, all ranks are one.
+        # A cluster lies in one replica group. Without a record of groups, all ranks are a group.
         number = number_of_group.get(ranks[0], 0)
         clusters_of_group.setdefault(number, []).append(ranks)
     return [clusters for clusters in clusters_of_group.values() if len(clusters) > 1]

@@ -3,7 +3,7 @@
 `messages` has the sentences of several packages; a rule has its own. Records contain messages, and code compares
 `message.code`, never the text. `str(message)` is the plain text; `message.render(write)` calls `write` for each part of
 the sentence, so that a surface can write names and code in its own way. Nothing reads a rendered text. An option has
-the name of its field in `syncheck.options`.
+the name of its field in `syncheck.options`, or is spelled as the user types it (`text.options_as_typed`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from syncheck.text import (
     names_text,
     number_text,
     option_text,
+    option_usage,
     owner_text,
     ranks_as_ranges,
     ranks_text,
@@ -165,14 +166,12 @@ def _parse_field(name: str, spec: str, conversion: str | None) -> _Field:
 
 
 def _write_option(option: _Field) -> str:
-    """Return an option by the name of its field, with a value or a placeholder for a value."""
+    """Return an option with a value or a placeholder for a value."""
     if option.argument.startswith("="):
         text = option.argument[1:]
         value: object = int(text) if text.isdecimal() else text
         return option_text(option.name, value)
-    if option.argument:
-        return f"{option.name}={option.argument}"
-    return option.name
+    return option_usage(option.name, option.argument)
 
 
 @record

@@ -194,6 +194,8 @@ class Tensor:
     """For a tensor of a fingerprint, which has no bytes."""
     same: bytes = b""
     """If set, equal on two replicas if and only if their bytes are equal, so that the bytes need not be read."""
+    unplaced: tuple[int, ...] = ()
+    """For a refused tensor whose parts have no known position: the number of elements of each different part."""
 
     @property
     def numel(self) -> int:
@@ -235,7 +237,9 @@ class Snapshot:
     """The machine, if the path contains it."""
     numbered: tuple[str, ...] = ()
     """Parameters of an optimizer that numbers its parameters: names if tensor shapes determine them, else numbers.
-    Empty if the file names the parameters."""
+    Empty if the file or the order of the model's parameters names all of them."""
+    matched: tuple[str, ...] = ()
+    """Parameters of an optimizer that numbers its parameters, if the order of the model's parameters names all."""
     attributes: Mapping[str, Any] | None = None
     """Of modules in memory: plain attributes by path, and whether modules are in training mode. None without modules,
     or if they were not read."""

@@ -22,9 +22,10 @@ from syncheck.frozen import record
 from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
 from syncheck.parity.case import ParityCase, sampler_order
 from syncheck.records import OutOfSync
+from syncheck.suggestions import suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
@@ -145,24 +146,31 @@ def assert_same_model(
 
 
 def assert_parallel_equals_single(
-    case: ParityCase, *, dtype: str = "float64", group: Any = None, limit: int = 10
+    case: ParityCase,
+    *,
+    dtype: str = "float64",
+    group: Any = None,
+    limit: int = 10,
+    allow: str | Sequence[str] = (),
 ) -> Report:
     """Raise OutOfSync unless a parallel program computes the gradient of one process; otherwise return the report.
 
     case: the model, the batch, the terms of the loss and the program, see `ParityCase`. dtype: of the parameters in
     both programs, float64, float32 or bfloat16. group: a process group of all ranks. limit: rows of tensors in the
-    error message, 0 for all.
+    error message, 0 for all. allow: codes of findings that do not count, or one code.
 
         assert_parallel_equals_single(Mine())
 
-    A collective: all ranks call it, and raise the same error or return. A program of one process needs no process
-    group. Raises UsageError if the loss is not a sum of terms, or if the program cannot be compared.
+    A collective: all ranks call it, and raise the same error or return. One process can check accumulation only. In
+    bfloat16 a right program is undecided, and raises OutOfSync: rounding hides too much. Raises UsageError if the loss
+    is not a sum of terms, if a method of the case fails or returns an invalid result, or if the program cannot be
+    compared; PeersBlocked if other ranks wait in a collective of the program meanwhile.
     """
     __tracebackhide__ = True
     from syncheck.parity.check import check_parity
 
     RunOptions(limit=limit)
-    report = check_parity(case, dtype, group)
+    report = check_parity(case, dtype, group, allow)
     if report.verdict != "in_sync":
         raise OutOfSync(message(report, limit), report)
     return report
@@ -282,7 +290,8 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
     changes: dict[str, Any] = {}
     for name, value in comparing.items():
         if name not in declarations:
-            raise UsageError(f"{name}=: no such option; must be one of {', '.join(declarations)}")
+            expected = f"must be one of {', '.join(declarations)}"
+            raise UsageError(f"{name}=: no such option; {expected}{suggest(name, declarations)}")
         if declarations[name].kind.is_list:
             value = _make_tuple(value)
         changes[name] = value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 _Rank = TypeVar("_Rank")
 _Value = TypeVar("_Value")
@@ -21,6 +23,10 @@ _MOST_WHOLE = 2**53
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 
 _HASHES = re.compile(r"##(?=\w*\[)")
+
+# What options begin with in texts for a command line; empty in texts for Python: see `options_as_typed`.
+_PREFIX = ContextVar("prefix of options", default="")
+TYPED, TYPED_IN_PYTEST = "--", "--syncheck-"
 
 
 class Side(IntEnum):
@@ -37,12 +43,14 @@ def one_line(text: str) -> str:
     r"""Escape line breaks and control characters, because names in a file are untrusted."""
     if text.isprintable():
         return text
-    characters = []
-    for character in text:
+
+    # Such texts may be long, and most of them have a few control characters only.
+    escapes: dict[int, str] = {}
+    for character in set(text):
         if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+            escapes[ord(character)] = character.encode("unicode_escape").decode()
+
+    return text.translate(escapes)
 
 
 def system_reason(error: BaseException) -> object:
@@ -135,9 +143,53 @@ def find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return ()
 
 
+@contextmanager
+def options_as_typed(prefix: str = TYPED) -> Iterator[None]:
+    """Spell options as the user types them, `--group-by REGEX`, in all texts that the block renders.
+
+    Texts for Python, such as errors and failed assertions, name an option by its field: `group_by=REGEX`.
+
+    prefix: of the options on this command line. Empty: by field, for a text about Python or a file within a block.
+    """
+    token = _PREFIX.set(prefix)
+    try:
+        yield
+    finally:
+        _PREFIX.reset(token)
+
+
+def to_flag(name: str, prefix: str = TYPED) -> str:
+    """Return the flag of a field on the command line: `--group-by` for `group_by`."""
+    return prefix + name.replace("_", "-")
+
+
 def option_text(name: str, value: object) -> str:
-    """Return an option with its value, by the name of its field: "group_by='a b'", 'rtol=0.1'."""
-    return f"{name}={brief(value)}"
+    """Return an option with its value: "group_by='a b'" and 'rtol=0.1', or "--group-by 'a b'" on the command line."""
+    prefix = _PREFIX.get()
+    if not prefix:
+        # A path is of no use without its middle.
+        return f"{name}={shorten(value)!r}" if isinstance(value, str) else f"{name}={brief(value)}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(option_text(name, item) for item in value)
+    flag = to_flag(name, prefix)
+    return flag if value is True else f"{flag} {_quote_argument(value)}"
+
+
+def _quote_argument(value: object) -> str:
+    """Return a value as an argument in a shell, of bounded length."""
+    # Only messages of the command line need it.
+    import shlex
+
+    return shlex.quote(shorten(value)) if isinstance(value, str) else brief(value)
+
+
+def option_usage(name: str, placeholder: str = "") -> str:
+    """Return an option without its value: 'group_by=REGEX' or 'quick', with dashes on the command line."""
+    prefix = _PREFIX.get()
+    separator = "="
+    if prefix:
+        name, separator = to_flag(name, prefix), " "
+    return f"{name}{separator}{placeholder}" if placeholder else name
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -231,9 +283,16 @@ def _count_distinct_digits(numbers: set[float]) -> int:
 
 
 def number_text(number: float, digits: int = 6) -> str:
-    """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
+    """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'.
+
+    A number other than 1 has as many digits as it needs to differ from 1.
+    """
     is_whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
-    return str(int(number)) if is_whole else f"{number:.{digits}g}"
+    if is_whole:
+        return str(int(number))
+    while abs(float(f"{number:.{digits}g}")) == 1:
+        digits += 1
+    return f"{number:.{digits}g}"
 
 
 def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.checkpoints import Done, network, save
+from support.marks import mark_for_release, mark_many_ranks
 
 from syncheck.cli import main
 
@@ -50,15 +52,33 @@ if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += ["diagnose/test_series.py", "layout/test_ties.py", "fixtures/test_confusion.py"]
     collect_ignore += ["integrations/test_recipes.py", "docs/test_other_tools.py"]
     collect_ignore += [f"diagnose/test_{name}.py" for name in ("unlikely_cases", "fix_lines", "tied_names")]
-    collect_ignore += [f"diagnose/test_{name}.py" for name in ("course", "different_runs", "tied_averages")]
+    collect_ignore += [
+        f"diagnose/test_{name}.py" for name in ("course", "different_runs", "tied_averages", "lasting_scales")
+    ]
+    collect_ignore += [f"diagnose/test_{name}.py" for name in ("lost_state_course", "stale_copy_beside_cause")]
     collect_ignore += [f"readers/test_{name}.py" for name in ("torch_zip", "torch_legacy", "dtensor", "sharded_tensor")]
-    collect_ignore += [f"layout/test_{name}.py" for name in ("partitioned_optimizer", "sub_meshes", "zero_names")]
+    collect_ignore += [
+        f"layout/test_{name}.py" for name in ("partitioned_optimizer", "sub_meshes", "zero_names", "numbered_state")
+    ]
     collect_ignore += ["readers/test_every_tensor.py", "tensors/test_finiteness.py"]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("kinds_of_tensors", "model_values")]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("averaged_copies", "metric_states")]
     collect_ignore += [f"conversion/test_{name}_causes.py" for name in ("constant", "local", "no_false", "place")]
     collect_ignore += [f"conversion/test_{name}_causes.py" for name in ("run", "tie")]
     collect_ignore += ["pytest_plugin/test_ranks_pass.py", "pytest_plugin/test_examples.py"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that only `.ci/run --release` runs, and those on many ranks."""
+    mark_for_release(items)
+    mark_many_ranks(items)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the modules and the tests, which stay to the end, from the searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ SLOW_LIBRARIES = ("torch", "rich", "ml_dtypes", "hashlib", "statistics", "tempfi
 # A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
-    "text | versions | frozen | option_kinds < errors < sentences | atomic < messages < snapshots < findings < "
-    "records < tensors < layout < comparison | readers | diagnose < options < config | conversion | report < api < "
-    "live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
+    "text | loaded | suggestions | versions | frozen | option_kinds < errors < sentences | atomic < messages < "
+    "snapshots < findings < records < tensors < layout < comparison | readers | diagnose < options < config | "
+    "conversion | report < api < live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
 )
 
 

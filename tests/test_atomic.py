@@ -55,6 +55,8 @@ def test_kill_leaves_the_old_file(tmp_path: Path, call: str, left: int) -> None:
 @pytest.mark.parametrize("lacking", ["open", "link"])
 def test_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     """Without unnamed files or /proc, a temporary file with a name has the same result."""
+    if not supports_unnamed_files(tmp_path):
+        pytest.skip("this file system has no files without a name, so that every other test writes files with one")
     real, refused = getattr(os, lacking), list[Any]()
 
     def fails(*arguments: Any, **named: Any) -> Any:
@@ -75,6 +77,8 @@ def test_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("call", ["fsync", "link", "replace"])
 def test_ctrl_c_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Ctrl-C at any step leaves only the old file."""
+    if call == "link" and not supports_unnamed_files(tmp_path):
+        pytest.skip("this file system has no files without a name")
     (tmp_path / "out.json").write_text("old")
     real = getattr(os, call)
 

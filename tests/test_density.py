@@ -57,6 +57,7 @@ def test_modules_outside_packages_are_within_the_limits() -> None:
     assert not find_exceeded(density.rates, LIMITS_OF_MODULES), "\n".join([str(density.rates), *densest])
 
 
+@pytest.mark.slow
 def test_tests_are_within_the_limits() -> None:
     """The tests, measured together, exceed no limit."""
     density = measure(ROOT / "tests")

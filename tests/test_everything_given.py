@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import random
 import shutil
@@ -217,7 +218,39 @@ def test_other_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (Path("c") / name).write_text("text")
     report = syncheck.compare("c")
     assert (report.exit_code, report.skipped, len(report.groups)) == (0, 10, 2)
-    assert all("10 files are not checkpoints" in drawn for drawn in render_all(report)[:4])
+    # Every folder of models has such files, which no reader of a report looks for.
+    assert report.skipped_paths == ()
+    assert not any("not checkpoints" in drawn for drawn in render_all(report)[:4])
+
+
+def test_files_that_may_be_checkpoints_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the files that are no notes or settings, the first are named with the number of all, in every format."""
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        save(f"c/rank_{rank}.pth")
+    for name in ("config.json", "tokenizer.model", "LICENSE", "a.part", "b.part", "c.part", "d.part"):
+        Path("c", name).write_text("text")
+    report = syncheck.compare("c")
+    assert (report.exit_code, report.skipped) == (0, 7)
+    assert report.skipped_paths == ("c/a.part", "c/b.part", "c/c.part")
+    assert all("7 files are not checkpoints" in drawn for drawn in render_all(report)[:4])
+    assert all(path in drawn for drawn in render_all(report)[:4] for path in report.skipped_paths)
+
+
+@pytest.mark.parametrize("command", ["compare", "diff"])
+def test_a_single_other_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """A file that is no checkpoint is named with the number of such files, for replicas and for two models."""
+    monkeypatch.chdir(tmp_path)
+    for rank in (0, 1):
+        save(f"c/rank_{rank}.pth")
+    save("d/model.pth"), save("e/model.pth")
+    for folder in "cde":
+        Path(folder, "weights.part").write_text("text")
+    report = syncheck.compare("c") if command == "compare" else syncheck.diff("d", "e")
+    expected = ("c/weights.part",) if command == "compare" else ("d/weights.part", "e/weights.part")
+    assert (report.exit_code, report.skipped, report.skipped_paths) == (0, len(expected), expected)
+    assert all(path in drawn for drawn in render_all(report)[:4] for path in expected)
+    assert json.loads(render_json(report, "0"))["skipped_paths"] == [*expected]
 
 
 def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -132,11 +133,15 @@ def test_fields_of_a_zip(tmp_path: Path) -> None:
     assert {"pickle", "padding", "local crc", "directory crc", "byteorder", "unused record"} <= labels
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     """A call that hangs or kills the process is reported, and the next call is answered."""
     with damages.Worker(compare_guarded) as worker:
         worker.send("/no", "/no/such", "/no/path")
-        assert worker.receive(0) == {"died": "hang"}
+        assert worker.receive(60)["code"] == 2
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.send("/no", "/no/such", "/no/path")
+        assert worker.receive(0.1) == {"died": "hang"}
         worker.send("too few arguments")
         assert worker.receive(60) == {"died": "exit 1"}
         worker.send("/no", "/no/such", "/no/path")
@@ -163,6 +168,7 @@ def test_a_few_damages(tmp_path: Path) -> None:
     assert [str(trial) for trial in trials if trial.verdict.faults] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_one_process")
 def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that drops a tensor, runs a command, or crashes gives wrong answers."""

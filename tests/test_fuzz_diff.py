@@ -33,6 +33,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff, "_limit_memory", lambda: None)
 
 
+@pytest.mark.slow
 def test_a_few_pairs(tmp_path: Path) -> None:
     """No pair is wrongly in sync, and syncheck neither crashes nor hangs; most kinds of mutations occur."""
     trials = diff.run_pairs(SEED, range(PAIRS), tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from syncheck import messages
 from syncheck.errors import OptionError
 from syncheck.messages import Hint, Message, Note, Refusal, Sentence, Undecided
+from syncheck.text import options_as_typed
 
 
 class Example(Sentence):
@@ -32,6 +33,24 @@ def test_options_have_the_names_of_their_fields() -> None:
     message = Example.OPTION()
     assert str(message) == "allow='SYN201', group_by=REGEX, quick"
     assert str(Example.NESTED(reason=message)) == f"because: {message}"
+
+
+def test_the_command_line_spells_options_with_dashes() -> None:
+    """Within `options_as_typed`, messages and errors name options like arguments; before and after, by their fields."""
+    message = Example.OPTION()
+    errors = [
+        OptionError("belong together", rtol=0.5, close=True),
+        OptionError("no such code", allow=("a b", "SYN9")),
+        pickle.loads(pickle.dumps(OptionError("must be at least 1", jobs=0))),
+    ]
+    with options_as_typed():
+        assert str(message) == "--allow SYN201, --group-by REGEX, --quick"
+        texts = list(map(str, errors))
+    assert texts[0] == "--rtol 0.5 --close: belong together"
+    assert texts[1] == "--allow 'a b' --allow SYN9: no such code"
+    assert texts[2] == "--jobs 0: must be at least 1"
+    assert str(message) == "allow='SYN201', group_by=REGEX, quick"
+    assert str(errors[0]) == "rtol=0.5 close=True: belong together"
 
 
 def test_a_missing_parameter_is_an_error() -> None:

@@ -75,7 +75,7 @@ def test_one_declaration_reaches_the_command_line(
     assert capsys.readouterr().err.endswith("pyproject.toml: depth_limit\n")
     assert list_fields(compared, "depth_limit") == [3, 3, 4]
     assert main(["compare", ".", "--depth-limit", "0"]) == 2
-    assert "depth_limit=0: must be at least 1" in capsys.readouterr().err
+    assert "--depth-limit 0: must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("extended")

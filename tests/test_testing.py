@@ -276,6 +276,7 @@ def test_a_failure_is_bounded_and_escaped() -> None:
     assert all(line.isprintable() for line in lines)
     assert lines[-1] == "20000 tensors: 0 identical, 0 close, 20000 different, 0 not compared"
     assert "and 37 more groups" in "\n".join(lines)
+    assert sum("42 more lines" in line for line in lines) == 3  # of the notes of each group
     rows = find_texts(lines, "1 of 2")
     assert len(rows) == 30
     assert measure_width(rows) < 250  # long names do not push columns out of sight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncheck.text import group_ranks, make_unique_name, shorten
+from syncheck.text import group_ranks, make_unique_name, number_text, shorten
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,19 @@ def test_repeated_names_get_numbers() -> None:
 def test_ranks_of_each_value() -> None:
     """Values come in the order of their first rank."""
     assert group_ranks({0: "x", 2: "y", 1: "x"}) == {"x": [0, 1], "y": [2]}
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "text"),
+    [
+        (1.000001, 6, "1.000001"),
+        (-0.99999999, 3, "-0.99999999"),
+        (1.0, 6, "1"),
+        (0.99912, 3, "0.999"),
+        (2.0000001, 6, "2"),
+        (float("inf"), 6, "inf"),
+    ],
+)
+def test_numbers_other_than_1_differ_from_it(number: float, digits: int, text: str) -> None:
+    """A factor of 1 would be no difference. All other numbers have the digits that they should have."""
+    assert number_text(number, digits) == text

@@ -120,6 +120,7 @@ def test_changed_copies_of_a_model() -> None:
         assert wrong == []
 
 
+@pytest.mark.slow
 def test_a_trial_finds_a_bit_flip() -> None:
     """A trial with a flipped bit, which every version must diagnose, is right; without a fault, the files are equal."""
     flipped = run_trial(Trajectory("fit", BitFlipWeight, SETUP))

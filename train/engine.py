@@ -112,7 +112,7 @@ def prepare(
     kind = Trainer if settings.fault is None else FaultyTrainer
     trainer = kind(settings, ctx, method, forward, optimizer, fault)
     rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
-    loaders = Loaders.build(data, sampler, ctx, settings.workers)
+    loaders = Loaders.build(data, fault.change_sampler(sampler), ctx, settings.workers)
     if lock is None:
         lock = RunLock(settings, ctx)
     else:

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from train.checkpoints.formats import FORMATS
 from train.columns import align_columns, join_columns
 from train.data import AUGMENTATIONS, DATASETS
+from train.data.folders import OWN_IMAGES
 from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import is_group_requested, prints_for_all_ranks
@@ -29,6 +30,7 @@ from train.methods import METHODS
 from train.methods.cp import MODES
 from train.methods.pipeline_stages import PIPELINES
 from train.models import MODELS, build_model
+from train.old_options import suggest_options
 from train.option import spell
 from train.schedule import SCALES, SCHEDULES
 from train.settings import LEARNING_RATES, Settings
@@ -67,14 +69,14 @@ class Parser(argparse.ArgumentParser):
         """Suggest the option or choice with the most similar spelling; Python does so itself since 3.14."""
         if "maybe you meant" in message:
             return ""
-        typed, candidates, cutoff = "", [], 0.6
-        if match := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
-            typed, candidates = match[1], re.findall(r"[\w-]+", match[2])
-        elif match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            # A higher cutoff, because the leading dashes make all options similar.
-            typed, candidates, cutoff = match[1], list(self._option_string_actions), 0.75
-        similar = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
-        return f"; did you mean {similar[0]}?" if similar else ""
+        match = re.search(r"argument (\S+): invalid choice: '(.+?)' \(choose from (.+)\)", message)
+        if match is None:
+            return suggest_options(message, self._option_string_actions)
+        similar = difflib.get_close_matches(match[2].lower(), re.findall(r"[\w-]+", match[3]), n=1)
+        if similar:
+            return f"; did you mean {similar[0]}?"
+        # The names of data sets, unlike other choices, are often a folder or a class of torchvision.
+        return f"; {OWN_IMAGES}" if match[1] == "--data" else ""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help once, for any number of processes."""
@@ -235,6 +237,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
     values = {field.name: getattr(args, field.name) for field in fields(Settings)}
     if values["method"] is None:
         values["method"] = "ddp" if is_group_requested(os.environ, args) else "single"
+    if values["data"] is None:
+        # No image data set suits a model that predicts text.
+        values["data"] = "text" if MODELS[args.model].text else Settings.data
     if values["lr"] is None:
         values["lr"] = LEARNING_RATES[args.optimizer]
     if args.save_best or args.save_every is not None:

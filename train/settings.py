@@ -124,7 +124,13 @@ class Settings:
     )
     depth: int | None = option(None, "layers of a pyramidnet, blocks of the transformer", replaced_by_task=True)
     alpha: int | None = option(None, "channels that a pyramidnet adds over all its blocks", replaced_by_task=True)
-    data: str = option("digits", metavar="NAME", replaced_by_task=True)
+    data: str = option(
+        "digits",
+        "digits, synthetic, text, mnist, cifar10, cifar100 (default: text for a model of text, otherwise digits)",
+        metavar="NAME",
+        replaced_by_task=True,
+        default=None,
+    )
     data_dir: Path | None = option(
         None,
         "folder of the data; digits, text and synthetic need no folder",
@@ -140,7 +146,18 @@ class Settings:
     augment: str = option(
         "none",
         "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; "
-        "timm: RandomResizedCrop, RandAugment, mixup and label smoothing",
+        "timm: the transform of timm's create_transform, with crop, RandAugment and random erasing",
+        replaced_by_task=True,
+    )
+    mixup: float = option(
+        0.0, "mix each training sample with another one, by a weight of Beta(X, X)", metavar="X", numbers=FINITE,
+        replaced_by_task=True,
+    )  # fmt: skip
+    label_smoothing: float = option(
+        0.0,
+        "share of the probability of a label that is spread over all classes",
+        metavar="X",
+        numbers=MOMENTUM,
         replaced_by_task=True,
     )
     image_size: int | None = option(

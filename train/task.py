@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from train.data import Data, DataOptions, load_data
 from train.data.dataset import Collated, Images, limit
-from train.errors import UserError
+from train.errors import UserError, join_lines
 from train.models import build_from_settings
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ class Task:
     metrics: ClassVar[Mapping[str, bool]]
 
     def load(self, settings: Settings) -> Data:
-        """Return the training and the test set. A sample is (x, y), two tensors; y has one number per prediction."""
+        """Return the training and the test set.
+
+        A sample is (x, y), two tensors or values that torch collates to tensors. y has one number per prediction.
+        """
         raise NotImplementedError
 
     def build_model(self, settings: Settings, data: Data) -> nn.Module:
@@ -150,14 +153,20 @@ def _load_user_data(task: Task, settings: Settings) -> Data:
     """Load the data of --task as data sets whose samples form batches. Raises UserError."""
     if type(task).load is Task.load:
         raise UserError(f"--task {settings.task}: has no data; define its method load")
-    loaded: Any = task.load(settings)
-    if not isinstance(loaded, Data):
-        kind = type(loaded).__name__
-        raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
-    data = replace(loaded, train=_collate(loaded.train), test=_collate(loaded.test))
-    for samples in (data.train, data.test):
-        if not _has_pairs(samples):
-            raise UserError(f"--task {settings.task}: each sample of its data must be a pair of tensors (x, y)")
+    try:
+        loaded: Any = task.load(settings)
+        if not isinstance(loaded, Data):
+            kind = type(loaded).__name__
+            raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
+        data = replace(loaded, train=_collate(loaded.train), test=_collate(loaded.test))
+        for samples in (data.train, data.test):
+            if not _has_pairs(samples):
+                raise UserError(f"--task {settings.task}: each sample of its data must be a pair of tensors (x, y)")
+    except OSError as error:
+        # A missing folder or an unreadable file, which data sets open here or with their first sample. Libraries raise
+        # OSError with a sentence of their own, which may have no `strerror`.
+        advice = f"relative paths start at {Path.cwd()}"
+        raise UserError(f"--task {settings.task}: cannot read its data: {join_lines(error)}; {advice}") from error
     return data
 
 

@@ -6,7 +6,8 @@ python docs/guide/make_plots.py --from-data    # redraw from saved numbers witho
 
 The numbers of a plot are saved in pictures/NAME.json. They are bitwise reproducible on one machine with one torch
 version. To add a plot, write a draw function in a module plots_TOPIC.py and add a line to PLOTS. A plot with training
-runs also needs a measure function, which receives an empty folder.
+runs also needs a measure function, which receives an empty folder. The plots of pages with a translation also need
+Chinese texts, in docs/zh-CN/labels.toml.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import matplotlib.pyplot as plt
 import plots_batchnorm
 import plots_collectives
 import plots_diagrams
+import translate_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,7 @@ def main() -> int:
         data = None if plot.measure is None else data_of(name, plot.measure, anew=not args.from_data)
         save(name, plot.draw(data))
         print(PICTURES / f"{name}.svg")
+    translate_pictures.write_all()
     return 0
 
 

@@ -11,6 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     # x, y, width, height, text, color; x, y, x, y, text
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Light versions of Okabe and Ito's colours, readable under black text.
 BLUE, ORANGE, GREEN, GREY, PINK = "#b3d7ee", "#f7cfb2", "#b3e2d3", "#e8e8e8", "#f0d3e3"
 PER_UNIT = 0.62  # inches
+LINE = 0.25  # height of a line of text
 
 
 def draw(size: tuple[float, float], boxes: list[Box], arrows: list[Arrow], texts: list[tuple], _data: None) -> Figure:
@@ -28,16 +30,23 @@ def draw(size: tuple[float, float], boxes: list[Box], arrows: list[Arrow], texts
     for x, y, width, height, text, color in boxes:
         style = "round,pad=0,rounding_size=0.08"
         axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=color, edgecolor="#555555"))
-        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+        write(axes, x + width / 2, y + height / 2, text)
     for x, y, to_x, to_y, text in arrows:
         axes.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "-|>", "color": "#333333"})
         axes.text((x + to_x) / 2, (y + to_y) / 2 + 0.12, text, ha="center", va="bottom", fontsize=8)
     for x, y, text in texts:
-        axes.text(x, y, text, ha="center", va="center", fontsize=9)
+        write(axes, x, y, text)
     axes.set(xlim=(0, size[0]), ylim=(0, size[1]))
     axes.axis("off")
     figure.tight_layout()
     return figure
+
+
+def write(axes: Axes, x: float, y: float, text: str) -> None:
+    """Write centered lines. Each is a text of its own, which stays centered when translate_pictures.py replaces it."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        axes.text(x, y + ((len(lines) - 1) / 2 - i) * LINE, line, ha="center", va="center", fontsize=9)
 
 
 def row(x: float, y: float, width: float, names: list[str], colors: list[str] | str, height: float = 0.8) -> list[Box]:

@@ -136,6 +136,8 @@ def make_pairs() -> dict[str, tuple[str, Arrays, Arrays]]:
                    _without_scales(_quantize(a))),
         "SYN317": ("The key heads of B are repeated for a library without grouped-query attention.", a,
                    _changed(a, "k_proj.weight", _repeat)),
+        "SYN318": ("The vocabulary of B was cut to the number of another tokenizer.", a,
+                   _changed(_changed(a, "lm_head.weight", _cut), "embed_tokens.weight", _cut)),
         "SYN399": ("A projection of B contains noise.", a,
                    _changed(a, "0.mlp.down_proj.weight", lambda array: array + noise / 10)),
     }  # fmt: skip
@@ -149,6 +151,11 @@ def _without_scales(arrays: Arrays) -> Arrays:
 def _repeat(rows: np.ndarray) -> np.ndarray:
     """Return the rows with each head twice."""
     return rows.reshape(HEADS, -1, HIDDEN).repeat(2, 0).reshape(-1, HIDDEN)
+
+
+def _cut(array: np.ndarray) -> np.ndarray:
+    """Return the rows without the last four."""
+    return array[: WORDS - 4]
 
 
 def _pad(array: np.ndarray) -> np.ndarray:

@@ -14,7 +14,8 @@ from pathlib import Path
 import diff_examples
 import parity_examples
 import watch_examples
-from marks import cell, code, escaped, table
+from finding_page import Example, write_page
+from marks import cell, code, table
 from sources import ROOT
 
 from syncheck.cli import main
@@ -24,14 +25,10 @@ from syncheck.parity.causes import PARITY_RULES
 from syncheck.records import Counts, Group, Report
 from syncheck.report import plain
 from syncheck.report.text import comparison_body
+from syncheck.text import options_as_typed
 
 EXAMPLE = "fixtures/desync/stale_rank"
 PEFT = "fixtures/conversions/peft/a"
-# Titles of paragraphs in the docstring of a rule.
-_HEAD = re.compile(r"^(Signature|Cause|Fix(?:, best first)?|If it is no problem|Incidents): ")
-_ISSUE = re.compile(r"([\w.-]+/[\w.-]+)?#(\d+)")
-_CODE = re.compile(r"\bSYN\d{3}\b")
-_PAPER = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 
 
 def example() -> str:
@@ -49,31 +46,29 @@ def table_of_findings() -> str:
 
 
 def order() -> str:
-    """Return the order in which rules are applied, without rules of severity info."""
-    return " ".join(rule.code[3:] for rule in list_rules() if rule.severity != "info")
+    """Return the numbered list of the rules in the order in which they are applied, without rules of severity info."""
+    lines = []
+    for rule in list_rules():
+        if rule.severity != "info":
+            lines.append(f"{len(lines) + 1}. [{rule.code}](findings/{rule.code.lower()}.md) {rule.slug}")
+    return "\n".join(lines)
 
 
 def pages() -> dict[str, str]:
-    """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
+    """Return a page for each finding by file name: meaning, signature, example, cause, fix, code and incidents."""
     commands, pairs = _commands_by_code(), print_pairs() | print_examples()
     made = {}
     for rule in (*list_rules(), *WITNESS_RULES, *PARITY_RULES):
-        first, *rest = rule.explanation.split("\n\n")
-        parts = [f"# {rule.code} {rule.slug}", f"Severity: {rule.severity}. {escaped(first)}"]
-        for text in rest:
-            items = re.split(r"^- ", text, flags=re.MULTILINE) if text.startswith("- ") else []
-            parts += ["\n".join(f"- {_paragraph(' '.join(item.split()))}" for item in items[1:])] if items else []
-            parts += [] if items else [_paragraph(" ".join(text.split()))]
+        printed = None
         if rule.code in commands:
-            parts.append("Examples: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.code]))
-            parts.append(f"```\n{print_finding(commands[rule.code][0], rule.code)}\n```")
+            about = ", ".join(code(f"syncheck {line}") for line in commands[rule.code])
+            printed = Example(about, print_finding(commands[rule.code][0], rule.code))
         elif rule.code in pairs:
-            about, printed = pairs[rule.code]
-            parts += [f"Example: {about}", f"```\n{printed}\n```"]
-        links = "[All findings](../findings.md)"
+            printed = Example(*pairs[rule.code])
+        links = ["[All findings](../findings.md)", "[by symptom](../../by-symptom.md)"]
         if rule.code.startswith("SYN2"):
-            links += ", [how often a stated cause is right](../../diagnosis-trials.md)"
-        made[f"{rule.code.lower()}.md"] = "\n\n".join((*parts, links)) + "\n"
+            links.append("[how often a stated cause is right](../../diagnosis-trials.md)")
+        made[f"{rule.code.lower()}.md"] = write_page(rule, printed, links)
     return made
 
 
@@ -108,7 +103,8 @@ def print_examples() -> dict[str, tuple[str, str]]:
     for command, examples in (("parity", parity_examples), ("watch", watch_examples)):
         for code_of, (about, finding) in examples.make_findings().items():
             group = Group("Mine", "Mine", None, (), Counts(), findings=(finding,), verdict="out_of_sync")
-            printed = plain.render(comparison_body(Report("out_of_sync", (group,), command=command), 10))
+            with options_as_typed():
+                printed = plain.render(comparison_body(Report("out_of_sync", (group,), command=command), 10))
             made[code_of] = about, fold_finding(printed, code_of, command)
     return made
 
@@ -123,33 +119,6 @@ def fold_finding(printed: str, code: str, command: str) -> str:
         label = re.match(r" *\w+ +", line) if line.startswith("    ") else None
         lines += textwrap.wrap(line, 100, subsequent_indent=" " * (label.end() if label else 4), break_long_words=False)
     return "\n".join(lines)
-
-
-def _paragraph(text: str) -> str:
-    head = _HEAD.match(text)
-    if head is None:
-        return _link_codes(escaped(text))
-    body = escaped(text[head.end() :])
-    return f"**{head[1]}.** {_link_issues(body) if head[1] == 'Incidents' else _link_codes(body[0].upper() + body[1:])}"
-
-
-def _link_codes(text: str) -> str:
-    """Link codes of findings, except inside `code`."""
-    parts = text.split("`")
-    parts[::2] = [_CODE.sub(lambda found: f"[{found[0]}]({found[0].lower()}.md)", part) for part in parts[::2]]
-    return "`".join(parts)
-
-
-def _link_issues(text: str) -> str:
-    """Link issues and papers; `#2724` alone belongs to the last repository mentioned before it."""
-    last = ""
-
-    def issue(found: re.Match[str]) -> str:
-        nonlocal last
-        last = found[1] or last
-        return f"[{found[0]}](https://github.com/{last}/issues/{found[2]})"
-
-    return _PAPER.sub(r"[\g<0>](https://arxiv.org/abs/\1)", _ISSUE.sub(issue, text))
 
 
 def _commands_by_code() -> dict[str, list[str]]:

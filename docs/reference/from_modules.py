@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 # Rules have a table of their own, in findings.md.
 # The packages of syncheck that users meet.
-_DOORS = frozenset({"report", "live", "cli", "integrations", "pytest_plugin"})
+_DOORS = frozenset({"report", "live", "parity", "cli", "integrations", "pytest_plugin"})
 _RULE = re.compile(r"syn\d{3}_")
 # Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {
     "Start here": (
-        "minimal run engine trainer parts methods methods.all_methods methods.base methods.single methods.ddp "
+        "minimal minimal_spawn minimal_by_hand run engine trainer parts methods methods.all_methods methods.base "
+        "methods.single methods.ddp "
         "methods.zero methods.localsgd methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp "
         "methods.fsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
         "methods.dp"
@@ -35,7 +36,7 @@ TRAIN = {
     ),
     "Faults, errors and signals": "faults errors sync_checks result",
     "Measurements and output": "metrics recorders evaluate bench columns",
-    "Options": "options option settings optional",
+    "Options": "options option old_options settings optional",
 }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from marks import cell, code, table
 
 from syncheck.cli import parser
-from syncheck.options import COMMAND_LINE, PYTEST, TOML, list_options, to_flag
+from syncheck.options import COMMAND_LINE, PYTEST, TOML, list_options
 from syncheck.pytest_plugin import options as plugin
+from syncheck.text import to_flag
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -51,13 +52,15 @@ def commands() -> str:
         positional = [action for action in of._actions if not action.option_strings]  # noqa: SLF001
         paths = "".join(f" {_place(action)}" for action in positional)
         parts.append(f"## {name}\n\n    syncheck {name} [OPTIONS]{paths}\n\n{cell(of.description or '')}")
-        parts += [f"{code(_place(action))}: {cell(action.help or '')}." for action in positional]
         own = [_row(a) for group in _groups(of).values() for a in group]
+        arguments = [(code(_place(action)), cell(action.help or "")) for action in positional]
         if name in ("compare", "report"):
             own = [row for row in own if row not in same]
+            parts += [f"{path}: {text}." for path, text in arguments]
             parts.append("Options: see [compare and report](#options-of-compare-and-report).")
-        if own:
-            parts.append(table(("option", "meaning"), own))
+        elif own:
+            # Arguments are the first rows, because a paragraph of each would make the page too long.
+            parts.append(table(("argument or option", "meaning"), arguments + own))
     parts.append("## Options of compare and report")
     for title, actions in _groups(all_of["compare"]).items():
         rows = [_row(action) for action in actions if _row(action) in same]

@@ -78,6 +78,16 @@ def read_number(section: str, row: str, column: str, *more: str) -> float:
     raise KeyError(f"{RESULTS.name}: {section}: no row {', '.join((row, *more))!r} with a column {column!r}")
 
 
+def list_outdated(current: str) -> dict[str, list[str]]:
+    """Return the sections that were measured with another version of syncheck than the current one, by version."""
+    outdated: dict[str, list[str]] = {}
+    for name, text in sections().items():
+        versions = set(re.findall(r"\bsyncheck (\d[\w.]*\w)", text))
+        for version in sorted(versions - {current}):
+            outdated.setdefault(version, []).append(name)
+    return outdated
+
+
 def format_number(value: float, digits: int = 2) -> str:
     """Round a number to significant digits, and write it without an exponent."""
     places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0

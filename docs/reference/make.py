@@ -1,6 +1,7 @@
 """Rebuild the generated parts of the documents: `python docs/reference/make.py`.
 
-python docs/reference/make.py --check    # exit code 1 if a page is out of date; nothing is written
+python docs/reference/make.py --check      # exit code 1 if a page is out of date; nothing is written
+python docs/reference/make.py --release    # exit code 1 if a number was measured with another version
 
 The pages in `findings/` are made of the rules. Other pages are written by hand except for two kinds of marks. The text
 between `<!-- made: NAME -->` and `<!-- /made -->` is a block from `BLOCKS`. A number between `<!-- result: NAME -->`
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +81,19 @@ def fill_in(page: str) -> str:
     return NUMBER.sub(make_number, BLOCK.sub(make_block, page))
 
 
+def check_versions() -> int:
+    """Print the sections of the results that were measured with another version, and return 1 if there are any."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    outdated = from_results.list_outdated(project["version"])
+    for version, sections in outdated.items():
+        print(f"RESULTS.md: measured with syncheck {version}: {', '.join(sections)}; run: python -m benchmarks")
+    return 1 if outdated else 0
+
+
 def main() -> int:
-    """Write the pages, or compare them with `--check`."""
+    """Write the pages, compare them with `--check`, or check the measured version with `--release`."""
+    if "--release" in sys.argv[1:]:
+        return check_versions()
     check = "--check" in sys.argv[1:]
     written = {FINDINGS / name: text for name, text in from_findings.pages().items()}
     by_hand = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.parent != FINDINGS]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.parity.causes import CAUSES, Explanation
+from syncheck.parity.causes import CAUSES
 from syncheck.parity.check import explain_pattern, make_finding
 from syncheck.parity.measurements import Owner, Partial, Refined, Solution, TensorWeights
 from syncheck.parity.patterns import Situation, find_patterns, find_right
-from syncheck.parity.step import Step, explain_norm, explain_update
+from syncheck.parity.step import Projection, Step, explain_norm, explain_update
 
 if TYPE_CHECKING:
     from syncheck.findings import Finding
+    from syncheck.parity.trained import Explanation
 
 THRESHOLD = 1e-13
 NAMES = ("embed.weight", "norm.weight", "up.weight", "head.weight")
@@ -76,7 +77,7 @@ def make_findings() -> dict[str, tuple[str, Finding]]:
     settings = {"optimizer": "AdamW", "lr": 1e-3, "weight_decay": 0.1}
     updates = {rank: Step(settings=settings) for rank in range(2)}
     for step in updates.values():
-        step.projections["up.weight"] = (-1e-4, 0.0, float("nan"))
+        step.projections["up.weight"] = Projection((-1e-4, -1e-4), (0.0, 0.0), float("nan"))
     return {
         "SYN441": (
             "DDP averages a loss that is already divided by the tokens of all ranks.",

@@ -9,6 +9,9 @@ import sys
 
 CRASH = 3
 INTERRUPTED = 130
+# What numpy and its matrix library map when they are imported, rounded up. With less, that library ends the process
+# with exit code 1, which would mean that replicas differ, and Python 3.11 can hang or receive a signal.
+MAPPED_BYTES = 112 * 2**20
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,13 +51,16 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     from syncheck.cli import output, streams
     from syncheck.errors import SyncheckError
+    from syncheck.text import options_as_typed
 
     try:
-        code = _run_command(argv)
+        # In reports and files too: the user reads them beside the command line.
+        with options_as_typed():
+            code = _run_command(argv)
         streams.flush()
         return code
     except SyncheckError as error:
-        output.print_message(f"error: {error}")
+        output.print_error(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader, such as `| head`, closed the pipe. Python would report an error when it flushes stdout at exit.
@@ -88,8 +94,19 @@ def _run_command(argv: list[str]) -> int:
         except SystemExit:  # argparse has printed the help or an error
             sys.stdout.flush()
             raise
+    _check_memory()
     code: int = arguments.run(arguments)
     return code
+
+
+def _check_memory() -> None:
+    """Raise MemoryError if the limit on memory leaves no room for the libraries of the commands."""
+    import mmap
+
+    try:
+        mmap.mmap(-1, MAPPED_BYTES).close()
+    except OSError as error:
+        raise MemoryError from error
 
 
 def _describe_exhausted_resource(error: Exception) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.cli import output
 from syncheck.errors import CheckpointError, OptionError, UsageError
 from syncheck.options import COMMAND_LINE, DiffOptions, Options, RunOptions, list_fields, list_options
 from syncheck.report import formats
-from syncheck.text import logged, one_line
+from syncheck.suggestions import suggest
+from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
     import argparse
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from syncheck.records import Report
 
 _Kind = TypeVar("_Kind", Options, DiffOptions)
+# Letters that look like the digits of a code.
+_DIGITS = str.maketrans("oil", "011")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -34,6 +38,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """`syncheck diff`."""
+    from syncheck.cli.progress import show_progress
     from syncheck.conversion.diff import diff as compare_models
 
     # Both models are inputs, which no output may replace.
@@ -41,8 +46,19 @@ def diff(arguments: argparse.Namespace) -> int:
     options, run = _read_options(arguments, DiffOptions, *_load_project(arguments))
     _check_baseline(options, run)
     histograms = formats.needs_histograms(run.output)
-    report = compare_models(arguments.a, arguments.b, options=options, histograms=histograms)
+    with show_progress(quiet=run.quiet):
+        report = compare_models(arguments.a, arguments.b, options=options, histograms=histograms)
+    if options.write_map is not None and not _lacks_map(report):
+        output.confirm_file(options.write_map, quiet=run.quiet)
     return _print_errors_and_report(report, options, run, "comparison")
+
+
+def _lacks_map(report: Report) -> bool:
+    """Whether a note explains why no map was written."""
+    from syncheck.messages import Note
+
+    pair = report.groups[-1]
+    return any(note.code is Note.NO_MAP for note in pair.notes)
 
 
 def _compare_across_ranks(arguments: argparse.Namespace) -> int:
@@ -124,7 +140,9 @@ def _read_options(
         is_typed = any(typed.get(name) for name in names)
         if project is None or is_typed or not values.keys() >= set(names):
             raise
-        raise UsageError(f"{project}: {error}") from None
+        # The keys of the file are the names of fields.
+        with options_as_typed(""):
+            raise UsageError(f"{project}: {error}") from None
     # Options that accept differences are shown, because the user may have forgotten the file.
     applied = config.list_applied(values, kind, typed)
     if "checkpoints" in values and not arguments.paths:
@@ -172,7 +190,9 @@ def _list_inputs(paths: Sequence[str], options: Options) -> list[str]:
 def _check_baseline(options: Options, run: RunOptions) -> None:
     """Check the baseline before anything is compared. Raises UsageError if it cannot be used."""
     if options.baseline is None and run.update_baseline:
-        raise OptionError("requires baseline=FILE, or baseline in the table tool.syncheck", update_baseline=True)
+        from syncheck.messages import Usage
+
+        raise OptionError(Usage.UPDATE_NEEDS_BASELINE(), update_baseline=True)
     from syncheck import api
 
     api.check_baseline(options, update=run.update_baseline)
@@ -180,10 +200,12 @@ def _check_baseline(options: Options, run: RunOptions) -> None:
 
 def _compare(options: Options, run: RunOptions, layout: str) -> int:
     from syncheck import api
+    from syncheck.cli.progress import show_progress
 
     _check_baseline(options, run)
-    checkpoints = api.find(*run.checkpoints, options=options)
-    report = api.judge(checkpoints, options, histograms=formats.needs_histograms(run.output))
+    with show_progress(quiet=run.quiet):
+        checkpoints = api.find(*run.checkpoints, options=options)
+        report = api.judge(checkpoints, options, histograms=formats.needs_histograms(run.output))
     return _print_errors_and_report(report, options, run, layout)
 
 
@@ -207,9 +229,10 @@ def write_report(report: Report, options: Options, run: RunOptions, layout: str)
     for path in run.output:
         try:
             formats.write_file(path, report, options)
+            output.confirm_file(path, quiet=run.quiet)
         except UsageError as error:
             exit_codes.append(error.exit_code)
-            output.print_message(f"error: {error}")
+            output.print_error(error)
     if not run.quiet:
         _print_report(report, run, layout)
     if any(exit_codes):
@@ -228,7 +251,7 @@ def _update_baseline(report: Report, options: Options, run: RunOptions) -> int:
     try:
         change = api.update_baseline(report, path)
     except UsageError as error:
-        output.print_message(f"error: {path}: {error}")
+        output.print_error(error, path)
         return error.exit_code
     if not run.quiet:
         output.print_message(change)
@@ -240,13 +263,17 @@ def _print_report(report: Report, run: RunOptions, layout: str) -> None:
     if run.format != "text":
         output.print_text(formats.render_format(run.format, report))
     elif report.groups:
-        from syncheck.report import text
+        from syncheck.report import summary, text
 
-        output.print_parts(getattr(text, layout)(report, run.limit), run.color)
+        width = max(output.terminal_width() or 0, summary.WIDTH)
+        parts = getattr(text, layout)(report, run.limit, width=width, verbose=run.verbose)
+        output.print_parts(parts, run.color)
 
 
 def show(arguments: argparse.Namespace) -> int:
     """`syncheck show`."""
+    # Raises OptionError for a number below 0.
+    limit = RunOptions(limit=arguments.limit).limit
     if arguments.shards:
         from syncheck.conversion.sides import list_shards
 
@@ -262,29 +289,32 @@ def show(arguments: argparse.Namespace) -> int:
     else:
         from syncheck.report import text
 
-        parts = text.list_shards(content) if arguments.shards else text.list_contents(content)
+        parts = text.list_shards(content, limit) if arguments.shards else text.list_contents(content, limit)
         output.print_parts(parts, arguments.color)
     return 0
 
 
 def fingerprint(arguments: argparse.Namespace) -> int:
     """`syncheck fingerprint`."""
+    from syncheck.cli.progress import show_progress
     from syncheck.readers import find, fingerprints
     from syncheck.report.words import bytes_text
+    from syncheck.tensors.traffic import TRAFFIC
 
     opened = find.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
-    for snapshot, path in fingerprints.choose_output_paths(opened.snapshots, arguments.output):
+    targets = fingerprints.choose_output_paths(opened.snapshots, arguments.output)
+    TRAFFIC.expect(opened.snapshots)
+    for snapshot, path in targets:
         try:
-            text = fingerprints.fingerprint(snapshot)
+            with show_progress(quiet=arguments.quiet):
+                text = fingerprints.fingerprint(snapshot)
         except CheckpointError as error:
             unreadable.append(str(error))
             continue
         fingerprints.write(path, text)
-        if not arguments.quiet:
-            size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
-            line = f"{one_line(path)}: fingerprint of {one_line(snapshot.path)}, {size}"
-            output.print_text(f"{logged(line)}\n")
+        content = f"fingerprint of {snapshot.path}, {len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)}"
+        output.confirm_file(path, quiet=arguments.quiet, content=content)
     for line in unreadable:
         output.print_message(f"error: {line}")
     return 2 if unreadable else 0
@@ -295,20 +325,27 @@ def explain(arguments: argparse.Namespace) -> int:
     from syncheck.diagnose.rules import list_rules
     from syncheck.live.witnesses.rules import WITNESS_RULES
     from syncheck.parity.causes import PARITY_RULES
-    from syncheck.report import text
+    from syncheck.report import explanation
 
     if not list_rules()[0].explanation:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
     rules = sorted((*list_rules(), *WITNESS_RULES, *PARITY_RULES), key=lambda rule: rule.code)
     if arguments.code is None:
-        output.print_parts(text.list_rules(rules), arguments.color)
+        output.print_parts(explanation.list_rules(rules), arguments.color)
         return 0
-    code = arguments.code.lower()
+    # People write SYN-201, syn_201 and SYN 201, too.
+    code = "-".join(re.findall("[a-z0-9]+", arguments.code.lower())).replace("syn-", "syn")
     for rule in rules:
         if code in (rule.code.lower(), rule.code[3:], rule.slug):
-            output.print_parts(text.explain_rule(rule), arguments.color)
+            output.print_parts(explanation.explain_rule(rule), arguments.color)
             return 0
-    raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
+    names = [rule.code.lower() for rule in rules] + [rule.slug for rule in rules]
+    # Digits that were typed as letters: SYN2O1 is SYN201.
+    typed = code.translate(_DIGITS) if code.startswith("syn") else code
+    # An unknown number of three digits is no misspelling of another one.
+    is_other_number = re.fullmatch(r"(?:syn)?\d{3}", typed) is not None and typed not in names
+    suggestion = "" if is_other_number else suggest(typed, names).replace(" syn", " SYN")
+    raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all{suggestion}")
 
 
 def demo(arguments: argparse.Namespace) -> int:

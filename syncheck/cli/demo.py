@@ -48,6 +48,7 @@ def run(color: str) -> int:
     output.print_parts(text.overview(overview, 3), color)
     page = FOLDER / "index.html"
     formats.write_file(str(page), overview)
+    output.confirm_file(str(page), quiet=False)
     _check_report(compared)
     _watch(script)
     _print(f"\nOpen {page} in a browser. The checkpoints are in {FOLDER}/ckpts/.")
@@ -96,7 +97,7 @@ def _train(script: Path, options: tuple[str, ...]) -> None:
 
 def _watch(script: Path) -> None:
     """Run a training in which one rank clips its gradients alone, watched. Raises DemoFailed if it is not named."""
-    _print("\nTraining again, watched at every step; the last rank clips its gradients alone after half of the run")
+    _print("\nTraining again, watched at every step; the last rank clips its gradients alone")
     events = FOLDER / "watch.jsonl"
     events.unlink(missing_ok=True)
     arguments = ["--fault", "clip-on-one-rank", "--max-steps", _WATCHED_STEPS, "--out", str(FOLDER / "watched")]

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncheck.cli import streams
-from syncheck.text import logged, one_line
+from syncheck.text import logged, one_line, options_as_typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,24 @@ def needs_ascii() -> bool:
 def print_message(text: str) -> None:
     """Print a line on stderr."""
     streams.print_stderr(f"syncheck: {logged(one_line(text))}")
+
+
+def print_error(error: object, path: str = "") -> None:
+    """Print an error on stderr, with its options as they are typed. path: the file that it is about."""
+    with options_as_typed():
+        text = str(error)
+    print_message(f"error: {path}: {text}" if path else f"error: {text}")
+
+
+def confirm_file(path: str, *, quiet: bool, content: str = "") -> None:
+    """Print a line on stderr about a written file. content: of the file, if its name does not show it."""
+    if quiet:
+        return
+    from syncheck.report.formats import describe_file
+
+    text = describe_file(path)
+    if text:
+        print_message(f"{text}: {content}" if content else text)
 
 
 def print_parts(parts: Sequence[Part], color: str) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.cli import output, ranks
 from syncheck.cli.commands import check_outputs, write_report
-from syncheck.errors import SyncheckError, UsageError
+from syncheck.errors import PeersBlocked, SyncheckError, UsageError
 from syncheck.options import Options, RunOptions
 from syncheck.report import formats
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from syncheck.records import Report
 
@@ -22,14 +23,18 @@ if TYPE_CHECKING:
 RUN_OPTIONS = ("exit_zero", "format", "output", "limit", "quiet", "color")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """`syncheck parity`, in one process or under torchrun."""
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """`syncheck parity` under torchrun. Raises UsageError in one process."""
     is_under_torchrun = all(name in os.environ for name in ranks.NEEDED)
-    if is_under_torchrun:
-        _check_across_ranks(arguments)
-    options = _read_options(arguments)
-    report = _check(load_case(arguments.case), arguments.dtype)
-    return write_report(report, Options(), options, "comparison")
+    if not is_under_torchrun or os.environ["WORLD_SIZE"] == "1":
+        # Errors of the case come first, as under torchrun.
+        _read_options(arguments)
+        load_case(arguments.case)
+        raise UsageError(
+            f"{arguments.case}: nothing parallel to check in one process; start the case with torchrun "
+            f"--nproc-per-node 2 -m syncheck parity {arguments.case}"
+        )
+    _check_across_ranks(arguments)
 
 
 def _check_across_ranks(arguments: argparse.Namespace) -> NoReturn:
@@ -41,7 +46,13 @@ def _check_across_ranks(arguments: argparse.Namespace) -> NoReturn:
         case = load_case(arguments.case)
         # A rank that has failed until here sends its error, before its peers wait in collectives of the program.
         channel.gather(None, "the case exists")
-        report = _check(case, arguments.dtype)
+        try:
+            report = _check(case, arguments.dtype, arguments.allow)
+        except PeersBlocked as error:
+            # The other ranks receive no message: torchrun ends them when this process exits.
+            output.print_error(error)
+            sys.stderr.flush()
+            os._exit(error.exit_code)
         return ranks.write_on_leader(
             channel, report, lambda report: write_report(report, Options(), options, "comparison")
         )
@@ -64,12 +75,12 @@ def _read_options(arguments: argparse.Namespace) -> RunOptions:
     return run
 
 
-def _check(case: Any, dtype: str) -> Report:
-    """Check a case. Raises UsageError without torch."""
+def _check(case: Any, dtype: str, allow: Sequence[str]) -> Report:
+    """Check a case. Raises UsageError without torch. allow: codes of findings that do not count."""
     try:
         from syncheck.parity.check import check_parity
 
-        return check_parity(case, dtype)
+        return check_parity(case, dtype, allow=allow)
     except ModuleNotFoundError as error:
         raise UsageError(f"parity requires torch ({error}): pip install 'syncheck[live]'") from None
 
@@ -82,6 +93,9 @@ def load_case(name: str) -> Any:
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name.isidentifier():
         raise UsageError(f"{name}: expected module:Class, for example my_module:Mine")
+    if os.path.isfile(module_name):
+        module = os.path.splitext(module_name)[0].replace(os.sep, ".")
+        raise UsageError(f"{name}: a module has no path; did you mean {module}:{class_name}?")
     # `python -m` has this entry, and the script `syncheck` does not.
     folder = os.getcwd()
     if folder not in sys.path:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck import option_kinds, options
 from syncheck.cli import commands
-from syncheck.text import logged, one_line
+from syncheck.cli.suggesting_parser import SuggestingParser, capitalize, describe_allow
+from syncheck.text import logged, one_line, to_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from syncheck.options import Declaration
 
-# The message of argparse for an unknown command, or an unknown value of an option.
-_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<typed>.+?)' \(choose from (?P<choices>.+)\)$")
+# Completes paths in the shell; the same as shtab.FILE, which only writes the script of a shell.
+FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+_PATHS = (option_kinds.PATH, option_kinds.PATHS, option_kinds.PATH_OR_RANK)
 
 EPILOG = """exit codes: 0 in sync, 1 out of sync, 2 could not tell (usage error, unreadable
 file, nothing compared), 3 crash of syncheck, 130 interrupted"""
@@ -32,75 +31,20 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
-    """Import rich, which colors the help, only when help is printed, and suggest the names of options and commands.
-
-    argparse creates a formatter to check each added argument, so `formatter_class` cannot be set in advance. The start
-    of an option is no option: a script that uses it would break, or mean another option, when an option is added.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False)
-
-    def format_help(self) -> str:
-        """Return the help of this parser."""
-        from rich_argparse import RawDescriptionRichHelpFormatter
-
-        class Formatter(RawDescriptionRichHelpFormatter):
-            # The default is str.title, which suits no section of several words.
-            group_name_formatter: ClassVar[Callable[[str], str]] = _capitalize
-            # Brackets in help texts are not markup.
-            help_markup = False
-            text_markup = False
-
-        self.formatter_class = Formatter
-        return super().format_help()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and report an unknown option here, so that the error refers to the help of this command."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            suggestion = _suggest(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
-        return namespace, unknown
+class _Parser(SuggestingParser):
+    """A parser whose errors refer to the help of the command."""
 
     def error(self, message: str) -> NoReturn:
         """Report a usage error in one line, without the usage of argparse."""
-        text = logged(one_line(message + _suggest_choice(message)))
+        text = logged(one_line(message + self.suggest_choice(message)))
         self.exit(2, f"{self.prog}: error: {text}{'' if text.endswith('?') else '.'} See: {self.prog} --help\n")
 
     def list_commands(self, _: argparse.Namespace) -> int:
         """Print the commands on stderr, because a call without a command is a usage error."""
         from syncheck.cli import streams
 
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        streams.print_stderr(super().format_help().rstrip())
+        streams.print_stderr(self.format_plain_help().rstrip())
         return 2
-
-
-def _capitalize(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _suggest(word: str, names: Iterable[str]) -> str:
-    """Return a question with the names that begin with a word, else with the most similar name; empty without any."""
-    from difflib import get_close_matches
-
-    all_names = list(names)
-    # Two dashes alone, and an empty word, begin all names.
-    matches = [name for name in all_names if word.strip("-") and name.startswith(word)]
-    if not matches:
-        matches = get_close_matches(word, all_names, 1)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
-
-
-def _suggest_choice(message: str) -> str:
-    """Return a question with the command or value that was probably meant by an invalid choice; empty if none is."""
-    match = _INVALID_CHOICE.search(message)
-    # Also None if argparse suggests a choice itself, as newer versions of Python can.
-    if match is None:
-        return ""
-    return _suggest(match["typed"], re.findall(r"[\w-]+", match["choices"]))
 
 
 def build_parser(command: str = "") -> argparse.ArgumentParser:
@@ -139,7 +83,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
 
 def _add_command(subparsers: Any, name: str, function: Any, text: str, **settings: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=f"{_capitalize(text)}.", epilog=EPILOG, **settings
+        name, help=text, description=f"{capitalize(text)}.", epilog=EPILOG, **settings
     )
     parser.set_defaults(run=function)
     return parser
@@ -148,13 +92,14 @@ def _add_command(subparsers: Any, name: str, function: Any, text: str, **setting
 def _add_compare(subparsers: Any) -> None:
     text = "compare the replicas in each group of checkpoints and diagnose differences"
     parser = _add_command(subparsers, "compare", commands.compare, text, usage="%(prog)s [OPTIONS] PATH [PATH ...]")
-    parser.add_argument(
+    paths = parser.add_argument(
         "paths",
         nargs="+",
         metavar="PATH",
         help="checkpoint files, folders or globs; under torchrun, a single path such as 'rank_{rank}.pth', from which "
         "each process reads its own file",
     )
+    _complete_files(paths)
     _add_options(parser, options.Options)
 
 
@@ -162,32 +107,43 @@ def _add_diff(subparsers: Any) -> None:
     text = "compare two models in any layout: A is the source, B the copy"
     parser = _add_command(subparsers, "diff", commands.diff, text, usage="%(prog)s [OPTIONS] A B")
     for side, example in (("a", "'ckpts/fsdp_rank*.pth'"), ("b", "hf_export/")):
-        parser.add_argument(
+        model = parser.add_argument(
             side,
             metavar=side.upper(),
             help=f"the files of one model: a file, folder or glob, or several separated by commas; such as {example}",
         )
+        _complete_files(model)
     _add_options(parser, options.DiffOptions, options.NOT_IN_DIFF)
 
 
 def _add_report(subparsers: Any) -> None:
     text = "summarize all runs and steps: differences by kind of tensor, BatchNorm drift, effect of SyncBatchNorm"
     parser = _add_command(subparsers, "report", commands.report, text, usage="%(prog)s [OPTIONS] [PATH ...]")
-    parser.add_argument(
+    paths = parser.add_argument(
         "paths",
         nargs="*",
         metavar="PATH",
         help="checkpoint files, folders or globs (default: `checkpoints` of pyproject.toml, else the folder ckpts)",
     )
+    _complete_files(paths)
     _add_options(parser, options.Options)
 
 
 def _add_show(subparsers: Any) -> None:
     text = "list the tensors of a checkpoint with kind, dtype, shape, bytes and statistics"
     parser = _add_command(subparsers, "show", commands.show, text)
-    parser.add_argument("path", metavar="PATH", help="a checkpoint file or folder; with --shards, as for `diff`")
+    path = parser.add_argument("path", metavar="PATH", help="a checkpoint file or folder; with --shards, as for `diff`")
+    _complete_files(path)
     parser.add_argument(
         "--shards", action="store_true", help="show which rank and file hold which part of each tensor of a model"
+    )
+    parser.add_argument(
+        "-n",
+        "--limit",
+        type=options.list_options(options.COMMAND_LINE)["limit"].parse,
+        default=0,
+        metavar="ROWS",
+        help="number of tensors to print as text (default: all)",
     )
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="format of the list on stdout (default: text)"
@@ -198,14 +154,16 @@ def _add_show(subparsers: Any) -> None:
 def _add_fingerprint(subparsers: Any) -> None:
     text = "write a fingerprint of each checkpoint: digests and statistics that `compare` reads like a checkpoint"
     parser = _add_command(subparsers, "fingerprint", commands.fingerprint, text)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
-    parser.add_argument(
+    paths = parser.add_argument("paths", nargs="+", metavar="PATH", help="checkpoint files, folders or globs")
+    output = parser.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="FILE",
         help="the file to write; for several checkpoints a folder, which gets one file named after each checkpoint",
     )
+    _complete_files(paths)
+    _complete_files(output)
     parser.add_argument("-q", "--quiet", action="store_true", help="print only errors")
 
 
@@ -241,6 +199,8 @@ def _add_parity(subparsers: Any) -> None:
         choices=("float64", "float32", "bfloat16"),
         help="dtype of both computations (default: float64)",
     )
+    allow_help = describe_allow("SYN441")
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE", help=allow_help)
     _add_options(parser, options.RunOptions, frozenset({"no_config", "update_baseline"}))
 
 
@@ -268,11 +228,18 @@ def _add_options(parser: argparse.ArgumentParser, comparison: type, without: fro
         group = groups.get(declaration.section, parser)
         if declaration.switch_help:
             for value, help_text in declaration.switch_help.items():
-                flag = options.to_flag(f"{name}_{value}")
+                flag = to_flag(f"{name}_{value}")
                 group.add_argument(flag, dest=name, action="append_const", const=value, help=help_text)
         else:
             flags = [declaration.short] if declaration.short else []
-            group.add_argument(*flags, options.to_flag(name), **_settings(declaration))
+            action = group.add_argument(*flags, to_flag(name), **_settings(declaration))
+            if declaration.kind in _PATHS:
+                _complete_files(action)
+
+
+def _complete_files(action: Any) -> None:
+    """Let the shell complete paths for an argument (see the completion in README)."""
+    action.complete = FILES
 
 
 def _settings(declaration: Declaration) -> dict[str, Any]:

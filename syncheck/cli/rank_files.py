@@ -15,7 +15,7 @@ from syncheck.layout.groups import title_of
 from syncheck.live.channel import MAX_VALUES
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.manifest import FileBytes
-from syncheck.messages import Grouping
+from syncheck.messages import Grouping, Usage
 from syncheck.readers import find
 from syncheck.snapshots import Metadata, contiguous_strides
 from syncheck.tensors.blocks import Files, is_plain
@@ -61,7 +61,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
     that is not a checkpoint of this rank, for ranks that read the same file, and for files of several runs.
     """
     if options.quick or options.group_by is not None:
-        raise OptionError("quick and group_by require a single process that reads all files; remove them")
+        raise OptionError(Usage.ONE_PROCESS())
     if len(channel.ranks) < 2:
         raise UsageError(
             f"{path}: one process reads one file, so there is no other replica to compare with; start one process per "

@@ -74,7 +74,7 @@ def work_together(channel: Channel, work: Callable[[], int]) -> int:
         cause = error.__cause__
         # If messages are lost, the first process may have died, so every process reports the error.
         if channel.is_leader or channel.broken:
-            output.print_message(f"error: {error}")
+            output.print_error(error)
         if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.broken:
             import traceback
 

@@ -5,22 +5,30 @@ Unlike the other commands it runs code of the user in this process, so nothing o
 
 from __future__ import annotations
 
-import argparse
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
 
 from syncheck.cli import output
+from syncheck.cli.suggesting_parser import SuggestingParser, describe_allow
 from syncheck.errors import UsageError
-from syncheck.live.watching.settings import ACTIONS, WITNESSES, WatchSettings, check_witnesses
+from syncheck.live.watching.settings import ACTIONS, WITNESSES, WatchSettings, check_patience, check_witnesses
+from syncheck.options import COMMAND_LINE, Options, list_options
+from syncheck.text import TYPED, to_flag
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 USAGE = "syncheck watch [OPTIONS] SCRIPT [ARGUMENTS]\n       syncheck watch [OPTIONS] -m MODULE [ARGUMENTS]"
-_DESCRIPTION = (
-    "Run a training script, unmodified, and check while it runs that all ranks hold the same model. Put it between the "
-    "launcher and the script: torchrun --nproc-per-node 8 -m syncheck watch train.py. The exit code is the script's."
-)
+# Lines as they are printed: a command must not be broken within an option.
+_DESCRIPTION = """\
+Run a training script, unmodified, and check while it runs that all ranks hold
+the same model. Put it between the launcher and the script:
+
+  torchrun --nproc-per-node 8 -m syncheck watch train.py
+
+The exit code is the script's, or 2 for an error in the options of syncheck."""
 _MODULE = "-m"
 
 
@@ -37,14 +45,14 @@ def run(argv: Sequence[str]) -> int:
         if find_spec("torch") is None:
             raise UsageError("watch: torch is not installed in this environment, so no training can be watched")
     except UsageError as error:
-        output.print_message(f"error: {error}")
+        output.print_error(error)
         return UsageError.exit_code
     return programs.run_program(program, arguments, settings, is_module=is_module)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options before the script."""
-    parser = _Parser(prog="syncheck watch", usage=USAGE, description=_DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(prog="syncheck watch", usage=USAGE, description=_DESCRIPTION)
     add_options(parser)
     return parser
 
@@ -72,10 +80,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="warn: print the finding. raise: end all ranks before the step. resync: repair at the next comparison. "
         f"save: write one checkpoint per rank, once (default: {defaults.on_desync})",
     )
-    parser.add_argument("--allow", action="append", default=[], metavar="CODE", help="a finding that does not count")
-    parser.add_argument("--only", action="append", default=[], metavar="KIND", help="compare tensors of a kind only")
-    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="compare these tensors only")
-    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="do not compare these tensors")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=defaults.patience,
+        metavar="SECONDS",
+        help=f"how long `raise` waits before a step for the other ranks (default: {defaults.patience:g})",
+    )
+    parser.add_argument("--allow", action="append", default=[], metavar="CODE", help=describe_allow("SYN201"))
+    declarations = list_options(COMMAND_LINE, Options)
+    for name in ("only", "include", "exclude"):
+        declared = declarations[name]
+        help_text = f"{declared.full_help}; repeatable"
+        parser.add_argument(to_flag(name), action="append", default=[], metavar=declared.metavar, help=help_text)
     parser.add_argument("--events", metavar="FILE", help="append events to a JSONL file, one object per line")
     parser.add_argument(
         "-o",
@@ -91,11 +108,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_MODULE, action="store_true", help="the script is the name of a module, as in python -m")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have one line."""
+class _Parser(SuggestingParser):
+    """A parser whose errors are those of syncheck."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"watch: {message}; `syncheck watch --help` lists the options before the script")
+        message += self.suggest_choice(message)
+        separator = "" if message.endswith("?") else ";"
+        raise UsageError(f"watch: {message}{separator} `syncheck watch --help` lists the options before the script")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -125,18 +144,21 @@ def _read_settings(options: Sequence[str]) -> WatchSettings:
     values = build_parser().parse_args(options)
     if values.every < 0:
         raise UsageError(f"--every {values.every}: must be at least 0")
+    check_patience(values.patience)
     witnesses = () if values.witnesses == "none" else check_witnesses(values.witnesses.split(","))
     settings = WatchSettings(
         every=values.every,
         witnesses=witnesses,
         on_desync=values.on_desync,
-        allow=tuple(values.allow),
+        allow=tuple(map(str.upper, values.allow)),
         only=tuple(values.only),
         include=tuple(values.include),
         exclude=tuple(values.exclude),
         events=values.events,
         outputs=tuple(values.output),
         strict=values.strict,
+        patience=values.patience,
+        prefix=TYPED,
     )
     _check_selection(settings)
     return settings
@@ -145,14 +167,23 @@ def _read_settings(options: Sequence[str]) -> WatchSettings:
 def _check_selection(settings: WatchSettings) -> None:
     """Raise UsageError for an unknown code, kind or format now, and not in the middle of a run."""
     from syncheck.live.checks import make_options
-    from syncheck.live.witnesses.rules import WITNESS_RULES
     from syncheck.report.formats import check_extensions
 
-    known = {rule.code for rule in WITNESS_RULES}
-    make_options(
-        only=settings.only,
-        include=settings.include,
-        exclude=settings.exclude,
-        allow=tuple(code for code in settings.allow if code not in known),
-    )
+    make_options(only=settings.only, include=settings.include, exclude=settings.exclude, allow=settings.allow)
     check_extensions(settings.outputs)
+    _check_outputs(settings)
+
+
+def _check_outputs(settings: WatchSettings) -> None:
+    """Raise UsageError for a file that cannot be written, or that the run would replace: the end is hours away."""
+    from syncheck.readers import outputs
+
+    # The other ranks write nothing, and may run on nodes without the folder.
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        return
+    named = [("output", path) for path in settings.outputs]
+    if settings.events is not None:
+        named.append((outputs.EVENTS, settings.events))
+    for option, path in named:
+        outputs.check(path, option)
+    outputs.protect_all(named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.mismatches import skip_tensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.comparison.selection import Classification, Selection
+    from syncheck.findings import EqualShards, UnclearParts
     from syncheck.layout.alignment import Alignment
     from syncheck.layout.replica_groups import ReplicaGroups, Sets
     from syncheck.messages import Message
@@ -57,6 +59,10 @@ class Tally:
     """Names of tensors that hold NaN or infinity on all ranks."""
     shard_sets: dict[_ShardLayout, list[Sets]] = field(default_factory=lambda: defaultdict(list))
     """By layout of shards: the sets of compared ranks of each tensor."""
+    equal_shards: tuple[EqualShards, ...] = ()
+    """Parameters with equal shards at different positions."""
+    unclear_parts: UnclearParts | None = None
+    """Tensors that may be parts or copies."""
 
     def add(self, diff: TensorDiff) -> None:
         """Count a tensor that differs or was not compared."""
@@ -90,7 +96,8 @@ class Tally:
             if not layout.kind:
                 layout = _PARTITIONED if partitioned else _ShardLayout("DTensor", str(diff.detail or ""))
 
-        if layout.kind:
+        # Parts of a sum are no shards.
+        if layout.kind and diff.reason is not Reason.AMBIGUOUS:
             self.shard_sets[layout].append(compared_sets)
 
     def _count(self, name: str, kind: str, status: Status) -> None:
@@ -217,6 +224,11 @@ class GroupTensors:
                     diff = self._describe_difference(diff, tensors, files)
                     self._tally.add_compared(diff, replica_groups, partitioned=is_partitioned)
 
+            # Replicas without shards need no search. With quick, no tensor is read.
+            if self._tally.shard_sets and not self._selection.quick:
+                self._tally.equal_shards = self._find_equal_shards(files)
+                self._tally.unclear_parts = self._find_unclear_parts(files)
+
             self._inspect_differences(files)
 
         for diff in find_lost_state(self._optimizer, self._tensors):
@@ -288,6 +300,34 @@ class GroupTensors:
         facts = [describe_from_reference(fact, rank, tensors, files) for fact in diff.facts]
         diff = describe_from_reference(diff, rank, tensors, files)
         return replace(diff, facts=tuple(facts))
+
+    def _find_equal_shards(self, files: Files) -> tuple[EqualShards, ...]:
+        """Return the parameters with equal shards at different positions."""
+        from syncheck.comparison.equal_shards import find_equal_shards  # only for shards
+
+        # The copies of a shard that differ have a finding of their own.
+        parameters = dict.fromkeys(name for name, kind in self._tally.names.items() if kind == "parameter")
+        for diff in filter(attrgetter("out_of_sync"), self._tally.diffs):
+            parameters.pop(diff.name, None)
+
+        return find_equal_shards(
+            parameters,
+            self._tensors,
+            self._alignment,
+            files,
+        )
+
+    def _find_unclear_parts(self, files: Files) -> UnclearParts:
+        """Return the tensors that were not compared and may be parts or copies."""
+        from syncheck.comparison.unclear_parts import find_unclear_parts  # only for shards
+
+        sharded = [diff.name for diff in self._tally.diffs if diff.reason is Reason.SHARDED]
+        return find_unclear_parts(
+            sharded,
+            self._tensors,
+            self._alignment,
+            files,
+        )
 
     def _inspect_differences(self, files: Files) -> None:
         """Add evidence to the diffs, and histograms if they are selected."""

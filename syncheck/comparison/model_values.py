@@ -74,12 +74,12 @@ class ModelValues:
         return not all(is_of_rank(name, value, certain=certain) for value in values)
 
     def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
-        """Whether a file in the format of all other files lacks a value of a state dict."""
+        """Whether a file in the format of all other files lacks a value of a state dict or an attribute of a module."""
         # Settings with their default are not listed.
         if is_adapter_setting(name):
             return False
 
-        if self._memberships[name] is not Membership.MODEL:
+        if self._memberships[name] not in (Membership.MODEL, Membership.MODULE):
             return False
 
         # Other formats may store tensors only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from syncheck.records import ValueDiff
     from syncheck.snapshots import Snapshot
 
+# The names under which trainers store the number of the step.
+_STEPS = ("step", "global_step", "iteration", "iter_num")
 _SETTINGS = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
 # Elements of the smallest RNG state, that of a CUDA generator.
 _SMALLEST_STATE = 16
@@ -117,8 +120,10 @@ def _collect_evidence(
     if _are_files_of_ranks(replicas):
         differing_settings = find_differing_settings(snapshots)
 
+    metadata = merge_metadata(snapshots)
+    step = _find_stored_step(snapshots) if metadata.step is None else metadata.step
     return GroupEvidence(
-        metadata=merge_metadata(snapshots),
+        metadata=replace(metadata, step=step),
         names=tally.names,
         hyperparameters=list_hyperparameters(first.values),
         normalized=_count_prefixes(alignment),
@@ -128,7 +133,19 @@ def _collect_evidence(
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
         tied=common_ties(snapshots, alignment.names),
+        equal_shards=tally.equal_shards,
+        unclear_parts=tally.unclear_parts,
     )
+
+
+def _find_stored_step(snapshots: Mapping[int, Snapshot]) -> int | None:
+    """Return the step that files store under a usual name; None for no step, and for different steps."""
+    steps: set[int] = set()
+    for snapshot in snapshots.values():
+        numbers = [snapshot.values.get(name) for name in _STEPS]
+        steps.update(number for number in numbers if isinstance(number, int))
+
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _are_files_of_ranks(replicas: CheckpointGroup) -> bool:

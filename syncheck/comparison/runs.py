@@ -72,7 +72,7 @@ def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
 
 
 class _Claim(NamedTuple):
-    """What the metadata of a file says about its origin. Files with equal claims are of one rank at one step."""
+    """The origin of a file, from its metadata. Files with equal claims are of one rank at one step."""
 
     rank: int
     run: str | None

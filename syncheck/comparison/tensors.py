@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.mismatches import find_mismatch, find_unequal, make_bare_diff, with_clusters
+from syncheck.layout.dtensors import is_part_of_sum
 from syncheck.messages import Detail
 from syncheck.records import Reason, largest_first, minority_of
 from syncheck.tensors.clustering import cluster_replicas
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 # From the weakest to the strongest result.
 _ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
+# Why tensors of which each rank holds another part are not compared, by whether they are parts of a sum.
+_DIFFERENT_PARTS = {
+    False: (Reason.SHARDED, Detail.SHARDED),
+    True: (Reason.AMBIGUOUS, Detail.PARTS_OF_SUM),
+}
 
 
 class BlockComparison(NamedTuple):
@@ -66,8 +72,7 @@ def compare_tensor(
         # Ranks with equal shapes and dtypes can still be compared with each other.
         groups_to_compare = _select_matching(mismatch, tensors, replica_groups)
     elif replica_groups.has_only_shards:
-        detail = Detail.SHARDED(layout=replica_groups.layout)
-        mismatch = replace(bare, reason=Reason.SHARDED, detail=detail)
+        mismatch = _make_sharded(bare, tensors, replica_groups)
 
     diffs = []
     for ranks in groups_to_compare.comparable:
@@ -91,6 +96,16 @@ def compare_tensor(
         replica_groups,
         sharded=sharded,
     )
+
+
+def _make_sharded(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_groups: ReplicaGroups) -> TensorDiff:
+    """Return the diff of a tensor of which each rank holds another part.
+
+    Shards are parts of the model, and nothing to compare. Only the sum of the parts of a sum is a tensor of the model.
+    """
+    first = next(iter(tensors.values()))
+    reason, sentence = _DIFFERENT_PARTS[is_part_of_sum(first)]
+    return replace(bare, reason=reason, detail=sentence(layout=replica_groups.layout))
 
 
 def _add_values(mismatch: TensorDiff, values: TensorDiff | None) -> TensorDiff:

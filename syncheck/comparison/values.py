@@ -190,7 +190,8 @@ class _Values:
         if not self._of_model.includes(name, by_rank):
             return False
 
-        # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
+        # A step or a setting in a state dict must not be missing, while an attribute like the momentum of a BatchNorm
+        # may be. Their differences have findings of their own.
         return self._kind_of(name) == "other" or self._of_model.lacks(name, by_rank)
 
     def _counts(self, name: str, *, is_lost: bool) -> bool:

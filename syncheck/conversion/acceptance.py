@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.adapted_tensors import Merged, Replaced, are_comparable, find_adapted
-from syncheck.conversion.casts import is_conversion
+from syncheck.conversion.casts import check_conversion
 from syncheck.conversion.merges import is_merge
 from syncheck.frozen import record
-from syncheck.messages import Detail
+from syncheck.messages import Detail, Note
 from syncheck.records import Counts, Reason
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def accept_conversions(
     dtype: of the accepted conversion; None if the user accepts no conversion.
     """
     doubts = _Doubts(models)
-    kinds = dict(comparison.kinds)
     tensors = []
     for diff in comparison.tensors:
         accepted = diff
@@ -46,14 +45,24 @@ def accept_conversions(
                 doubts,
                 files,
             )
-            kinds[diff.kind] = _move_count(kinds[diff.kind], diff.status, accepted.status)
         tensors.append(accepted)
-    counts = sum(kinds.values(), Counts())
+    flushed = [diff.detail for diff in tensors if getattr(diff.detail, "code", None) is Detail.FLUSHED]
+    notes = list(comparison.notes)
+    if flushed:
+        notes.append(Note.FLUSHED(dtype=dtype, tensors=flushed))
+    return replace(with_tensors(comparison, tensors), notes=tuple(notes))
+
+
+def with_tensors(comparison: Comparison, tensors: Sequence[TensorDiff]) -> Comparison:
+    """Return a comparison with other results for its tensors, and with their numbers. tensors: in the same order."""
+    kinds = dict(comparison.kinds)
+    for old, new in zip(comparison.tensors, tensors, strict=True):
+        kinds[old.kind] = _move_count(kinds[old.kind], old.status, new.status)
     return replace(
         comparison,
         tensors=tuple(tensors),
         kinds=kinds,
-        counts=counts,
+        counts=sum(kinds.values(), Counts()),
     )
 
 
@@ -146,8 +155,14 @@ def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | Non
     # Without the option, no conversion is accepted.
     if dtype is None or not are_comparable(a, b):
         return None
-    is_explained = is_conversion(a, b, dtype, files)
-    return _mark_close(diff, f"cast {dtype}") if is_explained else None
+    losses = check_conversion(a, b, dtype, files)
+    if losses is None:
+        return None
+    accepted = _mark_close(diff, f"cast {dtype}")
+    if not losses.flushed:
+        return accepted
+    detail = Detail.FLUSHED(name=diff.name, flushed=losses.flushed, index=str(list(losses.first)))
+    return replace(accepted, detail=detail)
 
 
 def _explain_merge(
@@ -240,10 +255,12 @@ def _find_untied(model: AdaptedModel) -> set[str]:
     PEFT replaces one name of them, and the other name is the base model's until the weights are tied again.
     """
     whole_names = {}
+    second_names = {}
     for name, tensor in model.tensors.items():
         data = find_adapted(tensor)
         if isinstance(data, Replaced):
             whole_names[name] = data.whole_name
-    second_names = {name for name, whole_name in whole_names.items() if name != whole_name}
+            if name != data.whole_name:
+                second_names[name] = data.whole_name
     # Without its own name, the tensor was renamed by a map.
-    return {name for name in second_names if whole_names[name] in whole_names}
+    return {name for name, whole_name in second_names.items() if whole_name in whole_names}

@@ -16,9 +16,11 @@ from syncheck.conversion.conditions import (
     are_matrices,
     are_weights,
     are_whole,
+    differ_in_part,
     differ_widely,
     have_floats,
     have_many_elements,
+    have_numbers,
     have_other_dtype,
     have_rows,
     have_same_dtype,
@@ -26,12 +28,15 @@ from syncheck.conversion.conditions import (
     have_same_shape,
     meet,
 )
+from syncheck.conversion.constant_parts import relate_constant_part
 from syncheck.conversion.correlations import relate_unrelated
 from syncheck.conversion.factors import relate_blocks, relate_constants
-from syncheck.conversion.local_changes import list_local, relate_local
-from syncheck.conversion.merges import relate_merge
+from syncheck.conversion.local_changes import PART, list_local, relate_local
+from syncheck.conversion.merges import relate_converted_merge
 from syncheck.conversion.missing_scales import relate_fitted, relate_unscaled
+from syncheck.conversion.model_copies import relate_model_copy
 from syncheck.conversion.model_pairs import FEW, Models
+from syncheck.conversion.multiples import relate_merge
 from syncheck.conversion.operations import relate_operation
 from syncheck.conversion.other_positions import relate_elsewhere, relate_shards
 from syncheck.conversion.quantized import relate_quantized
@@ -39,6 +44,7 @@ from syncheck.conversion.rounding_grids import relate_grid
 from syncheck.conversion.row_relations import relate_columns, relate_copies, relate_rows
 from syncheck.conversion.stored_parts import relate_stored
 from syncheck.conversion.ties import list_partners, relate_tied, relate_untied
+from syncheck.conversion.wrong_scales import relate_wrong_scales
 from syncheck.findings import Relation, RelationKind
 from syncheck.records import Evidence
 from syncheck.tensors.blocks import has_elements
@@ -68,9 +74,11 @@ class Step(NamedTuple):
 _PROOFS = (
     Step(relate_copies, (have_same_dtype, have_many_elements, are_whole)),
     Step(relate_operation),
+    Step(relate_converted_merge, (have_same_shape, have_floats)),
     Step(relate_local, (have_same_shape, have_other_dtype, have_many_elements, have_floats)),
     Step(relate_stored),
     Step(relate_unscaled, (have_same_shape,)),
+    Step(relate_model_copy, (differ_widely,)),
     Step(relate_tied, (differ_widely,)),
     Step(relate_elsewhere, (differ_widely,)),
     Step(relate_shards, (have_same_dtype,)),
@@ -80,12 +88,14 @@ _PROOFS = (
 _FITS = (
     Step(relate_merge, (differ_widely, are_weights)),
     Step(relate_quantized, (differ_widely, are_weights, have_same_shape)),
+    Step(relate_wrong_scales, (differ_widely, are_weights, have_same_shape)),
     Step(relate_grid, (differ_widely, are_weights, have_same_shape, have_floats)),
     Step(relate_fitted, (differ_widely, are_weights, have_same_shape, have_rows, have_floats)),
     Step(relate_constants, (differ_widely, are_weights, have_same_shape, have_floats)),
     Step(relate_blocks, (differ_widely, are_weights, have_same_shape, have_rows, have_floats)),
     Step(relate_untied, (differ_widely, are_weights)),
     Step(relate_unrelated, (differ_widely, are_weights, are_loaded, have_same_shape, have_floats)),
+    Step(relate_constant_part, (differ_in_part, have_same_shape, have_numbers)),
 )
 
 
@@ -94,6 +104,7 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
     differing = [diff for diff in diffs if diff.out_of_sync]
     models.kinds = {diff.name: diff.kind for diff in differing}
     models.local = list_local(differing)
+    models.partial = list_local(differing, PART)
     models.partners = list_partners(models)
     names = [name for name in models.kinds if _is_comparable(name, models)]
     relations: dict[str, Relation] = {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.conversion.model_pairs import FEW
 from syncheck.conversion.recognition import are_readable
+from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.kinds import OPTIMIZER
 from syncheck.tensors.names import is_code_constant
 
@@ -57,6 +58,11 @@ def have_floats(name: str, models: Models) -> bool:
     return are_readable(models.a[name], models.b[name])
 
 
+def have_numbers(name: str, models: Models) -> bool:
+    """Whether the tensor of B has real numbers."""
+    return DTYPES[models.b[name].dtype].family != "complex"
+
+
 def have_many_elements(name: str, models: Models) -> bool:
     """Whether equal elements are no coincidence."""
     return min(models.a[name].numel, models.b[name].numel) >= FEW
@@ -70,6 +76,11 @@ def are_whole(name: str, models: Models) -> bool:
 def differ_widely(name: str, models: Models) -> bool:
     """Whether more than a few elements differ. A few wrong elements are no property of the whole tensor."""
     return name not in models.local
+
+
+def differ_in_part(name: str, models: Models) -> bool:
+    """Whether a part of the elements agrees."""
+    return name in models.partial
 
 
 def are_loaded(name: str, _models: Models) -> bool:

@@ -8,29 +8,38 @@ from typing import TYPE_CHECKING
 from syncheck.comparison.replicas import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
+from syncheck.conversion.common_files import note_common_files
+from syncheck.conversion.converted_tensors import compare_converted, compare_models
 from syncheck.conversion.mapped_sides import MappedSides, map_sides
+from syncheck.conversion.model_settings import add_settings
+from syncheck.conversion.odd_copies import add_other_model, find_differing_copies
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.side_evidence import add_relations_of_sides, describe_sides, describe_stored
 from syncheck.conversion.sides import LABELS, Side, Source, list_inputs, list_snapshots, open_side
+from syncheck.conversion.single_shards import explain_single_shard
+from syncheck.conversion.unmarked_shards import compare_unmarked_shards
+from syncheck.conversion.unpaired_stacks import explain_stacks
+from syncheck.conversion.unplaced_parts import explain_unpaired
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
 from syncheck.layout.copies import accept_partitioned_files, list_ties, require_own_numbers
-from syncheck.layout.groups import CheckpointGroup
 from syncheck.layout.labels import check_layouts
+from syncheck.layout.named_steps import note_contradicting_steps
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
-from syncheck.layout.whole_model import add_tied_names
+from syncheck.layout.whole_model import add_tied_names, join
 from syncheck.messages import Note
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
 from syncheck.records import Report
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.names import is_adapter_setting, normalize_keys
-from syncheck.text import SIDES
+from syncheck.tensors.traffic import TRAFFIC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.layout.groups import CheckpointGroup
     from syncheck.messages import Message
     from syncheck.records import Alias, Comparison, Group
 
@@ -42,9 +51,11 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
         outputs.check(options.write_map, outputs.MAP, inputs=list_inputs((a, b), options))
     label_a, label_b = LABELS
     sides = open_side(label_a, a), open_side(label_b, b)
+    for side in sides:
+        TRAFFIC.expect(list_snapshots(side.group))
     copies = [compare_copies(side, options) for side in sides]
     return compare_sides(
-        sides,
+        [place_unmarked_shards(side, group) for side, group in zip(sides, copies, strict=True)],
         copies,
         options,
         histograms=histograms,
@@ -61,10 +72,22 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     group = _select_ranks(side, adapters=False)
     if len(group.ranks) < 2:
         return None
-    copies = compare_group(group, build_selection(options))
+    selection = build_selection(options)
+    copies, _ = compare_unmarked_shards(compare_group(group, selection), group, selection)
     copies = replace(copies, name=side.title, run=side.title)
     require_own_numbers(side.title, list_snapshots(group), copies)
     return judge_group(accept_partitioned_files(copies), (), _list_allowed(options))
+
+
+def place_unmarked_shards(side: Side, copies: Group | None) -> Side:
+    """Return a side whose files look like shards with their positions. copies: the comparison of its files."""
+    if copies is None or copies.evidence.doubt is None:
+        return side
+    meshes = {replica.rank: replica.mesh for replica in copies.replicas}
+    ranks = []
+    for rank, snapshot in side.group.ranks:
+        ranks.append((rank, replace(snapshot, mesh=meshes.get(rank, snapshot.mesh))))
+    return replace(side, group=replace(side.group, ranks=tuple(ranks)), model=join(dict(ranks), side.model.path))
 
 
 def _select_ranks(side: Side, *, adapters: bool) -> CheckpointGroup:
@@ -97,13 +120,15 @@ def compare_sides(
 
     copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
-    notes = _note_copies(sides, copies)
+    notes = [*note_common_files(sides), *_note_copies(sides, copies)]
     sides, tied_notes = _complete_models(sides)
     with Files(jobs=options.jobs) as files:
         mapped = map_sides(_merge_adapters(sides, files), options, files)
         sides = _finish_adapters(mapped.sides, files)
         files.close_all()  # the comparison of the pair opens as many files
-        comparison = _compare_models(sides, options, histograms=histograms)
+        comparison = compare_models([side.model for side in sides], options, histograms=histograms)
+        comparison = explain_single_shard(explain_unpaired(comparison, sides), sides)
+        comparison = explain_stacks(comparison, sides, files)
         comparison = describe_sides(comparison, sides, subset=options.subset)
         comparison = accept_conversions(
             comparison,
@@ -111,7 +136,16 @@ def compare_sides(
             dtype=options.cast,
             files=files,
         )
+        comparison = compare_converted(
+            comparison,
+            sides,
+            options,
+            files,
+            histograms=histograms,
+        )
         comparison = add_relations_of_sides(comparison, sides, options, files)
+        copies = add_other_model(sides, copies, files)
+        comparison = add_settings(comparison, sides, options.exclude, files)
     if histograms:
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
@@ -123,8 +157,9 @@ def compare_sides(
 
 def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[Message]:
     """Return how many tensors of each side in several files were compared with their copies."""
-    notes = []
+    notes: list[Message] = []
     for side, group in zip(sides, copies, strict=True):
+        notes += note_contradicting_steps(list_snapshots(side.group))
         files = len(side.group.ranks)
         # A single file has no copies.
         if files < 2:
@@ -138,6 +173,9 @@ def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[
             tensors=compared,
         )
         notes.append(note)
+        doubt = None if group is None else group.evidence.doubt
+        if doubt is not None:
+            notes.append(Note.UNMARKED_SHARDS(side=side.label, shards=doubt.parameters["shards"]))
     return notes
 
 
@@ -150,7 +188,8 @@ def _complete_models(sides: Sequence[Side]) -> tuple[tuple[Side, ...], list[Mess
         snapshots += list_snapshots(side.group)
     ties = list_ties(snapshots)
     completed_sides, notes = [], []
-    for side, (model, names) in zip(sides, add_tied_names(models, ties.items()), strict=True):
+    completed_models = add_tied_names(models, ties.items(), [side.are_separate for side in sides])
+    for side, (model, names) in zip(sides, completed_models, strict=True):
         completed_sides.append(replace(side, model=model))
         if names:
             notes.append(Note.TIED(side=side.label, names=names))
@@ -194,19 +233,6 @@ def _adapt(side: Side) -> AdaptedModel:
     return AdaptedModel(normalize_keys(side.model.tensors), side.adapter, stored_names)
 
 
-def _compare_models(sides: Sequence[Side], options: DiffOptions, *, histograms: bool) -> Comparison:
-    """Compare the models of two sides, which stand in the place of ranks."""
-    models = [side.model for side in sides]
-    pair = CheckpointGroup(
-        " and ".join(model.path for model in models),
-        step=None,
-        ranks=tuple(zip(SIDES, models, strict=True)),
-        grouping=(),
-    )
-    selection = replace(build_selection(options), histograms=histograms)
-    return compare_group(pair, selection)
-
-
 def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions) -> Comparison:
     """Note on which guesses the comparison rests, unless the options accept them, and the accepted conversion."""
     is_accepted = options.accept_inferred
@@ -216,6 +242,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
         comparison.evidence,
         inferred=is_proposal,
         guessed=guessed,
+        fitted=mapped.fitted,
         cast=options.cast or "",
     )
     return replace(comparison, evidence=evidence)
@@ -236,17 +263,29 @@ def _build_report(
 ) -> Report:
     """Diagnose the differences of two models, and return a report with the groups of copies that differ."""
     groups = [group for group in copies if group is not None and _is_doubtful(group)]
-    groups.append(judge_difference(comparison, _list_allowed(options)))
+    groups.append(_judge_models(comparison, copies, options))
     aliases: list[Alias] = []
+    skipped_paths: list[str] = []
     for side in sides:
         aliases += side.aliases
+        skipped_paths += side.skipped_paths
     return Report(
         verdict=overall(groups, ()),
         groups=tuple(groups),
         skipped=sum(side.skipped for side in sides),
+        skipped_paths=tuple(skipped_paths),
         aliases=tuple(aliases),
         command="diff",
     )
+
+
+def _judge_models(comparison: Comparison, copies: Sequence[Group | None], options: DiffOptions) -> Group:
+    """Return the diagnosis of the difference of two models. copies: the results by side."""
+    notes = [Note.FIRST_COPIES(side=label) for label in find_differing_copies(copies)]
+    comparison = replace(comparison, notes=(*comparison.notes, *notes))
+    group = judge_difference(comparison, _list_allowed(options))
+    # Models without a difference are not in sync: copies that were not compared with the other model differ.
+    return replace(group, verdict="undecided") if notes and group.verdict == "in_sync" else group
 
 
 def _is_doubtful(copies: Group) -> bool:

@@ -26,8 +26,12 @@ _LEAST_BITS = 40.0
 _ROUNDINGS = 4
 # An offset of a multiple of this is taken for exact, if it fits.
 _FRACTION = 64
+# The share of elements that an offset moves by more than their rounding at least.
+_LEAST_MOVED = 0.25
 # The smallest positive number of dtypes with too small a range for usual weights.
 _SMALLEST = {"float16": 2.0**-24, "float8_e5m2": 2.0**-16, "float8_e4m3fn": 2.0**-9}
+# The largest exponent of a power of 2 in float64.
+_MOST_EXPONENT = 1023
 # Fewer factors than this are no scales of blocks.
 _FEWEST_BLOCKS = 3
 # Elements in which blocks with one factor are searched.
@@ -120,7 +124,11 @@ class _Factor(_Fit):
         import numpy as np
 
         largest = int(np.argmax(np.abs(x)))
-        return float(y[largest] / x[largest]) if x[largest] else math.nan
+        factor = float(y[largest] / x[largest]) if x[largest] else math.nan
+        fraction, exponent = math.frexp(factor)
+        # A change of the sign, or of the exponent alone, is exact; only the dtype rounded the element.
+        power = math.copysign(2.0 ** min(exponent - (abs(fraction) < 0.75), _MOST_EXPONENT), factor)
+        return power if abs(power - factor) <= 2 * self._unit * abs(power) else factor
 
     def _expect(self, x: Any, y: Any) -> tuple[Any, Any]:
         import numpy as np
@@ -134,6 +142,10 @@ class _Factor(_Fit):
 
 class _Offset(_Fit):
     """A constant offset."""
+
+    def __init__(self, unit: float, smallest: float) -> None:
+        super().__init__(unit, smallest)
+        self._count = self._moved = 0
 
     def describe(self) -> Relation:
         return Relation(RelationKind.OFFSET, {"offset": self._constant or 0.0})
@@ -153,11 +165,14 @@ class _Offset(_Fit):
         import numpy as np
 
         sizes = np.maximum(np.abs(x), np.abs(y))
-        return x + self._constant, _ROUNDINGS / 2 * (self._unit * sizes + self._smallest) + self._doubt
+        bounds = _ROUNDINGS / 2 * (self._unit * sizes + self._smallest) + self._doubt
+        self._count += len(x)
+        self._moved += int(np.count_nonzero(np.abs(y - x) > bounds))
+        return x + self._constant, bounds
 
     def _is_identity(self) -> bool:
-        # An offset below the rounding of its elements is no offset.
-        return abs(self._constant or 0.0) <= 2 * self._doubt
+        # An offset below the rounding of most elements is no offset.
+        return abs(self._constant or 0.0) <= 2 * self._doubt or self._moved < _LEAST_MOVED * self._count
 
 
 def relate_blocks(name: str, models: Models) -> dict[str, Relation]:

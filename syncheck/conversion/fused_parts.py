@@ -23,7 +23,7 @@ def are_parts_of_one(name: str, other: str, stored: Mapping[str, Tensor]) -> boo
     stored: the stored tensor of each tensor after a map.
     """
     # Without a map, the names are all that shows it.
-    if name in stored and stored[name] is stored.get(other):
+    if is_fused(name, other, stored):
         return True
     container, last, parameter = _split(name)
     other_container, other_last, other_parameter = _split(other)
@@ -31,6 +31,11 @@ def are_parts_of_one(name: str, other: str, stored: Mapping[str, Tensor]) -> boo
     if (container, parameter) != (other_container, other_parameter):
         return False
     return any(part.fullmatch(last) and part.fullmatch(other_last) for part in (_ATTENTION, _GATE))
+
+
+def is_fused(name: str, other: str, stored: Mapping[str, Tensor]) -> bool:
+    """Whether a model stores two tensors as parts of one tensor. Parameters as for `are_parts_of_one`."""
+    return name in stored and stored[name] is stored.get(other)
 
 
 def has_rotary_rows(name: str) -> bool:

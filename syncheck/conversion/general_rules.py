@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.name_maps import Rule
-from syncheck.conversion.numbering import join_numbers, split_numbers
+from syncheck.conversion.numbering import join_texts, split_texts, unmark
 from syncheck.conversion.templates import escape, parse_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from syncheck.conversion.numbering import Numbers
     from syncheck.conversion.pairings import Pairing
+    from syncheck.conversion.templates import Template
 
+    # The numbers of several names at one position, as they are written.
+    Column = tuple[str, ...]
     Pattern = tuple[str, ...]
 
 # The placeholders for the numbers of layers, and for the index in a stack.
 _PLACEHOLDERS, _INDEX = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}"), "{e}"
+# A placeholder, which is 0 here, that is a whole part of a name.
+_BETWEEN_DOTS = re.compile(r"(?<![^.])\0(?![^.])")
 
 
 def make_rules(pairings: Iterable[Pairing], models: Sequence[Iterable[str]]) -> list[Rule]:
-    """Return the rules for these pairings, those without placeholders first: the first rule of a name counts.
+    """Return the rules for the pairings, rules without placeholders first: the first rule of a name counts.
 
     models: the names of the tensors of A and of B that may be paired.
     """
     families: dict[tuple[int, Pattern], _Family] = defaultdict(_Family)
     paired_parts: set[str] = set()
     for pairing in pairings:
-        pattern, _ = split_numbers(pairing.stored)
+        pattern, _ = split_texts(pairing.stored)
         families[pairing.side, pattern].add(pairing)
-        paired_parts.update(pairing.parts)
+        paired_parts.update(map(unmark, pairing.parts))
     names_by_pattern = [_group_by_pattern(names) for names in models]
 
     rules: list[Rule] = []
@@ -46,13 +51,24 @@ def _group_by_pattern(names: Iterable[str]) -> dict[Pattern, list[str]]:
     """Return the names that differ only in their numbers, by the text around the numbers."""
     groups: dict[Pattern, list[str]] = defaultdict(list)
     for name in names:
-        pattern, _ = split_numbers(name)
+        pattern, _ = split_texts(name)
         groups[pattern].append(name)
     return groups
 
 
-def _sort_key(rule: Rule) -> tuple[bool, str]:
-    return bool(parse_template(rule.name).placeholders), rule.name
+def _sort_key(rule: Rule) -> tuple[bool, int, str]:
+    template = parse_template(rule.name)
+    return bool(template.placeholders), _rank_literals(template), rule.name
+
+
+def _rank_literals(template: Template) -> int:
+    """Return a negative number for a template with a placeholder inside of a part: the longest literals come first.
+
+    `h{i}_w` matches `h0_attn_w` too, which is for `h{i}_attn_w`. A placeholder between dots matches no longer name.
+    """
+    # Without its whole parts that are placeholders, the template keeps those inside of a part.
+    edges = _BETWEEN_DOTS.sub("", "\0".join(template.literals))
+    return -len(edges) if "\0" in edges else 0
 
 
 class _Family:
@@ -98,7 +114,7 @@ def _make_common_rule(group: Sequence[Pairing], larger_groups: Sequence[Pairing]
 def _takes_parts(rule: Rule, unpaired_names: Iterable[str], paired_parts: AbstractSet[str]) -> bool:
     """Whether a rule gives a tensor without a pairing a part that another tensor has."""
     for name in unpaired_names:
-        values = rule.match(name)
+        values = rule.match(unmark(name))
         if values is not None and not paired_parts.isdisjoint(_fill_parts(rule, values)):
             return True
     return False
@@ -113,7 +129,7 @@ def _match_any(rules: Iterable[Rule], pairings: Sequence[Pairing]) -> bool:
     """Whether a rule matches the name of a stored tensor."""
     for rule in rules:
         for pairing in pairings:
-            if rule.match(pairing.stored) is not None:
+            if rule.match(unmark(pairing.stored)) is not None:
                 return True
     return False
 
@@ -133,7 +149,7 @@ def _make_rule(group: Sequence[Pairing]) -> Rule | None:
     if len(columns) > len(_PLACEHOLDERS):
         return None
     by_position = dict(zip(columns, _PLACEHOLDERS, strict=False))
-    by_column: dict[Numbers, str] = {}
+    by_column: dict[Column, str] = {}
     for position, column in columns.items():
         # Parts do not show which one of two equal numbers they have: it is the first.
         by_column.setdefault(column, by_position[position])
@@ -155,14 +171,14 @@ def _make_rule(group: Sequence[Pairing]) -> Rule | None:
     )
 
 
-def _list_columns(names: Iterable[str]) -> dict[int, Numbers]:
+def _list_columns(names: Iterable[str]) -> dict[int, Column]:
     """Return the numbers of all names at each position where they differ."""
-    rows = [split_numbers(name)[1] for name in names]
+    rows = [split_texts(name)[1] for name in names]
     columns = enumerate(zip(*rows, strict=True))
     return {position: column for position, column in columns if len(set(column)) > 1}
 
 
-def _make_parts(part_names: Iterable[Sequence[str]], by_column: Mapping[Numbers, str]) -> list[str] | None:
+def _make_parts(part_names: Iterable[Sequence[str]], by_column: Mapping[Column, str]) -> list[str] | None:
     """Return the templates of the parts; None if their numbers do not follow from the numbers of the layers.
 
     part_names: the names of each part in all layers.
@@ -178,7 +194,7 @@ def _make_parts(part_names: Iterable[Sequence[str]], by_column: Mapping[Numbers,
 
 
 def _make_stack_parts(
-    group: Sequence[Pairing], names: Sequence[str], by_column: Mapping[Numbers, str]
+    group: Sequence[Pairing], names: Sequence[str], by_column: Mapping[Column, str]
 ) -> list[str] | None:
     """Return the template of all parts of stacks; None if their numbers do not follow, or do not count from 0.
 
@@ -186,8 +202,8 @@ def _make_stack_parts(
     by_column: see `_make_parts`.
     """
     placeholders = _find_placeholders(names, by_column)
-    _, numbers = split_numbers(names[0])
-    index_positions = list(range(len(numbers)))
+    _, texts = split_texts(names[0])
+    index_positions = list(range(len(texts)))
     for pairing in group:
         index_positions = [position for position in index_positions if _counts_parts(pairing.parts, position)]
     if placeholders is None or not index_positions:
@@ -196,7 +212,7 @@ def _make_stack_parts(
     return [_make_template(names[0], placeholders)]
 
 
-def _find_placeholders(names: Iterable[str], by_column: Mapping[Numbers, str]) -> dict[int, str] | None:
+def _find_placeholders(names: Iterable[str], by_column: Mapping[Column, str]) -> dict[int, str] | None:
     """Return the placeholder at each position where the names of a part differ; None if there is no placeholder."""
     placeholders: dict[int, str] = {}
     for position, column in _list_columns(names).items():
@@ -210,16 +226,16 @@ def _find_placeholders(names: Iterable[str], by_column: Mapping[Numbers, str]) -
 
 def _counts_parts(parts: tuple[str, ...], position: int) -> bool:
     """Whether the names of the parts of a stack differ only in the number at a position, which counts from 0."""
-    pattern, numbers = split_numbers(parts[0])
+    pattern, texts = split_texts(parts[0])
     counted = []
     for index in range(len(parts)):
-        indexed = [*numbers[:position], index, *numbers[position + 1 :]]
-        counted.append(join_numbers(pattern, indexed))
+        indexed = [*texts[:position], str(index), *texts[position + 1 :]]
+        counted.append(join_texts(pattern, indexed))
     return parts == tuple(counted)
 
 
 def _make_template(name: str, placeholders: Mapping[int, str]) -> str:
     """Return the template of a name. placeholders: for the numbers at some positions."""
-    pattern, numbers = split_numbers(escape(name))
-    texts = [placeholders.get(position, str(number)) for position, number in enumerate(numbers)]
-    return join_numbers(pattern, texts)
+    pattern, texts = split_texts(escape(name))
+    texts = tuple(placeholders.get(position, text) for position, text in enumerate(texts))
+    return unmark(join_texts(pattern, texts))

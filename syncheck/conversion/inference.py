@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.casts import convert
 from syncheck.conversion.general_rules import make_rules
 from syncheck.conversion.guesses import Guesses
+from syncheck.conversion.layer_marks import mark_names
 from syncheck.conversion.layer_rules import assign_parts
 from syncheck.conversion.map_files import describe_rule
-from syncheck.conversion.name_maps import NameMap, Rule
+from syncheck.conversion.name_maps import NameMap, Rule, is_stack_rule
+from syncheck.conversion.numbering import MARK, unmark
 from syncheck.conversion.pairings import Candidates, find_pairings
+from syncheck.conversion.part_names import find_stated_order
 from syncheck.conversion.recognition import is_readable
 from syncheck.conversion.rows import MOST_ROWS
 from syncheck.conversion.templates import parse_template
-from syncheck.messages import Note, Refusal
+from syncheck.messages import Note, Refusal, note_if
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
 
@@ -63,14 +66,14 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     # If one model has no other names, there is nothing to pair.
     if 0 in (len(only_a), len(only_b)):
         return None
-    candidates = find_pairings([only_a, only_b], files)
+    candidates = find_pairings([mark_names(only_a), mark_names(only_b)], files)
     _pair_converted(candidates, files)
     assignment = assign_parts(candidates)
     guesses = Guesses(assignment, candidates)
     names = NameMap("an inferred map", tuple(make_rules(assignment.list_pairings(), candidates.tensors)))
     if not names.rules and not guesses.ambiguous[0]:
         return None
-    tied = tuple((_map_copy(copy, names), stored_once) for copy, stored_once in guesses.tied)
+    tied = tuple((_map_copy(unmark(copy), names), unmark(stored_once)) for copy, stored_once in guesses.tied)
     ambiguous_a, ambiguous_b = guesses.ambiguous
 
     # Models with many equal names have one naming.
@@ -80,7 +83,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         replace(names, tied=tied),
         variables=_find_head_dim(assignment),
         guessed=_list_guessed(names, guesses),
-        ambiguous=(tuple(ambiguous_a), tuple(ambiguous_b)),
+        ambiguous=(_unmark_all(ambiguous_a), _unmark_all(ambiguous_b)),
         prefix=_find_prefix(models),
         applies=2 * len(shared_names) < least_names,
     )
@@ -123,24 +126,30 @@ def _find_head_dim(assignment: Assignment) -> dict[str, int]:
     return {}
 
 
+def _unmark_all(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names without marks."""
+    return tuple(unmark(name) for name in names)
+
+
 def _list_guessed(names: NameMap, guesses: Guesses) -> tuple[Rule, ...]:
     """Return the rules of a map for pairings that no data shows."""
     stored_names = [pairing.stored for pairing in guesses.pairings]
     # A stack whose parts do not count from 0 has no rule.
-    return tuple(dict.fromkeys(match.rule for match in names.match_names(stored_names)))
+    return tuple(dict.fromkeys(match.rule for match in names.match_names(_unmark_all(stored_names))))
 
 
 def _list_candidates(model: Mapping[str, Tensor], partner_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the partner lacks and whose data can be compared."""
     # Equal names show a pair without an inference.
     only_names = model.keys() - partner_model.keys()
-    return {name: tensor for name, tensor in model.items() if name in only_names and _has_rows(tensor)}
+    return {name: model[name] for name in model if name in only_names and _can_be_paired(name, model[name])}
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    """Whether a tensor has rows that can be read, and not too many of them."""
+def _can_be_paired(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor has rows that can be read, and not too many of them, and a name that can get marks."""
     has_few_rows = tensor.shape[:1] <= (MOST_ROWS,)
-    return has_few_rows and tensor.numel > 0 and has_elements(tensor)
+    conditions = (MARK not in name, has_few_rows, tensor.numel > 0, has_elements(tensor))
+    return all(conditions)
 
 
 def _pair_converted(candidates: Candidates, files: Files) -> None:
@@ -189,6 +198,28 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     )
 
 
+def separate_stacks(inferred: Inferred) -> tuple[Inferred | None, Inferred | None]:
+    """Return the part of an inferred map that applies, and the part that is a proposal only.
+
+    In models of one naming, another name is a mistake, but stacks and separate experts have other names by necessity.
+    """
+    if inferred.applies:
+        return inferred, None
+    stack_rules: list[Rule] = []
+    other_rules: list[Rule] = []
+    for rule in inferred.map.rules:
+        rules = stack_rules if is_stack_rule(rule) else other_rules
+        rules.append(rule)
+    if not stack_rules:
+        return None, inferred
+    stacks = Inferred(
+        replace(inferred.map, rules=tuple(stack_rules), tied=()),
+        variables=inferred.variables,
+    )
+    remaining = replace(inferred.map, rules=tuple(other_rules))
+    return stacks, replace(inferred, map=remaining)
+
+
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
     """Return the models with all ambiguous tensors under the names of A, and refused: they are never "in sync"."""
     names_a, names_b = inferred.ambiguous
@@ -211,19 +242,25 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
         notes += _list_rules(inferred.map)
     if inferred.prefix is not None:
         notes.append(inferred.prefix)
-    if inferred.guessed:
-        guessed_names = tuple(rule.name for rule in inferred.guessed)
-        notes.append(Note.GUESSED_RULES(count=len(guessed_names), names=guessed_names))
+    guessed_names = tuple(rule.name for rule in inferred.guessed)
+    guessed_note = Note.GUESSED_RULES(count=len(guessed_names), names=guessed_names)
     ambiguous_names, _ = inferred.ambiguous
-    # A map that does not apply leaves all tensors under their names.
-    if inferred.applies and ambiguous_names:
-        notes.append(Note.AMBIGUOUS_MAP(count=len(ambiguous_names), names=ambiguous_names))
-    return notes
+    ambiguous_note = Note.AMBIGUOUS_MAP(count=len(ambiguous_names), names=ambiguous_names)
+    return [
+        *notes,
+        *note_if(guessed_names, guessed_note),
+        # A map that does not apply leaves all tensors under their names.
+        *note_if(inferred.applies and ambiguous_names, ambiguous_note),
+    ]
 
 
 def _list_rules(names: NameMap) -> list[Message]:
     """Return notes with the first rules of a map: a report is read by people, and `--write-map` writes all rules."""
-    notes = [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in names.rules[:_MOST_PRINTED]]
+    notes = []
+    for rule in names.rules[:_MOST_PRINTED]:
+        stated_order = find_stated_order(rule)
+        sentence = Note.CONTRADICTING_RULE if stated_order else Note.RULE
+        notes.append(sentence(name=rule.name, parts=describe_rule(rule), order=stated_order))
     if len(names.rules) > _MOST_PRINTED:
         notes.append(Note.MORE_RULES(count=len(names.rules) - _MOST_PRINTED))
     notes += [Note.COPY_RULE(name=copy, copied=stored_once) for copy, stored_once in names.tied[:_MOST_PRINTED]]

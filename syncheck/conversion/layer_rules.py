@@ -2,7 +2,8 @@
 
 The rule of most layers counts for every layer. A layer whose data needs another rule, for example with gate and up
 exchanged or with the data of another layer, gets this rule too, so its tensors differ and the difference is diagnosed.
-Names without numbers are single tensors: nothing shows that they are exchanged.
+Names without numbers are single tensors: nothing shows that they are exchanged. The same holds for `w1`, `w2` and `w3`
+of a single block, if the data of most of them has another number: nothing shows that w2 should be fc2.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.affine_parameters import correct_kinds
-from syncheck.conversion.numbering import find_numbering, split_numbers
+from syncheck.conversion.numbering import MARK, find_numbering, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
 
 if TYPE_CHECKING:
@@ -89,6 +90,22 @@ class LayerNames:
     def of(self, side: int, pattern: Pattern) -> Mapping[Numbers, str]:
         """Return the names with this pattern, by their numbers."""
         return self._names[side].get(pattern, {})
+
+    def number_modules(self, side: int, pattern: Pattern) -> bool:
+        """Whether the numbers of a pattern count single modules from 1, like `w1` and `w2`.
+
+        A layer contains several modules, which have names of their own behind the number.
+        """
+        before, *ends = pattern
+        # Programs count from 0, and a number that is a whole part of a name has no mark.
+        if not before.endswith(MARK) or len(ends) != 1 or (0,) in self.of(side, pattern):
+            return False
+        # A bias belongs to the weight of its module.
+        weights = set()
+        for first_text, *texts in self._names[side]:
+            if first_text == before and not texts[-1].endswith("bias"):
+                weights.add(tuple(texts))
+        return len(weights) == 1
 
 
 def assign_parts(candidates: Candidates) -> Assignment:
@@ -196,7 +213,7 @@ def _follows_usual_rules(pairing: Pairing, rule: LayerRule, usual_rules: Mapping
 
 
 def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRule]:
-    """Return the rules that the pairings show, those with the most layers first."""
+    """Return the rules that the pairings show, the rules of most layers first."""
     rules: dict[object, LayerRule] = {}
     for pairing in sorted(pairings, key=_get_stored_numbers):
         pattern, _ = split_numbers(pairing.stored)
@@ -254,7 +271,7 @@ class _Numberings:
                 part = _find_part(layer, numbering, part_names)
                 parts[name].append(part)
 
-        expected = {}
+        expected: dict[str, Pairing] = {}
         for name, parts_of_layer in parts.items():
             # A layer may lack a part, or have a part twice.
             existing_parts = set(parts_of_layer) - {""}
@@ -265,7 +282,18 @@ class _Numberings:
                     parts=tuple(parts_of_layer),
                     layout=rule.layout,
                 )
+        if self._is_refuted(rule, expected):
+            return {pairing.stored: pairing for pairing in rule.pairings}
         return expected
+
+    def _is_refuted(self, rule: LayerRule, expected: Mapping[str, Pairing]) -> bool:
+        """Whether the numbers are no layers', and at least half of the modules with equal data have other numbers."""
+        numbers_modules = self._names.number_modules
+        patterns = [(rule.side, rule.pattern), *((1 - rule.side, part) for part in rule.parts)]
+        if rule.layout.stacked or not all(numbers_modules(side, pattern) for side, pattern in patterns):
+            return False
+        confirmed = sum(expected.get(pairing.stored) == pairing for pairing in rule.pairings)
+        return 2 * confirmed <= rule.votes
 
     def _list_layers(self, rule: LayerRule) -> dict[Numbers, str]:
         """Return the names of the layers of a rule by their numbers; for stacks, with each index."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, unit_roundoff
+from syncheck.conversion.merges import find_merged_pair, find_outlier
 from syncheck.findings import Relation, RelationKind
 from syncheck.snapshots import unravel_index
 from syncheck.tensors.blocks import ranges
@@ -13,22 +14,24 @@ from syncheck.tensors.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.conversion.merges import MergedPair
     from syncheck.conversion.model_pairs import Models
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
-# Largest share of the elements. Conversions and updates change nearly all elements of a tensor.
-_SHARE = 0.1
+# Largest shares of the different elements. Conversions and updates change nearly all elements of a tensor.
+FEW = 0.1
+PART = 0.9
 
 
-def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
-    """Return the names of tensors with few different elements: a single element, or a small share."""
+def list_local(diffs: Sequence[TensorDiff], share: float = FEW) -> frozenset[str]:
+    """Return the names of tensors with few different elements: a single element, or at most a share."""
     # Without a reason, the values differ.
     with_other_values = [diff for diff in diffs if (diff.status, diff.reason) == ("different", None)]
     names = set()
     for diff in with_other_values:
-        most = max(1, _SHARE * diff.numel)
+        most = max(1, share * diff.numel)
         # The number of different elements may be unknown.
         mismatched = diff.mismatched or diff.numel
         # The only element of a tensor is the whole tensor.
@@ -42,8 +45,12 @@ def relate_local(name: str, models: Models) -> dict[str, Relation]:
     a, b = models.a[name], models.b[name]
     # The more precise tensor is converted.
     precise, coarse = sorted((a, b), key=_get_unit_roundoff)
-    converted = convert(precise, (coarse.dtype,), models.files)
-    change = _find_single_change((converted, coarse), models.files)
+    pair = convert(precise, (coarse.dtype,), models.files), coarse
+    merged_pair = find_merged_pair(precise, coarse)
+    if merged_pair is None:
+        change = _find_single_change(pair, models.files)
+    else:
+        change = _find_change_of_merge(merged_pair, pair, models.files)
     if change is None:
         return {}
     position, bits = change
@@ -53,6 +60,25 @@ def relate_local(name: str, models: Models) -> dict[str, Relation]:
         "dtype": coarse.dtype,
     }
     return {name: Relation(RelationKind.LOCAL, parameters)}
+
+
+def _find_change_of_merge(merged: MergedPair, pair: tuple[Tensor, Tensor], files: Files) -> tuple[int, int] | None:
+    """Return the position of the only element that the rounding of a merge does not explain, and its changed bits.
+
+    The merge was computed in another order, so further elements may differ by a neighbouring number.
+    """
+    position = find_outlier(merged, pair[1].dtype, files)
+    if position is None:
+        return None
+    words, partner_words = _read_words(
+        pair,
+        position,
+        1,
+        files,
+    )
+    bits = int(words[0] ^ partner_words[0]).bit_count()
+    # The conversion of the pair may drop the bits that differ.
+    return (position, bits) if bits else None
 
 
 def _get_unit_roundoff(tensor: Tensor) -> float:

@@ -9,10 +9,12 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
+from syncheck.conversion.part_names import find_stated_order
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError
 from syncheck.readers import outputs
+from syncheck.suggestions import suggest
 from syncheck.text import brief
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ def read_map(source: str) -> NameMap:
         text = path.read_text(encoding="utf-8")
         return _parse(text, source, built_in=True)
     is_file = source.endswith(".toml")
-    _require(is_file, f"{source}: no such map; pass one of {', '.join(built_in)}, or a TOML file")
+    known_maps = ", ".join(built_in)
+    _require(is_file, f"{source}: no such map; pass one of {known_maps}, or a TOML file{suggest(source, built_in)}")
     return _parse(_read_text(source), source)
 
 
@@ -78,14 +81,16 @@ def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
     # Thousands of nested lists, or a number with thousands of digits.
     except (RecursionError, ValueError):
         raise UsageError(f"{title}: nested too deeply, or a number is too large; a map has neither") from None
-    known_keys = f"[[rule]] tables, `tied`, and {', '.join(VARIABLES)}"
+    known_keys = f"[[rule]] tables, `tied`, `prefix`, and {', '.join(VARIABLES)}"
     for key in table:
-        if key not in ("rule", "tied", *VARIABLES):
+        if key not in ("rule", "tied", "prefix", *VARIABLES):
             raise UsageError(f"{title}: key {brief(key)}; a map contains {known_keys}")
-    rows, tied = table.get("rule", []), table.get("tied", [])
+    rows, tied, prefix = table.get("rule", []), table.get("tied", []), table.get("prefix", "")
     are_tables = _is_list(rows, _is_table)
     _require(are_tables, f"{title}: `rule` is no array of tables; a map contains [[rule]] tables and `tied`")
     _require(_is_list(tied, _is_pair), f"{title}: tied: must be a list of pairs of names")
+    is_literal = isinstance(prefix, str) and not set("{}") & set(prefix)
+    _require(is_literal, f"{title}: prefix: must be the start of names, without placeholders")
     _require(len(rows) <= _MOST_RULES, f"{title}: {len(rows)} rules; at most {_MOST_RULES} are allowed")
     rules = [_parse_rule(row, f"{title}: rule {number}") for number, row in enumerate(rows, 1)]
     pairs = [(first, second) for first, second in tied]
@@ -95,6 +100,7 @@ def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
         tied=tuple(pairs),
         variables=_parse_variables(table, title),
         built_in=built_in,
+        prefix=prefix,
     )
 
 
@@ -276,17 +282,22 @@ def _describe_setting(key: str, value: object) -> str:
 def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     """Write a map as TOML.
 
-    guessed: rules that no data shows, which get a comment.
+    guessed: rules that no data shows, which get a comment, as rules do whose order the name of the tensor contradicts.
     Raises OptionError if the file cannot be written, or would replace an input or a checkpoint.
     """
     lines = [f"{name} = {number}" for name, number in names.variables]
     if lines:
         lines.append("")
+    if names.prefix:
+        lines += [f"prefix = {_to_toml(names.prefix)}", ""]
     if names.tied:
         lines += [f"tied = {_to_toml(names.tied)}", ""]
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
+        stated_order = find_stated_order(rule)
+        if stated_order:
+            lines.append(f"# The name states another order of the parts: {', '.join(stated_order)}. B may be wrong.")
         settings = {
             "name": rule.name,
             "parts": rule.parts,

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.name_maps import MOST_PARTS, split_tensor
+from syncheck.conversion.paddings import is_padding_of_tokens
 from syncheck.conversion.rows import digest_rows
+from syncheck.conversion.shared_weights import is_output_tie
 from syncheck.errors import UsageError
 from syncheck.layout import views
-from syncheck.messages import Note
+from syncheck.messages import Note, Usage
 from syncheck.tensors.blocks import has_elements
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class Mapped:
     """Views of the stored tensors, by name."""
     stored: dict[str, Tensor] = field(default_factory=dict)
     """The stored tensor of each view."""
+    split: list[str] = field(default_factory=list)
+    """Stored tensors with other names or another layout."""
     ignored: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
     """Stored tensors that keep their names: no rule fits, a variable is unknown, or a part's name is taken."""
@@ -43,6 +47,12 @@ class Mapped:
     """Parts whose rows may have padding, and `Rule.pad`."""
     missing: set[str] = field(default_factory=set)
     """Unknown variables."""
+    assumed_ties: list[str] = field(default_factory=list)
+    """Names that the model lacks, and that no configuration states to be other names of tensors that it has."""
+
+    def count_mapped(self) -> int:
+        """Return the number of stored tensors that a rule applies to."""
+        return len({*self.split, *self.ignored}.difference(self.unfit))
 
     def copy(self, name: str, new_name: str) -> None:
         """Add a tensor under a second name."""
@@ -57,11 +67,13 @@ def apply_map(
     models: Sequence[Mapping[str, Tensor]],
     variables: Mapping[str, int],
     split_names: frozenset[str] = frozenset(),
+    output_ties: tuple[bool | None, bool | None] = (None, None),
 ) -> tuple[list[Mapped], list[Message]]:
     """Return two models with equal names, as far as the map goes, and notes.
 
     models: tensors by name. A tensor of both models keeps its name if its shapes are equal.
     split_names: names of tensors that are split although both models have them.
+    output_ties: for each model, whether its output layer uses the weight of the embedding; None if this is unknown.
     Raises UsageError if two rules of a file give one part.
     """
     model_a, model_b = models
@@ -82,8 +94,8 @@ def apply_map(
     turned = _has_other_orientation(names, models)
     mapped_a = mapper_a.map_model(turned=False)
     mapped_b = mapper_b.map_model(turned=turned)
-    _copy_tied(names.tied, mapped_a, mapped_b)
-    _copy_tied(names.tied, mapped_b, mapped_a)
+    _copy_tied(names.tied, mapped_a, mapped_b, output_ties[0])
+    _copy_tied(names.tied, mapped_b, mapped_a, output_ties[1])
     mapped = [mapped_a, mapped_b]
     notes: list[Message] = []
     for side, model in zip(_SIDES, mapped, strict=True):
@@ -96,20 +108,26 @@ def _drop(model: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tenso
     return {name: tensor for name, tensor in model.items() if name not in names}
 
 
-def _copy_tied(pairs: Iterable[tuple[str, str]], mapped: Mapped, partner: Mapped) -> None:
+def _copy_tied(pairs: Iterable[tuple[str, str]], mapped: Mapped, partner: Mapped, output_tie: bool | None) -> None:
     """Give a model that lacks tied tensors of its partner the tensors that it uses instead.
 
     pairs: see `NameMap.tied`.
+    output_tie: see `apply_map`. A model with an output layer of its own uses no other tensor for it.
     """
     for first, second in pairs:
         is_missing = first in partner.tensors and first not in mapped.tensors
-        if is_missing and second in mapped.tensors:
+        stated_tie = output_tie if is_output_tie(first, second) else None
+        if is_missing and second in mapped.tensors and stated_tie is not False:
             mapped.copy(second, first)
+            if stated_tie is None:
+                mapped.assumed_ties.append(first)
 
 
 def _list_notes(mapped: Mapped, side: str, title: str) -> list[Message]:
     """Return notes about the tensors that a map ignores or does not fit. title: of the map."""
     notes: list[Message] = []
+    if mapped.assumed_ties:
+        notes.append(Note.ASSUMED_TIE(side=side, names=tuple(mapped.assumed_ties)))
     if mapped.ignored:
         notes.append(Note.IGNORED(side=side, names=tuple(mapped.ignored)))
     # Unknown variables are the reason for all tensors.
@@ -221,6 +239,7 @@ class _Mapper:
             self._mapped.unfit.append(name)
         else:
             self._claims[name] = parts
+            self._mapped.split.append(name)
 
     def _add_parts(self, name: str, parts: Mapping[str, Tensor], pad: bool | int) -> None:
         """Add the parts of a stored tensor to the model. pad: see `Rule.pad`."""
@@ -293,10 +312,7 @@ def check_ignored(
         if contents_a != contents_b:
             different += names_a[shape]
     if different:
-        raise UsageError(
-            f"{names.title}: the map ignores {different[0]}, which differs between A and B; name its parts, or leave "
-            "it out on purpose with --exclude"
-        )
+        raise UsageError(Usage.IGNORED_DIFFERS(map=names.title, name=different[0]))
 
 
 def _select_ignored(model: Mapping[str, Tensor], mapped: Mapped) -> dict[str, Tensor]:
@@ -367,7 +383,7 @@ def _cut_padding(
 ) -> Tensor | None:
     """Return a tensor without its padding; None if the rows that a shorter tensor lacks are no padding.
 
-    pad: see `Rule.pad`; None for a tensor without such a rule.
+    pad: see `Rule.pad`; `None` for a tensor without a rule of this kind.
     """
     if pad is None or not _may_be_padded(tensor, shorter):
         return None
@@ -399,8 +415,7 @@ def _is_padding(rows: Tensor, least: int, variables: Mapping[str, int], files: F
     vocabulary = variables.get("vocabulary", 0)
     if vocabulary:
         return vocabulary <= least
-    digests = digest_rows(rows, files, rows.shape[0])
-    return len(set(digests)) == 1
+    return is_padding_of_tokens(rows, files)
 
 
 def _list_padded_lengths(least: int, pad: bool | int, variables: Mapping[str, int]) -> list[int]:

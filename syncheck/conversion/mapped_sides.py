@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
+from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, separate_stacks
 from syncheck.conversion.map_files import read_map, write_map
+from syncheck.conversion.map_prefixes import add_prefix, drop_prefix
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
 from syncheck.conversion.name_maps import add_variables
-from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
+from syncheck.conversion.recognition import (
+    complete_variables,
+    find_guessed,
+    list_fitted,
+    recognize_map,
+    require_equal_heads,
+)
 from syncheck.frozen import record
 from syncheck.messages import Note
 from syncheck.tensors.names import normalize_keys
@@ -37,6 +44,8 @@ class MappedSides:
     """Whether the names of some tensors follow from an inferred map."""
     guessed: tuple[str, ...] = ()
     """The numbers of heads that fit the data, and that no configuration states."""
+    fitted: tuple[str, ...] = ()
+    """The tensors whose rows are in the order of a guessed size of a head."""
 
 
 def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> MappedSides:
@@ -46,18 +55,26 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
     names = _find_map(models, stated_variables, options)
     variables = stated_variables
     guessed: tuple[str, ...] = ()
+    fitted: tuple[str, ...] = ()
     if names is not None:
+        # A recognized map shows names of a library only. By passing a map, a user states that both models fit it.
+        if options.map is not None:
+            models = add_prefix(names, models)
         require_equal_heads([side.variables for side in sides])
         known_variables = {**stated_variables, **dict(names.variables)}
         guessed = find_guessed(names, models, known_variables)
         variables = complete_variables(names, models, known_variables, files)
+        fitted = list_fitted(names, models) if guessed else ()
     inferred = None
     notes: list[Message] = []
     # A map that a user passes is the whole map.
     if options.map is None:
         inferred = _infer_remaining(names, models, variables, files)
-    if inferred is not None:
-        notes += describe_inferred(inferred)
+    # A map between models of one naming is a proposal only, except for stacks.
+    applied, proposed = (None, None) if inferred is None else separate_stacks(inferred)
+    for part in (applied, proposed):
+        if part is not None:
+            notes += describe_inferred(part)
     notes += _write_map(
         names,
         inferred,
@@ -65,8 +82,6 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         stated_variables,
         options,
     )
-    # A map between models of one naming is a proposal only.
-    applied = inferred if inferred is not None and inferred.applies else None
     if applied is not None:
         names = extend_map(names, applied)
         variables = {**variables, **applied.variables}
@@ -85,6 +100,7 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         notes=(first_note, *notes, *more_notes),
         inferred=applied is not None,
         guessed=guessed,
+        fitted=fitted,
     )
 
 
@@ -104,7 +120,7 @@ def _find_map(
 ) -> NameMap | None:
     """Return the map of the options, or the built-in map of a library whose names one of the models has."""
     if options.map is not None:
-        return read_map(options.map)
+        return drop_prefix(read_map(options.map), models)
     return recognize_map(models, variables)
 
 
@@ -139,6 +155,18 @@ def _write_map(
     return []
 
 
+def _find_output_ties(sides: Sequence[Side]) -> tuple[bool | None, bool | None]:
+    """Return for each side whether its output layer uses the weight of the embedding.
+
+    The files of one side may have no configuration, and they are the same model.
+    """
+    tie_a, tie_b = (side.output_tie for side in sides)
+    return (
+        tie_b if tie_a is None else tie_a,
+        tie_a if tie_b is None else tie_b,
+    )
+
+
 def _rename_sides(
     sides: Sequence[Side],
     names: NameMap,
@@ -159,14 +187,16 @@ def _rename_sides(
         models,
         variables,
         split_names=frozenset(split_names),
+        output_ties=_find_output_ties(sides),
     )
     check_ignored(names, models, mapped, files)
-    counts = [len(tensors.keys() - model.tensors.keys()) for tensors, model in zip(models, mapped, strict=True)]
+    counts = [model.count_mapped() for model in mapped]
     map_note = Note.MAP(map=names.title, count=counts[0], others=counts[1])
     padding_notes = remove_padding(mapped, variables, files)
     renamed_sides = []
     for side, mapped_model in zip(sides, mapped, strict=True):
-        model = replace(side.model, tensors=mapped_model.tensors)
+        # The numbers of the optimizer had the names of before.
+        model = replace(side.model, tensors=mapped_model.tensors, matched=())
         renamed_sides.append(
             replace(
                 side,

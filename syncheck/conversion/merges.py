@@ -1,13 +1,12 @@
-"""Prove that a tensor is the merge of a base model and an adapter, and find the multiple of an adapter in a tensor."""
+"""Prove that a tensor is the merge of a base model and an adapter."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.adapted_tensors import Product, find_merged, reread, view_weight
-from syncheck.conversion.casts import convert, round_values, unit_roundoff
+from syncheck.conversion.adapted_tensors import Merged, Product, find_adapted, find_merged, reread, view_weight
+from syncheck.conversion.casts import convert, is_conversion, is_exact, list_narrower, round_values, unit_roundoff
 from syncheck.findings import Relation, RelationKind
 from syncheck.frozen import record
 from syncheck.tensors.blocks import ranges
@@ -16,19 +15,17 @@ from syncheck.tensors.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncheck.conversion.adapted_tensors import LowRank, Merged
+    from syncheck.conversion.adapted_tensors import LowRank
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
     from syncheck.tensors.dtypes import DType
 
-# A factor of the product is fitted within this share, and so many standard deviations of rounding.
-_SHARE, _SIGMAS = 0.02, 6.0
 # The rounding of a product may be this share of the product at most, by root mean square over a block. Otherwise the
 # bound would accept weights without the product.
-_MOST_SLACK = 0.25
+MOST_SLACK = 0.25
 # Unit roundoff of float32, in which PEFT computes products, and the distance of numbers of float64.
-_SINGLE, _DOUBLE = 2.0**-24, 2.0**-52
+SINGLE, _DOUBLE = 2.0**-24, 2.0**-52
 
 
 def is_merge(tensor: Tensor, partner: Tensor, dtype: str | None, files: Files, *, to_partner: bool) -> bool | None:
@@ -66,7 +63,7 @@ def _is_accepted(source: str, copy: str, dtype: str | None) -> bool:
     if dtype is None:
         return source == copy
     # A less precise copy would be rounded once more than the user accepts.
-    return unit_roundoff(copy) <= unit_roundoff(dtype)
+    return is_exact(dtype, copy)
 
 
 @record
@@ -118,7 +115,26 @@ def _list_computations(
 
 
 def _agrees(computation: _Computation, partner: Tensor, files: Files) -> bool | None:
-    """Return whether all elements are within the bounds of a computation; None if the bounds are too wide.
+    """Return whether all elements are within the bounds of a computation; None if the bounds are too wide."""
+    for block in _compare_blocks(computation, partner, files):
+        if block.hides_product:
+            return None
+        if not block.accepted.all():
+            return False
+    return True
+
+
+class _Block(NamedTuple):
+    """A block of elements, compared with the bounds of a computation."""
+
+    accepted: Any
+    """Whether each element is within its bounds."""
+    hides_product: bool
+    """Whether the bounds are so wide that they may include weights without the product."""
+
+
+def _compare_blocks(computation: _Computation, partner: Tensor, files: Files) -> Iterator[_Block]:
+    """Yield all blocks of the other tensor, compared with the bounds of a computation.
 
     Rounding keeps the order of numbers. So if the sum lies between two bounds, the rounded sum lies between the rounded
     bounds.
@@ -129,21 +145,19 @@ def _agrees(computation: _Computation, partner: Tensor, files: Files) -> bool | 
     target = [DTYPES[name] for name in computation.rounding]
     partner_target = [DTYPES[name] for name in computation.partner_rounding]
     # A sum may be rounded to float32 before it is rounded to a smaller dtype.
-    last = _SINGLE if target[-1].size < 4 else _DOUBLE
+    last = SINGLE if target[-1].size < 4 else _DOUBLE
     # PEFT rounds a product and its multiple to the dtype of the adapter, and the result to the dtype of the weight.
     weight_unit = max(unit_roundoff(computation.base.dtype), unit_roundoff(computation.rounding[0]))
     unit = (1 + unit_roundoff(product.up.dtype)) ** 2 * (1 + weight_unit) - 1
-    blocks = _read_blocks(computation.tensor, computation.base, product, partner, files)
+    blocks = read_blocks(computation.tensor, computation.base, product, partner, files)
     for weight, delta, magnitude, value in blocks:
         rounded = _round(value, partner_target)
         with np.errstate(all="ignore"):
             expected = weight + delta
-            noise = (product.rank + 4) * _SINGLE * magnitude
+            noise = (product.rank + 4) * SINGLE * magnitude
             slack = noise + unit * (np.abs(delta) + noise)
             finite = np.isfinite(expected) & np.isfinite(slack)
             total_slack, total_delta = np.sum(slack[finite] ** 2), np.sum(delta[finite] ** 2)
-            if total_slack > _MOST_SLACK**2 * total_delta:
-                return None
             slack += last * np.abs(expected)
             lower, upper = _round(expected - slack, target), _round(expected + slack, target)
             # A number beyond the range of the dtype became infinite, which is more than rounding.
@@ -151,9 +165,7 @@ def _agrees(computation: _Computation, partner: Tensor, files: Files) -> bool | 
             # An infinity or a NaN of the sum is exactly that in the result, and a finite number is none of them.
             equal = (rounded == expected) | (np.isnan(rounded) & np.isnan(expected))
             accepted = is_within | (~finite & equal)
-        if not accepted.all():
-            return False
-    return True
+        yield _Block(accepted, bool(total_slack > MOST_SLACK**2 * total_delta))
 
 
 def _round(values: Any, dtypes: Sequence[DType]) -> Any:
@@ -167,7 +179,7 @@ def _round(values: Any, dtypes: Sequence[DType]) -> Any:
     return widen(dtypes[-1], round_values(values, dtypes)).astype(np.float64)
 
 
-def _read_blocks(
+def read_blocks(
     tensor: Tensor, base: Tensor, product: LowRank, partner: Tensor, files: Files
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yield blocks of the weight, of the product, of the sums of its absolute terms, and of another tensor."""
@@ -182,62 +194,90 @@ def _read_blocks(
         yield weight, added, terms, value
 
 
-def relate_merge(name: str, models: Models) -> dict[str, Relation]:
-    """Find another multiple of the product of the adapter of A."""
-    factor = fit_factor(models.a[name], models.b[name], models.files)
-    if factor is None:
-        return {}
-    return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
+def relate_converted_merge(name: str, models: Models) -> dict[str, Relation]:
+    """Find the conversion between merged weights and the other model, within the bounds that `--cast` accepts."""
+    a, b = models.a[name], models.b[name]
+    for side, source, copy in (("B", a, b), ("A", b, a)):
+        dtype = _find_conversion(source, copy, models.files)
+        if dtype is not None:
+            parameters = {"side": side, "dtype": dtype, "pattern": "merged"}
+            return {name: Relation(RelationKind.CAST, parameters)}
+    return {}
 
 
-def fit_factor(tensor: Tensor, partner: Tensor, files: Files) -> float | None:
-    """Return the multiple of the adapter's product that another tensor contains; None if no multiple fits.
+def _find_conversion(source: Tensor, copy: Tensor, files: Files) -> str | None:
+    """Return the dtype to which a tensor may have been converted, if either is a merge; None if no dtype fits."""
+    pair = find_merged_pair(source, copy)
+    if pair is None:
+        return None
+    for dtype in _list_conversions(source, copy, files):
+        if is_merge(pair.merged, pair.partner, dtype, files, to_partner=pair.to_partner):
+            return dtype
+    return None
 
-    The factor is computed by least squares, so it explains a difference, but does not prove a merge. None as well if
-    rounding hides the adapter, and if an element is not finite.
+
+def _list_conversions(source: Tensor, copy: Tensor, files: Files) -> list[str]:
+    """Return the possible dtypes of a conversion: the dtype of the copy, and all that change no element of the copy.
+
+    The bounds of a merge are wide in a dtype of few bits, so that they alone prove no conversion to it.
     """
-    data = find_merged(tensor, partner)
+    narrower = list_narrower(source.dtype, copy.dtype)
+    dtypes = [dtype for dtype in narrower if is_conversion(copy, copy, dtype, files)]
+    if source.dtype != copy.dtype:
+        dtypes.insert(0, copy.dtype)
+    return dtypes
+
+
+class MergedPair(NamedTuple):
+    """A merged tensor, and the tensor of the other model."""
+
+    merged: Tensor
+    partner: Tensor
+    to_partner: bool
+    """Whether the partner is the converted copy; else it is the source."""
+
+
+def find_merged_pair(source: Tensor, copy: Tensor) -> MergedPair | None:
+    """Return a tensor and its copy, if either is a merge; None without a merge. The source precedes if both are."""
+    for pair in (MergedPair(source, copy, to_partner=True), MergedPair(copy, source, to_partner=False)):
+        if isinstance(find_adapted(pair.merged), Merged):
+            return pair
+    return None
+
+
+def find_outlier(pair: MergedPair, dtype: str, files: Files) -> int | None:
+    """Return the position of the only element that is beyond the rounding of a merge; None for another number.
+
+    dtype: of the conversion.
+    """
+    data = find_merged(pair.merged, pair.partner)
     if data is None:
         return None
-    weight = view_weight(tensor, data)
-    unit = max(unit_roundoff(data.base.dtype), unit_roundoff(partner.dtype))
-    factor, noise = _fit_least_squares(tensor, weight, data.product, partner, unit, files)
-    is_precise = math.isfinite(factor) and noise <= 0.5
-    # A factor of about 1 is the adapter as it is, which explains nothing.
-    if not is_precise or abs(factor - 1) <= _SHARE:
-        return None
+    computations = _list_computations(
+        pair.merged,
+        pair.partner,
+        data,
+        dtype,
+        files,
+        to_partner=pair.to_partner,
+    )
+    for computation in computations:
+        positions = _list_outliers(computation, pair.partner, files)
+        if len(positions) == 1:
+            return positions[0]
+    return None
+
+
+def _list_outliers(computation: _Computation, partner: Tensor, files: Files) -> list[int]:
+    """Return the positions of elements beyond the bounds of a computation, until a block has the second one."""
     import numpy as np
 
-    smallest = 1e-38
-    for base, delta, terms, value in _read_blocks(tensor, weight, data.product, partner, files):
-        with np.errstate(all="ignore"):
-            multiple = factor * delta
-            expected = base + multiple
-            bound = unit * (2 * np.abs(multiple) + 1.01 * np.abs(expected)) + noise * np.abs(delta)
-            bound += (data.product.rank + 4) * _SINGLE * abs(factor) * terms + smallest
-            fits = np.abs(value - expected) <= bound
-        if not fits.all():
-            return None
-    return factor
-
-
-def _fit_least_squares(
-    tensor: Tensor, weight: Tensor, product: LowRank, partner: Tensor, unit: float, files: Files
-) -> tuple[float, float]:
-    """Return the factor of a product in another tensor, and the uncertainty of the factor by rounding.
-
-    Both are not finite without a product. The factor is not finite if an element is not finite.
-
-    tensor: of `Merged` data.
-    weight: the same view of the weight without the adapter.
-    unit: the unit roundoff of the weights.
-    """
-    import numpy as np
-
-    sums = np.zeros(3)
-    with np.errstate(all="ignore"):
-        for base, delta, _, value in _read_blocks(tensor, weight, product, partner, files):
-            sums += ((value - base) @ delta, delta @ delta, base @ base)
-        factor = float(sums[0] / sums[1])
-        noise = float(_SIGMAS * unit * np.sqrt(sums[2] / sums[1] / tensor.numel))
-    return factor, noise
+    positions: list[int] = []
+    start = 0
+    for block in _compare_blocks(computation, partner, files):
+        outliers = np.nonzero(~block.accepted)[0] + start
+        positions += outliers[:2].tolist()
+        if len(positions) > 1:
+            break
+        start += len(block.accepted)
+    return positions

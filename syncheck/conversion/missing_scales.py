@@ -29,10 +29,15 @@ _LENGTHS = (256, 128, 64, 32)
 
 def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
     """Find the numbers of a quantized tensor of one model that the other model holds without their scales."""
+    import numpy as np
+
     pairs = (("B", models.a[name], models.b[name]), ("A", models.b[name], models.a[name]))
     for side, source, copy in pairs:
         quantized = get_computed(source, Quantized)
         if quantized is None or not _holds_numbers(quantized, copy, models):
+            continue
+        # Scales that are not finite are no scales that the copy needs.
+        if not np.isfinite(quantized.scales).all():
             continue
         parameters: dict[str, Any] = {
             "side": side,

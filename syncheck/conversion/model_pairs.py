@@ -46,6 +46,8 @@ class Models:
     """The kind of each tensor that differs."""
     local: frozenset[str] = frozenset()
     """The tensors of which few elements differ."""
+    partial: frozenset[str] = frozenset()
+    """The tensors of which a part agrees."""
     partners: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
     """For each name, the names of tensors that are usually one weight with its tensor."""
     _probes: dict[tuple[str, tuple[int, ...], bool], dict[bytes, list[str]]] = field(default_factory=dict)
@@ -93,6 +95,10 @@ class Models:
         """Whether some elements from all parts of a tensor are equal."""
         return self.count_values(tensor) == 1
 
+    def is_distinct(self, tensor: Tensor) -> bool:
+        """Whether a tensor has enough elements, and different ones, so that an equal tensor is no coincidence."""
+        return tensor.numel >= FEW and not self.is_constant(tensor)
+
     def count_values(self, tensor: Tensor) -> int:
         """Return the number of different values of some elements from all parts of a tensor."""
         data, size = self.probe(tensor), DTYPES[tensor.dtype].size
@@ -105,7 +111,7 @@ class Models:
         """
         b = self.b[name]
         # Few elements and constants are equal to constants of other tensors by chance.
-        if b.numel < FEW or self.is_constant(b):
+        if not self.is_distinct(b):
             return None
         # The probes of A are read once for all tensors of one dtype and shape.
         key = b.dtype, b.shape, transposed

@@ -30,6 +30,8 @@ MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
 _MOST_JSON = 1 << 20  # bytes
 # Limit of heads and sizes in a configuration, more than any model has: JSON integers have no upper limit.
 _MOST_SETTING = 1 << 24
+# The files with the settings of a model, of Hugging Face and of Meta.
+CONFIGURATIONS = ("config.json", "params.json")
 # The names of the variables in the settings of several libraries.
 _SETTINGS = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -129,6 +131,8 @@ class NameMap:
     """Numbers of heads and their size, of models with no configuration beside them."""
     built_in: bool = False
     """Whether it is a map of this package."""
+    prefix: str = ""
+    """The start of names that some files lack, as files of a model without an output layer do."""
 
     def find_rule(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """Return the first rule for a stored tensor, and the values of the placeholders."""
@@ -205,6 +209,13 @@ def split_tensor(
         tensor,
         variables,
     )
+
+
+def is_stack_rule(rule: Rule) -> bool:
+    """Whether the parts of a rule are at the indices of the first dimension of a stack."""
+    placeholders = parse_template(rule.name).placeholders
+    # A rule without parts ignores a tensor.
+    return bool(rule.parts) and _find_index_placeholder(rule, dict.fromkeys(placeholders, "")) is not None
 
 
 def _find_index_placeholder(rule: Rule, values: Mapping[str, str]) -> str | None:
@@ -340,11 +351,13 @@ def add_variables(names: NameMap, variables: Mapping[str, int], stated: Mapping[
 
 
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of heads and their size, from config.json beside the files or from saved arguments.
+    """Return the numbers of heads and their size, from a configuration beside the files or from saved arguments.
 
     values: the Python values of the files by dotted name, like Megatron's saved arguments.
     """
-    settings = _read_settings(paths, values)
+    settings: dict[str, Any] = {}
+    for configuration in read_settings(paths, values):
+        settings |= configuration
     numbers = {variable: _find_number(settings, names) for variable, names in _SETTINGS.items()}
     # A setting without a valid number is unknown.
     variables = {variable: number for variable, number in numbers.items() if number}
@@ -353,7 +366,7 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
     if "vocabulary_multiple" in variables:
         variables["vocabulary_multiple"] *= max(1, ranks)
     if "heads" in variables:
-        width = _find_number(settings, ("hidden_size", "n_embd"))
+        width = _find_number(settings, ("hidden_size", "n_embd", "dim"))
         head_dim, remainder = divmod(width, variables["heads"])
         if head_dim and not remainder:
             variables.setdefault("head_dim", head_dim)
@@ -361,18 +374,22 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
     return variables
 
 
-def _read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the configurations beside the files, and the last parts of the names of values."""
-    settings = {name.rpartition(".")[2]: value for name, value in values.items()}
+def read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved values by the last part of their names, and the settings of each configuration beside the files.
+
+    Parameters as for `find_variables`. Later settings take precedence.
+    """
+    settings = [{name.rpartition(".")[2]: value for name, value in values.items()}]
     # A path is a folder, or a file in a folder.
     folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
     for folder in dict.fromkeys(folders):
-        config = read_json(os.path.join(folder, "config.json"))
-        settings.update(config)
-        # The settings of the language model in a model with several modalities.
-        text_config = config.get("text_config")
-        if isinstance(text_config, dict):
-            settings.update(text_config)
+        for file_name in CONFIGURATIONS:
+            config = read_json(os.path.join(folder, file_name))
+            settings.append(config)
+            # The settings of the language model in a model with several modalities.
+            text_config = config.get("text_config")
+            if isinstance(text_config, dict):
+                settings.append(text_config)
     return settings
 
 

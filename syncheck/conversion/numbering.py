@@ -20,24 +20,37 @@ if TYPE_CHECKING:
     # The numbers of a tensor that has several parts, and of the part with the same data.
     Pair = tuple[Numbers, Numbers]
 
-# Longer numbers and numbers with leading zeros are text.
-_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
+# Before and after a number inside of a part that is a layer's: see `layer_marks`. No library has this letter in a name,
+# and a letter does not divide the words of a name.
+MARK = "\N{MODIFIER LETTER TRIANGULAR COLON}"
+# Without marks, longer numbers and numbers with leading zeros are text.
+_NUMBER = re.compile(rf"(?<![^.])(?:0|[1-9][0-9]{{0,8}})(?![^.])|(?<={MARK})[0-9]{{1,9}}(?={MARK})")
 # Limit of the numbers in a name whose order is tried.
 _MOST_COLUMNS = 3
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
     """Return the text around the numbers of a name, and its numbers."""
-    numbers = [int(text) for text in _NUMBER.findall(name)]
-    return tuple(_NUMBER.split(name)), tuple(numbers)
+    pattern, texts = split_texts(name)
+    return pattern, tuple(map(int, texts))
 
 
-def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
-    """Return the name with the numbers."""
+def split_texts(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the text around the numbers of a name, and its numbers as they are written, with leading zeros."""
+    return tuple(_NUMBER.split(name)), tuple(_NUMBER.findall(name))
+
+
+def join_texts(pattern: Sequence[str], texts: Sequence[str]) -> str:
+    """Return the name with the texts of its numbers."""
     segments = [pattern[0]]
-    for number, text in zip(numbers, pattern[1:], strict=True):
-        segments += [str(number), text]
+    for number, text in zip(texts, pattern[1:], strict=True):
+        segments += [number, text]
     return "".join(segments)
+
+
+def unmark(name: str) -> str:
+    """Return the name without marks."""
+    return name.replace(MARK, "")
 
 
 def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:

@@ -7,9 +7,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.conversion.adapted_tensors import Replaced, find_adapted, view_base
-from syncheck.conversion.casts import convert
+from syncheck.conversion.casts import convert, is_exact, list_narrower
 from syncheck.conversion.conditions import are_whole, have_floats, have_same_shape, meet
 from syncheck.conversion.model_pairs import find_different_dim
+from syncheck.conversion.paddings import is_padding
+from syncheck.conversion.range_losses import may_lose_range, measure_range_losses
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from syncheck.conversion.conditions import Condition
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Tensor
-
-# Possible dtypes of a model in between, the most precise dtype first.
-_CASTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 class Candidate(NamedTuple):
@@ -47,8 +46,22 @@ def relate_operation(name: str, models: Models) -> dict[str, Relation]:
         for candidate in operation.list_candidates(name, models):
             conversion = models.equals(candidate.view, candidate.target)
             if conversion is not None:
-                return {name: Relation(candidate.kind, {**conversion, **candidate.parameters})}
+                parameters = {**conversion, **candidate.parameters}
+                if candidate.kind is RelationKind.CAST:
+                    parameters = {**_find_range_losses(name, parameters, models), **parameters}
+                return {name: Relation(candidate.kind, parameters)}
     return {}
+
+
+def _find_range_losses(name: str, parameters: Mapping[str, Any], models: Models) -> Mapping[str, Any]:
+    """Return the parameters of a conversion beyond the range of its dtype; none within the range."""
+    source, copy = models.a[name], models.b[name]
+    if parameters["side"] == "A":
+        source, copy = copy, source
+    dtype = parameters["dtype"]
+    if not may_lose_range(source, dtype, copy.dtype):
+        return {}
+    return measure_range_losses(source, copy, dtype, models.files).pattern
 
 
 def _list_unmerged(name: str, models: Models) -> Iterator[Candidate]:
@@ -91,20 +104,32 @@ def _list_casts(name: str, models: Models) -> Iterator[Candidate]:
                 view=source,
                 target=copy,
             )
-        for dtype in _list_narrower(source.dtype, copy.dtype):
+        for dtype in list_narrower(source.dtype, copy.dtype):
+            parameters = {"side": side, "dtype": dtype}
+            if not is_exact(dtype, copy.dtype):
+                # Two conversions, of which no single one explains the copy.
+                parameters["then"] = copy.dtype
             yield Candidate(
                 RelationKind.CAST,
-                parameters={"side": side, "dtype": dtype},
+                parameters=parameters,
                 view=convert(source, (dtype, copy.dtype), models.files),
                 target=copy,
             )
 
 
-def _list_narrower(source: str, copy: str) -> list[str]:
-    """Return the possible dtypes between a tensor and its copy."""
-    # Only a smaller dtype loses digits.
-    size = DTYPES[source].size
-    return [dtype for dtype in _CASTS if dtype != copy and DTYPES[dtype].size < size]
+def _list_truncations(name: str, models: Models) -> Iterator[Candidate]:
+    """Yield conversions of each model to a smaller dtype that cut off bits, where the other model keeps the result."""
+    a, b = models.a[name], models.b[name]
+    for side, source, copy in (("B", a, b), ("A", b, a)):
+        dtypes = [copy.dtype] if DTYPES[copy.dtype].size < DTYPES[source.dtype].size else []
+        dtypes += [dtype for dtype in list_narrower(source.dtype, copy.dtype) if is_exact(dtype, copy.dtype)]
+        for dtype in dtypes:
+            yield Candidate(
+                RelationKind.CAST,
+                parameters={"side": side, "dtype": dtype, "pattern": "truncated"},
+                view=convert(source, (dtype, copy.dtype), models.files, truncate=True),
+                target=copy,
+            )
 
 
 def _list_transpositions(name: str, models: Models) -> Iterator[Candidate]:
@@ -166,8 +191,10 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
     if dim is None or 0 in (a.numel, b.numel):
         return
     length = min(a.shape[dim], b.shape[dim])
+    # B holds all of a shorter tensor of A: nothing is padding, too.
+    is_complete = is_padding(a, dim, length, models.files)
     yield Candidate(
-        RelationKind.PADDED,
+        RelationKind.PADDED if is_complete else RelationKind.PART_LOST,
         parameters={"dim": dim, "added": b.shape[dim] - a.shape[dim]},
         view=_cut(a, dim, length),
         target=_cut(b, dim, length),
@@ -194,6 +221,7 @@ _OPERATIONS = (
     _Operation(_list_unmerged),
     _Operation(_list_earlier),
     _Operation(_list_casts, (have_same_shape, have_floats)),
+    _Operation(_list_truncations, (have_same_shape, have_floats)),
     _Operation(_list_transpositions),
     _Operation(_list_rotary_orders, (have_same_shape,)),
     _Operation(_list_paddings, (are_whole,)),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.fused_parts import are_parts_of_one
+from syncheck.conversion.fused_parts import are_parts_of_one, is_fused
+from syncheck.conversion.model_pairs import find_different_dim
 from syncheck.conversion.rows import digest_rows
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.layout.copies import find_shared_tensors
+from syncheck.tensors.blocks import has_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Shard, Tensor
@@ -33,7 +35,10 @@ def relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     if _are_experts_of_one_layer(name, source):
         return {name: Relation(RelationKind.EXPERT, {**conversion, "other": source})}
     if any(are_parts_of_one(name, source, stored) for stored in models.stored):
-        parameters = {**conversion, "pattern": "other-part", "other": source}
+        parameters: dict[str, Any] = {**conversion, "pattern": "other-part", "other": source}
+        # Without a fused tensor on any side, there is no order of its parts.
+        if not any(is_fused(name, source, stored) for stored in models.stored):
+            parameters["separate"] = True
         return {name: Relation(RelationKind.FUSED_ORDER, parameters)}
     return {name: Relation(RelationKind.SHARD, {**conversion, "other": source})}
 
@@ -87,7 +92,61 @@ def relate_shards(name: str, models: Models) -> dict[str, Relation]:
         if wrong_shards:
             count = sum(named.name == name for named in shards)
             return {name: _describe_wrong_shards(name, wrong_shards, count, side)}
+        foreign = _relate_foreign_shards(name, sharded[name], partner, models) if len(shards) > 1 else {}
+        if foreign:
+            return {name: Relation(RelationKind.SHARD, {**foreign, "side": side})}
     return {}
+
+
+def _relate_foreign_shards(name: str, sharded: Tensor, partner: Mapping[str, Tensor], models: Models) -> dict[str, Any]:
+    """Return the parameters of a tensor with shards of other tensors, at the same position; empty for other values."""
+    shards = views.list_shards(sharded)
+    sources: list[_NamedShard] = []
+    for shard in shards:
+        # Equal positions come first.
+        candidates = [name, *_list_alike(sharded, partner)] if models.is_distinct(shard.tensor) else [name]
+        source = _find_source(shard, candidates, partner, models.files)
+        sources.append(_NamedShard(source, shard))
+    foreign_shards = [named for named in sources if named.name != name]
+    names = {named.name for named in foreign_shards}
+    # A shard with the values of no tensor has another cause.
+    if "" in names or not names:
+        return {}
+    # Shards are divided along one dimension, or more of them in a mesh.
+    dim = find_different_dim(foreign_shards[0].shard.tensor, sharded) or 0
+    runs: list[int] = []
+    for named in foreign_shards:
+        runs += (named.shard.start[dim], named.shard.tensor.shape[dim])
+    return {
+        "pattern": "foreign",
+        "files": _join({named.shard.tensor.path for named in foreign_shards}),
+        "source": _join(names),
+        "dim": dim,
+        "runs": tuple(runs),
+    }
+
+
+def _join(texts: Iterable[str]) -> str:
+    return ", ".join(sorted(texts))
+
+
+def _list_alike(sharded: Tensor, partner: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors of the other model with the shape and dtype of a tensor, and with elements."""
+    names = []
+    for name, tensor in partner.items():
+        if (tensor.shape, tensor.dtype) == (sharded.shape, sharded.dtype) and has_elements(tensor):
+            names.append(name)
+    return names
+
+
+def _find_source(shard: Shard, names: Sequence[str], partner: Mapping[str, Tensor], files: Files) -> str:
+    """Return the first of the names whose tensor has the values of a shard at its position; empty if no tensor has."""
+    shape = shard.tensor.shape
+    digest = _digest_box(shard.tensor, (0,) * len(shape), shape, files)
+    for name in names:
+        if _digest_box(partner[name], shard.start, shape, files) == digest:
+            return name
+    return ""
 
 
 def _list_parts_of_one(
@@ -118,7 +177,7 @@ def _find_wrong_shards(
 ) -> list[tuple[_NamedShard, str]]:
     """Return the shards of a tensor that differ, each with the name of the tensor that has its elements.
 
-    Empty if there is no such tensor for one of the shards.
+    Empty if no tensor has the elements of a shard.
     partner: the whole tensors of the other model.
     """
     shapes = [named.shard.tensor.shape for named in shards]
@@ -158,7 +217,7 @@ def _describe_wrong_shards(
         "pattern": "boxes",
         "boxes": len(wrong_shards),
         "of": count,
-        "files": ", ".join(sorted(paths)),
+        "files": _join(paths),
         "side": side,
     }
     return Relation(kind, parameters)
@@ -166,6 +225,11 @@ def _describe_wrong_shards(
 
 def _digest_box(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:
     """Return the digest of a box of a tensor."""
+    return digest_rows(cut_box(tensor, start, shape), files, 1)[0]
+
+
+def cut_box(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return the view of a box of a tensor."""
     for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
         tensor = views.narrow(tensor, dim, first, size)
-    return digest_rows(tensor, files, 1)[0]
+    return tensor

@@ -130,8 +130,9 @@ def find_pairings(models: Sequence[Mapping[str, Tensor]], files: Files) -> Candi
     # B first, as for equal tensors.
     _join_columns(candidates, 1)
     _join_columns(candidates, 0)
-    _join_stacks(candidates, 1)
-    _join_stacks(candidates, 0)
+    for transpose in (False, True):
+        _join_stacks(candidates, 1, transpose=transpose)
+        _join_stacks(candidates, 0, transpose=transpose)
     return candidates
 
 
@@ -343,20 +344,27 @@ def _alternate_parts(sizes: Sequence[int], groups: int) -> list[list[int]]:
     return positions
 
 
-def _join_stacks(candidates: Candidates, side: int) -> None:
-    """Pair each tensor of a side with the tensors of the other side at each index of its first dimension."""
-    # A tensor with one index is no stack.
-    stacks = [name for name in candidates.unused(side) if candidates.tensors[side][name].shape[:1] > (1,)]
-    index_shapes = {candidates.tensors[side][name].shape[1:] for name in stacks}
+def _join_stacks(candidates: Candidates, side: int, *, transpose: bool) -> None:
+    """Pair each tensor of a side with the tensors of the other side at each index of its first dimension.
+
+    transpose: whether the tensors of the other side are transposed.
+    """
+    stacks = _list_stacks(candidates, side, transpose=transpose)
+    index_shapes = {stack.shape[1:] for stack in stacks.values()}
     names_by_digest: dict[bytes, str] = {}
     for name in candidates.unused(1 - side):
         tensor = candidates.tensors[1 - side][name]
         if tensor.shape in index_shapes:
             (digest,) = digest_rows(tensor, candidates.files, 1)
             names_by_digest[digest] = name
+    # Without a part, transposed data is not read.
+    if not names_by_digest:
+        return
 
-    for name in stacks:
+    for name, stack in stacks.items():
         digests = candidates.rows[side][name]
+        if transpose:
+            digests = digest_rows(stack, candidates.files, stack.shape[0])
         parts = tuple(names_by_digest.get(digest, "") for digest in digests)
         # Each index is another part, and all of them exist.
         if len(set(parts) - {""}) == len(digests):
@@ -365,6 +373,20 @@ def _join_stacks(candidates: Candidates, side: int) -> None:
                     side,
                     stored=name,
                     parts=parts,
-                    layout=Layout(stacked=True),
+                    layout=Layout(stacked=True, transpose=transpose),
                 )
             )
+
+
+def _list_stacks(candidates: Candidates, side: int, *, transpose: bool) -> dict[str, Tensor]:
+    """Return the tensors of a side that may be stacks, as views with exchanged last dimensions for `transpose`."""
+    stacks = {}
+    for name, tensor in candidates.unused_tensors(side).items():
+        # A tensor with one index is no stack.
+        if tensor.shape[:1] <= (1,):
+            continue
+        if not transpose:
+            stacks[name] = tensor
+        elif len(tensor.shape) == 3:
+            stacks[name] = views.permute(tensor, (0, 2, 1))
+    return stacks

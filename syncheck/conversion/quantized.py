@@ -23,7 +23,7 @@ from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from syncheck.conversion.model_pairs import Models
     from syncheck.tensors.blocks import Files
@@ -34,7 +34,7 @@ _ROWS = 1 << 18  # elements of the rows that are read at once
 _INTEGERS = ("int8", "uint8", "int32")
 _PACKED_DTYPES = ("int32",)
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
-_MOST_ROUNDING = 1.001
+MOST_ROUNDING = 1.001
 # Largest number of scales of a weight.
 _MOST_SCALES = 1 << 22
 # The formats of the two numbers in a stored shape.
@@ -94,7 +94,9 @@ class Quantized:
             mantissa, least = _FLOATS[self.numbers.dtype]
             exponents = np.floor(np.log2(np.maximum(np.abs(numbers), 2.0**least)))
             step = 2.0 ** (exponents - mantissa)
-        return numbers * scales, (step / 2 + np.abs(numbers) * self.unit) * np.abs(scales)
+        # The product of 0 and an infinite scale is NaN.
+        with np.errstate(invalid="ignore"):
+            return numbers * scales, (step / 2 + np.abs(numbers) * self.unit) * np.abs(scales)
 
     def _read_numbers(self, first: int, last: int) -> Any:
         """Return the numbers of rows `first` to `last` without their scales, as float64."""
@@ -118,7 +120,10 @@ class Quantized:
         start, count = part.start // 4, (part.stop - part.start) // 4
         values, _ = self.read(start, count)
         first = start - start // self.shape[1] * self.shape[1]
-        return bytes(values.reshape(-1)[first : first + count].astype(np.float32).tobytes())
+        selected = values.reshape(-1)[first : first + count]
+        # A value beyond float32 is infinite.
+        with np.errstate(over="ignore"):
+            return bytes(selected.astype(np.float32).tobytes())
 
 
 def dequantize(tensors: Mapping[str, Tensor], partner: Mapping[str, Tensor], files: Files) -> Mapping[str, Tensor]:
@@ -273,9 +278,7 @@ def _is_matrix(tensor: Tensor, dtypes: Collection[str]) -> bool:
 
 
 def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor, files: Files) -> Quantized | None:
-    """Return the values of a weight of this shape; None for unfit or infinite scales."""
-    import numpy as np
-
+    """Return the values of a weight of this shape; None for unfit scales. They may be NaN or infinite."""
     from syncheck.tensors.differences import read_float64
 
     # The scales are read as a whole.
@@ -283,8 +286,7 @@ def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor
         return None
     scales = read_float64(scale, files, 0, scale.numel, 0)
     grid = _find_grid(shape, scale.shape)
-    # With infinite scales, every value is within half a step.
-    if grid is None or not np.isfinite(scales).all():
+    if grid is None:
         return None
     number = f"int{bits}" if tensor.dtype in _INTEGERS else tensor.dtype
     return Quantized(
@@ -384,7 +386,7 @@ class Rounding(NamedTuple):
     @property
     def is_by_scales(self) -> bool:
         """Whether the matrix is the original after a rounding to multiples of plausible scales."""
-        return self.plausible and self.largest <= _MOST_ROUNDING
+        return self.plausible and self.largest <= MOST_ROUNDING
 
 
 def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
@@ -416,28 +418,40 @@ def _find_scales(name: str, tensors: Mapping[str, Tensor], original: Tensor, fil
     return fit_scales(tensors[name], original, files)
 
 
+def find_unit(original: Tensor) -> float:
+    """Return the unit roundoff of a tensor that was quantized."""
+    return _UNITS.get(original.dtype, _SINGLE)
+
+
+def read_rows(quantized: Quantized, original: Tensor, files: Files) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Yield the first of some rows, their values, the bounds of the rounding of these, and the rows of the original."""
+    from syncheck.tensors.differences import read_float64
+
+    rows, columns = quantized.shape
+    step = max(1, _ROWS // columns)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        values, bound = quantized.read(first * columns, count * columns)
+        expected = read_float64(original, files, first * columns, count * columns, 0)
+        yield first, values, bound, expected.reshape(count, columns)
+
+
 def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Rounding:
     """Compare a quantized matrix with the original, a tensor of equal shape."""
     import numpy as np
 
-    from syncheck.tensors.differences import read_float64
-
-    rows, columns = quantized.shape
     block_rows, block_columns = quantized.blocks
-    starts = np.arange(0, columns, block_columns)
+    starts = np.arange(0, quantized.shape[1], block_columns)
     peaks = np.zeros(quantized.scales.shape)
-    step, largest = max(1, _ROWS // columns), 0.0
-    unit = _UNITS.get(original.dtype, _SINGLE)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        values, bound = quantized.read(first * columns, count * columns)
-        expected = read_float64(original, files, first * columns, count * columns, 0).reshape(count, columns)
+    largest, unit = 0.0, find_unit(original)
+    for first, values, bound, expected in read_rows(quantized, original, files):
         sizes = np.abs(expected)
         with np.errstate(all="ignore"):
             ratios = np.abs(values - expected) / (bound + unit * sizes + 1e-30)
         # A NaN or an infinity is not within half a step of anything.
         largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
-        np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))
+        blocks = np.arange(first, first + len(values)) // block_rows
+        np.maximum.at(peaks, blocks, np.maximum.reduceat(sizes, starts, axis=1))
     return Rounding(
         largest,
         are_plausible(

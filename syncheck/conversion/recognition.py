@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from syncheck.conversion.map_files import list_built_in, read_map
+from syncheck.conversion.map_prefixes import drop_prefix
 from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.errors import UsageError
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 # Possible sizes of a head, in this order, if no configuration names it.
 HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
-# Number of layers whose data is compared, and the cosine that a correct size reaches at least: fine-tuned models have
-# 0.9 or more, and unrelated rows about 0.
-_LAYERS, _LEAST = 2, 0.5
+# Number of the joined tensors that a layer has at most.
+_MOST_JOINED = 4
+# The cosine that a correct size reaches at least: fine-tuned models have 0.9 or more, and unrelated rows about 0.
+_LEAST = 0.5
 
 
 class _Computed(Protocol):
@@ -73,7 +75,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     # Placeholders for unknown variables: the names of the parts do not depend on variables.
     placeholders = {"heads": 1, "kv_heads": 1, "head_dim": 2}
     for title in list_built_in():
-        names = read_map(title)
+        names = drop_prefix(read_map(title), models)
         mapped, _ = apply_map(names, models, {**placeholders, **variables})
         matches = _count_matches([model.tensors for model in mapped])
         if matches > most:
@@ -109,40 +111,50 @@ def complete_variables(
         sized_variables = {**variables, "head_dim": size, **_count_heads(joined_tensors, size)}
         similarity = _measure_similarity(joined_tensors, sized_variables, files)
         # The first of several sizes that fit equally well.
-        if similarity is not None and similarity > highest + 1e-9:
+        if similarity > highest + 1e-9:
             best, highest = sized_variables, similarity
     return best
 
 
 def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list[_Joined]:
     """Return the stored tensors of both models that a rule with variables splits."""
-    joined_tensors = []
+    # The parts of other rules do not depend on variables.
+    return [joined for joined in _list_mapped(names, models) if joined.rule.variables]
+
+
+def _list_mapped(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> Iterator[_Joined]:
+    """Yield the stored tensors of both models that a rule of the map names as the other model does."""
     for model, partner in (models, models[::-1]):
         stored_names = [name for name in model if name not in partner]
         for match in names.match_names(stored_names):
-            # The parts of other rules do not depend on variables.
-            if not match.rule.variables:
-                continue
-            joined = _Joined(
+            yield _Joined(
                 match.rule,
                 values=match.values,
                 tensor=model[match.name],
                 partner=partner,
             )
-            joined_tensors.append(joined)
-    return joined_tensors
 
 
-def _measure_similarity(joined_tensors: Sequence[_Joined], variables: Mapping[str, int], files: Files) -> float | None:
-    """Return the mean cosine between the parts of some tensors and the other model; None without a comparable part."""
+def _measure_similarity(joined_tensors: Sequence[_Joined], variables: Mapping[str, int], files: Files) -> float:
+    """Return the mean cosine between the parts of some tensors and the other model; 0 without a comparable part."""
     usable_tensors = [joined for joined in joined_tensors if joined.rule.variables <= variables.keys()]
     cosines: list[float] = []
-    # A layer has up to four joined tensors.
-    for joined in usable_tensors[: _LAYERS * 4]:
+    for joined in _select_layers(usable_tensors):
         cosines += _list_cosines(joined, variables, files)
-    if not cosines:
-        return None
-    return math.fsum(cosines) / len(cosines)
+    return math.fsum(cosines) / max(1, len(cosines))
+
+
+def _select_layers(joined_tensors: Sequence[_Joined]) -> list[_Joined]:
+    """Return the joined tensors of the first layer, of a layer in the middle, and of the last layer.
+
+    A fault in neighbouring layers must not outvote all layers.
+    """
+    last = max(0, len(joined_tensors) - _MOST_JOINED)
+    selected: dict[int, _Joined] = {}
+    for first in (0, last // 2, last):
+        layer = joined_tensors[first : first + _MOST_JOINED]
+        selected |= dict(enumerate(layer, first))
+    return list(selected.values())
 
 
 def _list_cosines(joined: _Joined, variables: Mapping[str, int], files: Files) -> list[float]:
@@ -171,13 +183,22 @@ def find_guessed(
     variables: those that a configuration states.
     """
     guessed: set[str] = set()
-    for model, partner in (models, models[::-1]):
-        for _, rule, _ in names.match_names(model.keys() - partner.keys()):
-            # Without groups and rotary order, the shapes of the parts determine their rows.
-            if rule.rotary or isinstance(rule.groups, str):
-                guessed |= rule.variables - variables.keys()
+    for joined in _list_mapped(names, models):
+        rule = joined.rule
+        # Without groups and rotary order, the shapes of the parts determine their rows.
+        if rule.rotary or isinstance(rule.groups, str):
+            guessed |= rule.variables - variables.keys()
 
     return tuple(sorted(guessed))
+
+
+def list_fitted(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> tuple[str, ...]:
+    """Return the names of the tensors whose rows a map orders by the size of a head, as the other model names them."""
+    fitted_names: set[str] = set()
+    for joined in _list_mapped(names, models):
+        if joined.rule.rotary:
+            fitted_names.update(template.fill(joined.values) for template in joined.rule.part_templates)
+    return tuple(sorted(fitted_names))
 
 
 def require_equal_heads(variables: Sequence[Mapping[str, int]]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.fused_parts import has_rotary_rows
+from syncheck.conversion.fused_parts import are_parts_of_one, has_rotary_rows
 from syncheck.conversion.model_pairs import FEW, find_different_dim
 from syncheck.conversion.rows import (
     MOST_ROWS,
@@ -16,22 +17,26 @@ from syncheck.conversion.rows import (
     describe_heads,
     describe_order,
     describe_regular_copies,
+    describe_shift,
     digest_rows,
     find_order,
     may_have_rows,
 )
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
+from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Tensor
 
 # Limit of the channels whose order is listed.
 _MOST_CHANNELS = 8
+# Rows of the smallest head that models have, if no configuration states their number.
+_LEAST_HEAD = 16
 
 
 class _Digests(NamedTuple):
@@ -156,7 +161,7 @@ def _find_rotary_order(rows: _Rows) -> Relation | None:
     # In other tensors, an order that looks like that of heads has another cause.
     if not has_rotary_rows(rows.name):
         return None
-    heads = describe_heads(rows.order)
+    heads = describe_heads(rows.order, rows.models.variables.get("head_dim", _LEAST_HEAD))
     if heads is None:
         return None
     return Relation(RelationKind.ROTARY, heads)
@@ -185,6 +190,56 @@ def _find_permutation(rows: _Rows) -> Relation | None:
     return Relation(RelationKind.FUSED_ORDER, describe_order(rows.order))
 
 
+def _find_shift(rows: _Rows) -> Relation | None:
+    """Return from which row on the rows of A are at other positions, because B has more or fewer rows before them."""
+    shift = describe_shift(rows.digests.a, rows.digests.b) if rows.digests.are_distinct else None
+    if shift is None or min(rows.a.numel, rows.b.numel) < FEW:
+        return None
+    if not shift["lost"]:
+        return Relation(RelationKind.FUSED_ORDER, {"pattern": "shifted", **shift})
+    rows_by_part = _count_rows_in_other_parts(rows)
+    moved = sum(rows_by_part.values())
+    lost = shift["lost"] - moved
+    if lost > 0:
+        return Relation(RelationKind.PART_LOST, {"dim": 0, "added": -lost, **shift, "lost": lost})
+    parameters: dict[str, Any] = {
+        "pattern": "across",
+        "row": shift["row"],
+        "shift": abs(shift["shift"]),
+        "direction": "later" if shift["shift"] > 0 else "earlier",
+        "moved": moved,
+        "parts": tuple(rows_by_part),
+    }
+    return Relation(RelationKind.FUSED_ORDER, parameters)
+
+
+def _count_rows_in_other_parts(rows: _Rows) -> Mapping[str, int]:
+    """Return how many rows of A that B lacks are in other parts of the fused tensor in B, by the name of the part."""
+    sought_rows = set(rows.digests.a) - set(rows.digests.b)
+    counts: Counter[str] = Counter()
+    for name in rows.models.kinds:
+        # Most differing tensors are parts of other tensors.
+        if not sought_rows or not _is_other_part(name, rows):
+            continue
+        part = rows.models.b[name]
+        digests = digest_rows(part, rows.models.files, part.shape[0])
+        held_rows = sought_rows.intersection(digests)
+        sought_rows -= held_rows
+        counts[name] = len(held_rows)
+    # A part without these rows is not named.
+    return +counts
+
+
+def _is_other_part(name: str, rows: _Rows) -> bool:
+    """Whether a tensor of B is another part of the fused tensor, with rows of the same length."""
+    stored_in_a, stored_in_b = rows.models.stored
+    are_parts = are_parts_of_one(rows.name, name, stored_in_a) or are_parts_of_one(rows.name, name, stored_in_b)
+    # The parts that B lacks have no rows.
+    part = rows.models.b.get(name, rows.b)
+    is_other = part is not rows.b and has_elements(part)
+    return are_parts and is_other and (part.dtype, part.shape[1:]) == (rows.b.dtype, rows.b.shape[1:])
+
+
 def _find_copies(rows: _Rows) -> Relation | None:
     """Return which rows of A a tensor of the same shape holds several times."""
     a, b = rows.a, rows.b
@@ -204,7 +259,7 @@ def _find_copies(rows: _Rows) -> Relation | None:
 # The relations of rows by the number of leading dimensions, in the order of precedence. At other numbers, rows only
 # have another order.
 _FINDERS: dict[int, tuple[Callable[[_Rows], Relation | None], ...]] = {
-    1: (_find_experts, _find_rotary_order, _find_permutation, _find_copies),
+    1: (_find_experts, _find_rotary_order, _find_permutation, _find_shift, _find_copies),
     2: (_find_channels, _find_permutation),
 }
 

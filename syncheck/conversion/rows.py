@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from hashlib import blake2b
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from syncheck.tensors.blocks import BLOCK
@@ -93,10 +94,13 @@ def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
 def describe_order(order: Sequence[int]) -> dict[str, str | int | tuple[int, ...]]:
     """Return the structure of a permutation of rows, as parameters of a relation.
 
-    `pattern` is "blocks" (few runs of rows; `runs` lists their first rows and lengths), "interleaved" (one row of each
-    of `size` blocks in turn), "within" (each block of `size` rows has the same order), or "other".
+    `pattern` is "reversed" (the last row first), "blocks" (few runs of rows; `runs` lists their first rows and
+    lengths), "interleaved" (one row of each of `size` blocks in turn), "within" (each block of `size` rows has the same
+    order), or "other".
     """
-    runs = _find_runs(order)
+    if list(order) == [*reversed(range(len(order)))]:
+        return {"pattern": "reversed"}
+    runs = find_runs(order, _MOST_RUNS)
     if len(runs) <= _MOST_RUNS:
         return {"pattern": "blocks", "runs": tuple(itertools.chain.from_iterable(runs))}
     # A single block of all rows has any order.
@@ -120,8 +124,8 @@ def _is_within_blocks(order: Sequence[int], size: int) -> bool:
     return all(row == order[i % size] + i - i % size for i, row in enumerate(order))
 
 
-def _find_runs(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of consecutive rows: (first, length), at most one more than are listed."""
+def find_runs(order: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Return runs of consecutive rows: (first, length), at most one more than `most`."""
     runs: list[tuple[int, int]] = []
     for row in order:
         first, length = runs[-1] if runs else (row, 0)
@@ -129,9 +133,48 @@ def _find_runs(order: Sequence[int]) -> list[tuple[int, int]]:
             runs[-1:] = [(first, length + 1)]
             continue
         runs.append((row, 1))
-        if len(runs) > _MOST_RUNS:
+        if len(runs) > most:
             break
     return runs
+
+
+def _find_shortest_run(order: Sequence[int]) -> int:
+    """Return the number of rows of the shortest run of consecutive rows."""
+    runs = find_runs(order, len(order))
+    _, shortest = min(runs, key=itemgetter(1), default=(0, 0))
+    return shortest
+
+
+def describe_shift(a: Sequence[bytes], b: Sequence[bytes]) -> dict[str, int] | None:
+    """Return from which row on all rows of `a` have another position in `b`; None for other rows.
+
+    `row` is the first of these rows, `shift` how many rows later they are in `b`, negative for earlier, and `lost` the
+    number of rows that `b` lacks.
+    """
+    row = 0
+    while row < min(len(a), len(b)) and a[row] == b[row]:
+        row += 1
+    # Additional rows at the end shift no row.
+    if row == min(len(a), len(b)):
+        return None
+    rows_a, rows_b = a[row:], b[row:]
+    inserted, removed = _find_start(rows_a, rows_b), _find_start(rows_b, rows_a)
+    if inserted:
+        # Rows of padding that B has at other positions, too, are not lost.
+        dropped_rows = set(rows_a[len(rows_b) - inserted :]) - set(b)
+        return {"row": row, "shift": inserted, "lost": len(dropped_rows)}
+    if removed:
+        return {"row": row, "shift": -removed, "lost": removed}
+    return None
+
+
+def _find_start(rows: Sequence[bytes], longer: Sequence[bytes]) -> int:
+    """Return the position from which on the longer rows are the other rows, as far as both reach; 0 for no position."""
+    start = longer.index(rows[0]) if rows[0] in longer else 0
+    count = min(len(rows), len(longer) - start)
+    # A single equal row at the end is no shift.
+    is_shifted = count > 1 and list(rows[:count]) == list(longer[start : start + count])
+    return start if is_shifted else 0
 
 
 def describe_copies(a: list[bytes], b: list[bytes]) -> dict[str, str | int] | None:
@@ -207,11 +250,13 @@ def _repeat_blocks(rows: Sequence[bytes], size: int, times: int) -> list[bytes]:
     return repeated
 
 
-def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
+def describe_heads(order: Sequence[int], least: int) -> dict[str, str | int] | None:
     """Return how an order of rows permutes the halves of heads for rotary embeddings; None for another order.
 
     `head_dim` is the number of rows of a head. `to` is "interleaved" or "half". `back` is the number of rows of a head
     with which the rows were permuted back; only present for a permutation with two different numbers.
+
+    least: the fewest rows of a whole head.
     """
     import numpy as np
 
@@ -219,14 +264,18 @@ def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
     rows = np.asarray(order)
     interleaved_orders = {}
     # The halves of two rows are single rows, in either order.
-    for size in _list_divisors(count):
-        if size > 2 and size % 2 == 0:
+    for half in _list_divisors(count // 2):
+        size = 2 * half
+        if count % size == 0:
             interleaved_orders[size] = _interleave(np.arange(count), size)
     for size, interleaved in interleaved_orders.items():
         if np.array_equal(rows, interleaved):
             return {"head_dim": size, "to": "interleaved"}
         if np.array_equal(rows, np.argsort(interleaved)):
             return {"head_dim": size, "to": "half"}
+    # Exchanged heads, or exchanged parts of several heads each, have the order of two permutations, too.
+    if _find_shortest_run(order) >= least:
+        return None
     # Permuted with one number of heads, and back with another.
     for size, size_back in itertools.permutations(interleaved_orders, 2):
         back = np.argsort(interleaved_orders[size_back])

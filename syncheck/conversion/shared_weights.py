@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.name_maps import read_settings
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.layout.copies import find_shared_tensors
 
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.snapshots import Tensor
+
+# The settings of several libraries that state whether the output layer uses the weight of the embedding, and the value
+# with which it does.
+_TYING = {
+    "tie_word_embeddings": True,
+    "share_embeddings_and_output_weights": True,
+    "enable_weight_tying": True,
+    "untie_embeddings_and_output_weights": False,
+}
 
 
 def is_shared_weight(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
@@ -46,3 +56,23 @@ def _is_tied_bias(names: Sequence[str]) -> bool:
     shorter, *longer = sorted(names, key=len)
     container = shorter.removesuffix(".bias")
     return container != shorter and longer == [f"{container}.decoder.bias"]
+
+
+def find_output_tie(paths: Sequence[str], values: Mapping[str, Any]) -> bool | None:
+    """Return whether the output layer of a model uses the weight of its embedding; None if no configuration states it.
+
+    Parameters as for `name_maps.find_variables`.
+    """
+    statements = set()
+    for settings in read_settings(paths, values):
+        for name, tying_value in _TYING.items():
+            value = settings.get(name)
+            if isinstance(value, bool):
+                statements.add(value is tying_value)
+    # Configurations that contradict each other state nothing.
+    return statements.pop() if len(statements) == 1 else None
+
+
+def is_output_tie(name: str, other: str) -> bool:
+    """Whether a single name of two is an output layer, so that a configuration may state a tie of both."""
+    return (classify_vocabulary(name) == "output") != (classify_vocabulary(other) == "output")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.conversion.adapted_tensors import find_adapted
 from syncheck.conversion.causes import add_relations
+from syncheck.conversion.exceptions import find_exceptions
 from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.model_pairs import Models
 from syncheck.conversion.sides import Side, list_earlier, list_stored_shards, open_side
@@ -15,7 +16,7 @@ from syncheck.diagnose.measures import relation_of
 from syncheck.errors import UsageError
 from syncheck.findings import RelationKind, Stored
 from syncheck.layout.whole_model import locate_shards
-from syncheck.messages import Note
+from syncheck.messages import Note, Usage
 from syncheck.records import Reason
 from syncheck.tensors.kinds import find_outside_model
 from syncheck.tensors.names import normalize_keys
@@ -57,7 +58,7 @@ def describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: boo
     return replace(
         comparison,
         replicas=tuple(replicas),
-        tensors=tuple(_locate(diff, sides, models) for diff in comparison.tensors),
+        tensors=tuple(locate_worst_element(diff, sides, models) for diff in comparison.tensors),
     )
 
 
@@ -92,16 +93,14 @@ def _require_common_names(comparison: Comparison, sides: Sequence[Side]) -> None
     for side in sides:
         names = names_text([*side.model.tensors], 2) or "none"
         examples.append(f"{side.label} has {names}")
-    raise UsageError(
-        f"A and B have no tensor in common: {'; '.join(examples)}; pass two copies of one model, or --map FILE"
-    )
+    raise UsageError(Usage.NO_COMMON_NAMES(examples=tuple(examples)))
 
 
 def _is_only_in_a(diff: TensorDiff) -> bool:
     return diff.reason is Reason.MISSING and diff.clusters == ((0,),)
 
 
-def _locate(diff: TensorDiff, sides: Sequence[Side], models: Sequence[Mapping[str, Tensor]]) -> TensorDiff:
+def locate_worst_element(diff: TensorDiff, sides: Sequence[Side], models: Sequence[Mapping[str, Tensor]]) -> TensorDiff:
     """Add the rank and file with the worst element on each side."""
     if diff.index is None:
         return diff
@@ -154,6 +153,7 @@ def add_relations_of_sides(
         base=title,
         updated=_count_updated(diffs, models),
         adapted=adapted,
+        exceptions=find_exceptions(diffs, models),
     )
     return replace(comparison, tensors=diffs, evidence=evidence)
 

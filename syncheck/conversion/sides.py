@@ -10,7 +10,8 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.earlier_steps import find_earlier
-from syncheck.conversion.name_maps import find_variables
+from syncheck.conversion.name_maps import CONFIGURATIONS, find_variables
+from syncheck.conversion.shared_weights import find_output_tie, is_output_tie
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.frozen import record
 from syncheck.layout import views
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from syncheck.conversion.adapters import Adapter
     from syncheck.conversion.name_maps import NameMap
     from syncheck.options import DiffOptions
+    from syncheck.readers.opened import Opened
     from syncheck.snapshots import Shard, Snapshot, Tensor
 
 LABELS = ("A", "B")
@@ -49,10 +51,14 @@ class Side:
     """The model, with whole tensors."""
     skipped: int = 0
     """The number of files that were not read."""
+    skipped_paths: tuple[str, ...] = ()
+    """The paths of the first skipped files."""
     aliases: tuple[Alias, ...] = ()
     """Files that are other names of files in the group."""
     variables: Mapping[str, int] = field(default_factory=dict)
     """The numbers of heads and their size, as far as a configuration states them."""
+    output_tie: bool | None = None
+    """Whether a configuration states that the output layer uses the weight of the embedding, if at all."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     """The stored tensor of each tensor of the model, after a map."""
     map: NameMap | None = None
@@ -64,6 +70,10 @@ class Side:
     def title(self) -> str:
         """The label and the name of the run; the title of a comparison of copies within the side."""
         return f"{self.label}: {self.group.run}"
+
+    def are_separate(self, name: str, other: str) -> bool:
+        """Whether two names are an output layer and its embedding, and a configuration states two weights."""
+        return self.output_tie is False and is_output_tie(name, other)
 
     def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
         """Return the rank and file with an element of a tensor of the model."""
@@ -117,12 +127,14 @@ def open_side(label: str, source: Source) -> Side:
         group,
         model,
         skipped=opened.skipped,
+        skipped_paths=tuple(opened.skipped_paths),
         aliases=tuple(opened.aliases),
         variables=variables,
+        output_tie=find_output_tie(paths, values),
     )
 
 
-def _open_files(source: Source) -> tuple[str, CheckpointGroup, find.Opened]:
+def _open_files(source: Source) -> tuple[str, CheckpointGroup, Opened]:
     """Return the paths as text, the files of one model by rank, and everything that was opened."""
     paths = _split(source)
     opened = find.open_checkpoints(paths)
@@ -205,7 +217,7 @@ def list_inputs(sources: Sequence[Source], options: DiffOptions) -> list[str]:
     for source in sources:
         for path in _split(source):
             # `find_variables` reads the settings beside a file.
-            inputs += [path, os.path.join(os.path.dirname(path), "config.json")]
+            inputs += [path, *(os.path.join(os.path.dirname(path), name) for name in CONFIGURATIONS)]
     return inputs
 
 

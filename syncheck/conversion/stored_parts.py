@@ -128,6 +128,8 @@ def _list_part_orders(source: _Source, variables: Mapping[str, int]) -> Iterator
         parameters: dict[str, Any] = {
             "pattern": "parts",
             "parts": _name_modules(reordered),
+            "expected": _name_modules(source.rule),
+            "regrouped": groups != source.rule.groups,
             # Groups of single rows have no number.
             "groups": groups if isinstance(groups, int) else variables.get(groups, 0),
             "side": source.side,

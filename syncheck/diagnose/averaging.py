@@ -62,6 +62,6 @@ def find_averaging(group: Comparison) -> Averaging | None:
 
 
 def recorded_step(group: Comparison) -> int | None:
-    """Return the step of the metadata, else of the group; None if neither is known."""
+    """Return the step of the metadata or the files, else of the group; None if neither is known."""
     step = group.evidence.metadata.step
     return group.step if step is None else step

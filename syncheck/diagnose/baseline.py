@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.diagnose.selection import index_by_name, list_names, out_of_sync, problems_of, with_status
 from syncheck.diagnose.verdicts import overall, with_findings
 from syncheck.errors import UsageError
-from syncheck.messages import Fact
+from syncheck.messages import Fact, Usage
 from syncheck.records import Fixed, Reason
+from syncheck.suggestions import suggest_path
 from syncheck.text import brief, system_reason
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
     if content is None:
         if may_be_missing:
             return frozenset()
-        raise UsageError(f"{path}: no such baseline; create it with --update-baseline")
+        raise UsageError(Usage.NO_BASELINE(path=path, suggestion=suggest_path(path)))
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -77,7 +77,7 @@ class Case:
         return len(self.group.replicas)
 
     def are_all_ranks(self, ranks: Collection[int]) -> bool:
-        """Whether these are all ranks of the group, so that no rank deviates from the others."""
+        """Whether the ranks are all ranks of the group, so that no rank deviates."""
         return set(ranks) == set(self.group.ranks)
 
     def ranks_differ(self, diffs: Iterable[TensorDiff]) -> bool:

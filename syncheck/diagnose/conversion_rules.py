@@ -5,7 +5,7 @@ The docstring of the sentences is the text of `syncheck explain`.
 
 from __future__ import annotations
 
-from syncheck.diagnose import model_layouts, model_positions, model_updates, model_values
+from syncheck.diagnose import conventions, model_layouts, model_positions, model_remainder, model_updates, model_values
 from syncheck.diagnose.rule import Rule, Turn
 from syncheck.findings import RelationKind
 
@@ -47,6 +47,7 @@ CONVERSION_RULES = (
         key=("dims",),
         state=model_layouts.state_transposed,
         amend=model_layouts.count_square,
+        weigh=conventions.weigh_exceptions,
     ),
     Rule(
         code="SYN305",
@@ -63,6 +64,7 @@ CONVERSION_RULES = (
         relation=RelationKind.ROTARY,
         key=("to", "head_dim", "back"),
         state=model_layouts.state_rotary,
+        weigh=conventions.weigh_fitted,
     ),
     Rule(
         code="SYN307",
@@ -70,8 +72,9 @@ CONVERSION_RULES = (
         sentences=model_values.Cast,
         two_models=Turn.RELATION,
         relation=RelationKind.CAST,
-        key=("side", "dtype"),
+        key=("side", "dtype", "then", "pattern", "count", "index"),
         state=model_values.state_cast,
+        amend=model_values.advise_one_conversion,
     ),
     Rule(
         code="SYN308",
@@ -94,6 +97,15 @@ CONVERSION_RULES = (
         amend=model_layouts.explain_padded_vectors,
     ),
     Rule(
+        code="SYN318",
+        slug="part-lost",
+        sentences=model_layouts.PartLost,
+        two_models=Turn.RELATION,
+        relation=RelationKind.PART_LOST,
+        key=("dim", "added", "row", "shift"),
+        state=model_layouts.state_part_lost,
+    ),
+    Rule(
         code="SYN312",
         slug="scaled",
         sentences=model_values.Scaled,
@@ -108,8 +120,7 @@ CONVERSION_RULES = (
         slug="wrong-shard",
         sentences=model_positions.WrongShard,
         two_models=Turn.RELATION,
-        relation=RelationKind.SHARD,
-        state=model_positions.state_wrong_shard,
+        match=model_positions.match_wrong_shards,
     ),
     Rule(
         code="SYN314",
@@ -157,9 +168,9 @@ CONVERSION_RULES = (
     Rule(
         code="SYN399",
         slug="unexplained-model-difference",
-        sentences=model_values.Unexplained,
+        sentences=model_remainder.Unexplained,
         two_models=Turn.REMAINDER,
         certainty="consistent",
-        match=model_values.match_remaining,
+        match=model_remainder.match_remaining,
     ),
 )

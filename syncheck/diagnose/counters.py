@@ -257,7 +257,10 @@ def may_be_old(case: Case) -> bool:
 
     They are if they store their step. With checkpoints of several steps, an older file of a rank is a stale rank.
     """
-    if case.group.evidence.stores_progress or case.in_memory:
-        return False
-    # With checkpoints of several steps, an older file of a rank is a stale rank.
-    return len(case.steps()) == 1
+    exceptions = (
+        case.group.evidence.stores_progress,
+        case.in_memory,
+        # With checkpoints of several steps, an older file of a rank is a stale rank.
+        len(case.steps()) != 1,
+    )
+    return not any(exceptions)

@@ -3,14 +3,19 @@
 Each step is diagnosed alone, so the evidence of one fault may fit SYN211 at one step and SYN213 at the next step. Steps
 without a gap at which the same parameters differ between the same ranks show one fault: the code with the strongest
 certainty and the most steps is the finding of all of them.
+
+Ranks that lose the state of their optimizer (SYN215) take other steps from then on. SGD counts no steps, so only the
+step at which the state was missing proves the cause, and the parameters differ from the next step on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
+from syncheck.diagnose.lasting_scales import describe_scale
 from syncheck.diagnose.measures import most_common
 from syncheck.diagnose.selection import list_names, out_of_sync, select_names, with_step
 from syncheck.diagnose.series import by_run
@@ -32,6 +37,8 @@ _OF_GRADIENTS = frozenset({"SYN211", "SYN212", "SYN213"})
 _OF_PARAMETERS = _OF_GRADIENTS | {"SYN210", "SYN240", "SYN299"}
 # Small or unexplained differences, which never decide about other steps.
 _WITHOUT_CAUSE = frozenset({"SYN240", "SYN299"})
+# The state of the optimizer is missing on some ranks.
+_LOST_STATE = "SYN215"
 _STRENGTH = {"proved": 2, "likely": 1, "consistent": 0}
 # Least share of common parameters, among all parameters of two steps.
 _MOST = 0.5
@@ -44,6 +51,7 @@ class Course(Sentence):
     TENSORS = "{count:count tensor} {count:verb differs|differ} at this step, {size}"
     DISAGREES = "at {steps:list} alone, the evidence fits {code} better"
     STEP = "step {step}"
+    CARRIED = "the difference began at step {step}: {fact}"
 
 
 @record
@@ -95,15 +103,88 @@ def _decide_run(steps: Sequence[Group]) -> dict[int, Finding]:
     """Return the findings of faults that several steps of a run show, by the identity of the finding of one step."""
     decided: dict[int, Finding] = {}
     for course in _find_courses(steps):
-        groups = [steps[sighting.position] for sighting in course]
-        findings = describe_events(groups, _decide(course, steps))
+        findings = _decide_course(course, steps)
         for sighting, finding in zip(course, findings, strict=True):
             decided[id(sighting.finding)] = finding
     return decided
 
 
+def _decide_course(course: Sequence[_Sighting], steps: Sequence[Group]) -> list[Finding]:
+    """Return the findings of a fault, in the order of the steps. steps: all steps of the run."""
+    loss = _find_loss(course[0], steps)
+    if loss is not None:
+        return [_carry(loss, sighting, steps) for sighting in course]
+    # A fault at a single step has nothing to decide.
+    if len(course) == 1:
+        return [course[0].finding]
+    groups = [steps[sighting.position] for sighting in course]
+    decided = _decide(course, steps)
+    scale = describe_scale(groups, decided)
+    if scale is not None:
+        return [_refer_to_scale(finding, scale) for finding in decided]
+    return describe_events(groups, decided)
+
+
+class _Loss(NamedTuple):
+    """The proof that ranks lost the state of their optimizer. step: at which parameters still agreed."""
+
+    step: int | None
+    finding: Finding
+
+
+def _find_loss(first: _Sighting, steps: Sequence[Group]) -> _Loss | None:
+    """Return the loss of state before a fault that explains the fault; None without a loss.
+
+    The ranks that kept their state must agree.
+    """
+    if first.position == 0:
+        return None
+    before = steps[first.position - 1]
+    for finding in before.findings:
+        is_loss = (finding.code, finding.certainty) == (_LOST_STATE, "proved")
+        kept_state = [ranks for ranks in first.ranks if not set(ranks).issubset(finding.ranks)]
+        is_of_these_ranks = len(kept_state) == 1 and set(kept_state[0]).isdisjoint(finding.ranks)
+        if is_loss and is_of_these_ranks and finding.allowed == first.finding.allowed:
+            return _Loss(before.step, finding)
+    return None
+
+
+def _carry(loss: _Loss, sighting: _Sighting, steps: Sequence[Group]) -> Finding:
+    """Return the finding of a step with the cause that an earlier step proves, and its own differences."""
+    carried = _refer(sighting, loss.finding, steps[sighting.position])
+    origin = Course.CARRIED(
+        step=loss.step,
+        fact=loss.finding.facts[0],
+    )
+    return replace(
+        carried,
+        facts=(*carried.facts, origin),
+        certainty="likely",
+        alternatives=(),
+    )
+
+
+def _refer_to_scale(finding: Finding, scale: Message) -> Finding:
+    """Return the finding of a step with the cause that all steps show. scale: the statement about it."""
+    # A finding that is certain, or that the user allows, remains.
+    if finding.certainty != "consistent" or finding.allowed:
+        return finding
+    alternatives = dict.fromkeys((finding.code, *finding.alternatives))
+    alternatives.pop(syn213.CODE, None)
+    return replace(
+        finding,
+        code=syn213.CODE,
+        slug=syn213.SLUG,
+        facts=(scale, *finding.facts[1:]),
+        cause=syn213.Text.CAUSE(),
+        fix=syn213.Text.FIX(),
+        # Single events do not go on.
+        alternatives=tuple(code for code in alternatives if code in _OF_GRADIENTS),
+    )
+
+
 def _find_courses(steps: Sequence[Group]) -> list[list[_Sighting]]:
-    """Return the faults that several neighbouring steps show."""
+    """Return the faults that neighbouring steps show, or a single step."""
     sightings = []
     for position, group in enumerate(steps):
         for finding in group.findings:
@@ -114,8 +195,7 @@ def _find_courses(steps: Sequence[Group]) -> list[list[_Sighting]]:
     for sighting in sightings:
         course = _find_course(courses, sighting)
         course.append(sighting)
-    # A fault at a single step has nothing to decide.
-    return [course for course in courses if len(course) > 1]
+    return courses
 
 
 def _find_course(courses: list[list[_Sighting]], sighting: _Sighting) -> list[_Sighting]:
@@ -165,7 +245,7 @@ def _decide(course: Sequence[_Sighting], steps: Sequence[Group]) -> list[Finding
             facts = (*finding.facts, *disagreements)
             # The step keeps its own evidence only if it fits the cause.
             if finding.code != clearest.code:
-                finding = _refer(sighting, clearest, steps[sighting.position])
+                finding = _refer(sighting, clearest.finding, steps[sighting.position])
                 facts = (_state_decision(merged, clearest), *finding.facts)
             finding = replace(
                 finding,
@@ -233,9 +313,8 @@ def _may_refer(sighting: _Sighting, clearest: _Sighting) -> bool:
     return is_uncertain or are_both_of_gradients
 
 
-def _refer(sighting: _Sighting, clearest: _Sighting, group: Group) -> Finding:
-    """Return the finding of a step with the code and the cause of the clearest step, and its own differences."""
-    cause = clearest.finding
+def _refer(sighting: _Sighting, cause: Finding, group: Group) -> Finding:
+    """Return the finding of a step with the code and the cause of another step, and its own differences."""
     differing = select_names(out_of_sync(group), sighting.finding.tensors)
     fact = Course.TENSORS(count=len(differing), size=largest_difference(differing))
     return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.measures import TOUCHED, agrees_within, is_share_below
+from syncheck.layout.replica_groups import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -49,6 +50,13 @@ def agreeing_within(diffs: Iterable[TensorDiff], locations: Mapping[int, Hashabl
     return [diff for diff in diffs if agrees_within(diff, locations)]
 
 
+def agreeing_along_tensor_parallel(diffs: Iterable[TensorDiff], case: Case) -> list[TensorDiff]:
+    """Return the tensors that differ only between tensor-parallel coordinates; empty unless the ranks have several."""
+    coordinates = case.coordinates(TENSOR_PARALLEL)
+    has_several = len(set(coordinates.values())) > 1
+    return agreeing_within(diffs, coordinates) if has_several else []
+
+
 def states_of_parameters(case: Case, names: Iterable[str], parameters: Collection[str]) -> list[str]:
     """Return the names of optimizer tensors that belong to one of the parameters."""
     return [name for name in names if case.owner_of(name) in parameters]
@@ -77,6 +85,23 @@ def hits_of(damages: Iterable[list[TensorDiff]]) -> list[TensorDiff]:
 def groups_of(diff: TensorDiff, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Return the replica groups of a tensor; all of its ranks if it has a single group. ranks: of the tensor."""
     return diff.replica_groups or (tuple(sorted(ranks)),)
+
+
+def single_out_ranks(case: Case, diffs: Iterable[TensorDiff]) -> bool:
+    """Whether in each tensor, one set of ranks agrees, and each other rank differs from all ranks.
+
+    Gradients that are never averaged leave no two ranks equal, and an average over a part of the ranks leaves several
+    sets. Tensors with several replica groups do not count, because such a group may be averaged alone.
+    """
+    number = case.number_of_ranks
+    for diff in diffs:
+        # Without further sets of several ranks, each other rank is a set.
+        agreeing = max(map(len, diff.clusters), default=0)
+        are_others_alone = len(diff.clusters) == 1 + number - agreeing
+        has_one_set = 1 < agreeing < number and are_others_alone
+        if not has_one_set or len(groups_of(diff, case.group.ranks)) > 1:
+            return False
+    return True
 
 
 def change_whole_parameters(case: Case) -> bool:

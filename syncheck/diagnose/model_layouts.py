@@ -1,15 +1,17 @@
-"""SYN304 to SYN306 and SYN309: tensors of B have the values of A in another order or shape."""
+"""SYN304 to SYN306, SYN309 and SYN318: tensors of B have the values of A in another order or shape."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.conventions import weigh_exceptions
+from syncheck.diagnose.exchanges import group_exchanged, state_exchanged
 from syncheck.diagnose.measures import list_parameter, parameters_of
 from syncheck.diagnose.rule import MOST_FACTS, group_by_parameters, state_tensors
-from syncheck.diagnose.selection import list_names
+from syncheck.diagnose.selection import exclude_names, list_names
 from syncheck.diagnose.statements import limit_facts
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 # Orders of the parts of a fused tensor. All other orders are of the rows or channels of any tensor.
 _OF_PARTS = frozenset({"parts", "other-part", "boxes"})
+# Orders without a statement in the evidence.
+_UNSTATED = frozenset({"other", "within"})
+_UNSTATED_COLUMNS = _UNSTATED | {"interleaved"}
 
 
 class Transposed(Sentence, topic="SYN304"):
@@ -79,7 +84,9 @@ class FusedOrder(Sentence, topic="SYN305"):
     Signature: B has the rows of A in another order, bit by bit: parts of a fused tensor (query, key and value; gate and
     up) are exchanged, joined one after the other instead of in groups of heads, or divided between ranks before they
     were joined. Rows of other tensors, and the input channels of a convolution, may be in another order as well: red,
-    green and blue for a network of Caffe or OpenCV, which reads blue first. The evidence states the order.
+    green and blue for a network of Caffe or OpenCV, which reads blue first. Rows of a shifted fused tensor may be in
+    another part. Separate parts, such as gate and up, may hold each other's values. The evidence states the order of
+    parts, and of rows and columns if it has few blocks or is regular.
 
     Cause: the conversion joined or divided the parts in another order than the library that loads them, or permuted
     rows. Shapes are equal, so loading reports no error.
@@ -92,23 +99,55 @@ class FusedOrder(Sentence, topic="SYN305"):
     """
 
     CAUSE = "The parts of fused tensors are in another order than the layout requires."
-    FIX = "Join or divide the parts in the order of the library that loads them. The evidence states the order in B."
+    FIX = "Join or divide the parts in the order of the library that loads them. The evidence states the actual order."
     CAUSE_ROWS = "The rows, columns or channels of these tensors of B are in another order than in A."
     FIX_ROWS = (
         "Keep the order of A in the conversion, or permute the tensors that depend on this order as well. "
         "The evidence states the order in B."
     )
+    FIX_UNSTATED = (
+        "Keep the order of A in the conversion, or permute all dependent tensors as well. The order in "
+        "B has no simple description: compare the rows or columns of both tensors."
+    )
+    CAUSE_SEPARATE = (
+        "Tensors of B hold the values of other tensors of A that libraries often fuse with them, such as gate and up."
+    )
+    FIX_SEPARATE = (
+        "Pair the names by their meaning in the conversion. If it divides a fused tensor, divide it in the order in "
+        "which this tensor was joined."
+    )
     CHANNELS = "{count:count tensor} of B {count:verb has|have} the input channels {channels:list} of A: {names:names}"
     JOINED = "{count:count fused tensor} of {side} {count:verb has|have} {parts} one after the other: {names:names}"
     GROUPED = "{count:count fused tensor} of {side} {count:verb has|have} {parts} in {groups} groups: {names:names}"
-    OTHER = "{name} of B is {other} of A"
+    # A is the source, so the parts of B are wrong, although the fused tensors are those of A.
+    EXCHANGED = (
+        "{parts} of B hold the rows of {expected} of A, in this order, from {count:count fused tensor}: {names:names}"
+    )
+    DIVIDED = "B has {parts} as if {count:count fused tensor} of A had {order}: {names:names}"
+    ONE_AFTER_THE_OTHER = "them one after the other"
+    IN_GROUPS = "them in {groups} groups"
+    OTHER = "{name} of B has the values of {other} of A"
     BOXES = "{boxes} of {of} shards of {name} hold rows of other parts of the fused tensor, in {files}"
     BLOCKS = "{name} of B has blocks of rows of A in the order {blocks:list}"
+    BLOCKS_INSIDE = "{name} of B has, in index {index} of dimension 0, blocks of rows of A in the order {blocks:list}"
     ROWS = "rows {first} to {last}"
+    ROW = "row {first}"
+    COLUMN_BLOCKS = "{name} of B has blocks of columns of A in the order {blocks:list}"
+    COLUMN_RANGE = "columns {first} to {last}"
+    COLUMN = "column {first}"
+    REVERSED = "{name} of B has the rows of A in reverse order"
+    SHIFTED = (
+        "{name} of B has {shift:count more row} at row {row}: the rows of A from {row} on are {shift:count row} later"
+    )
+    ACROSS = (
+        "the rows of {name} of A from {row} on are {shift:count row} {direction:words} in B, where {parts:names} "
+        "{parts:verb has|have} {moved:count row} of it"
+    )
     INTERLEAVED = "{name} of B has one row of each of {size} blocks of A in turn"
     WITHIN = "{name} of B has another order of rows within each block of {size} rows"
     PERMUTED = "{name} of B has the rows of A in another order"
     COLUMNS = "{name} of B has the columns of A in another order"
+    COLUMNS_REVERSED = "{name} of B has the columns of A in reverse order"
     MORE = "{count:count more tensor}"
 
 
@@ -127,35 +166,48 @@ def match_fused_order(case: Case) -> Match | None:
 
     facts = []
     # Orders of parts explain most, so they come before the first of many other facts.
-    for tensors in group_by_parameters(parts, ("side", "parts", "groups")):
+    for tensors in group_by_parameters(parts, ("side", "parts", "expected", "groups")):
         facts.append(_state_joined(tensors))
-    for diff in reordered:
-        if parameters_of(diff)["pattern"] in tensors_by_pattern:
-            facts.append(_state_order(diff))
+    sizes = [1] * len(facts)
+    rows = exclude_names(reordered, list_names((*parts, *channels)))
+    for tensors in group_exchanged(rows):
+        facts.append(state_exchanged(tensors, _state_order))
+        sizes.append(len(tensors))
     for tensors in group_by_parameters(channels, ("channels",)):
         order = parameters_of(tensors[0])["channels"]
         facts.append(state_tensors(FusedOrder.CHANNELS, tensors, channels=order))
+        sizes.append(1)
     match = Match(
         tensors=reordered,
         ranks=case.group.ranks,
-        facts=limit_facts(facts, MOST_FACTS, FusedOrder.MORE),
+        facts=limit_facts(facts, MOST_FACTS, FusedOrder.MORE, sizes),
     )
-    return match if are_of_parts else match.with_cause(FusedOrder.CAUSE_ROWS, FusedOrder.FIX_ROWS)
+    if not are_of_parts:
+        fix = FusedOrder.FIX_ROWS
+        if any(map(_has_unstated_order, reordered)):
+            fix = FusedOrder.FIX_UNSTATED
+        match = match.with_cause(FusedOrder.CAUSE_ROWS, fix)
+    elif not parts and all(list_parameter(reordered, "separate")):
+        match = match.with_cause(FusedOrder.CAUSE_SEPARATE, FusedOrder.FIX_SEPARATE)
+    return weigh_exceptions(match, case)
 
 
 def _state_joined(tensors: Sequence[TensorDiff]) -> Message:
     """State in which order the parts of fused tensors are joined. Several tensors may be parts of one fused tensor."""
     parameters = parameters_of(tensors[0])
+    groups, parts, expected = parameters["groups"], parameters["parts"], parameters["expected"]
+    details: dict[str, Any] = {"parts": parts}
+    if parameters["side"] == "B":
+        sentence = FusedOrder.JOINED if groups == 1 else FusedOrder.GROUPED
+        details |= {"side": "B", "groups": groups}
+    elif parts != expected and not parameters["regrouped"]:
+        sentence = FusedOrder.EXCHANGED
+        details["expected"] = expected
+    else:
+        sentence = FusedOrder.DIVIDED
+        details["order"] = FusedOrder.ONE_AFTER_THE_OTHER() if groups == 1 else FusedOrder.IN_GROUPS(groups=groups)
     fused = tuple(dict.fromkeys(list_parameter(tensors, "stored")))
-    groups = parameters["groups"]
-    sentence = FusedOrder.JOINED if groups == 1 else FusedOrder.GROUPED
-    return sentence(
-        side=parameters["side"],
-        parts=parameters["parts"],
-        groups=groups,
-        count=len(fused),
-        names=fused,
-    )
+    return sentence(count=len(fused), names=fused, **details)
 
 
 class _Order(NamedTuple):
@@ -172,6 +224,9 @@ _ORDERS = {
     "interleaved": _Order(FusedOrder.INTERLEAVED, ("size",)),
     "within": _Order(FusedOrder.WITHIN, ("size",)),
     "other": _Order(FusedOrder.PERMUTED),
+    "reversed": _Order(FusedOrder.REVERSED),
+    "shifted": _Order(FusedOrder.SHIFTED, ("row", "shift")),
+    "across": _Order(FusedOrder.ACROSS, ("row", "shift", "direction", "parts", "moved")),
 }
 
 
@@ -180,21 +235,68 @@ def _state_order(diff: TensorDiff) -> Message:
     parameters = parameters_of(diff)
     pattern = parameters["pattern"]
     if parameters.get("dim"):
-        return FusedOrder.COLUMNS(name=diff.name)
+        return _state_columns(diff)
     if pattern == "blocks":
-        blocks = _list_blocks(parameters["runs"])
-        return FusedOrder.BLOCKS(name=diff.name, blocks=blocks)
+        return _state_blocks(diff)
     order = _ORDERS[pattern]
     details = {name: parameters[name] for name in order.parameters}
     return order.sentence(name=diff.name, **details)
 
 
-def _list_blocks(runs: Sequence[int]) -> tuple[Message, ...]:
-    """Return the blocks of rows. runs: the first row and the number of rows of each block."""
+def _has_unstated_order(diff: TensorDiff) -> bool:
+    """Whether the evidence states another order of rows or columns without its details."""
+    parameters = parameters_of(diff)
+    unstated = _UNSTATED_COLUMNS if parameters.get("dim") else _UNSTATED
+    return parameters["pattern"] in unstated
+
+
+def _state_columns(diff: TensorDiff) -> Message:
+    """State the order of the columns of a matrix of B."""
+    parameters = parameters_of(diff)
+    if parameters["pattern"] == "blocks":
+        blocks = _list_blocks(parameters["runs"], FusedOrder.COLUMN_RANGE, FusedOrder.COLUMN)
+        return FusedOrder.COLUMN_BLOCKS(name=diff.name, blocks=blocks)
+    if parameters["pattern"] == "reversed":
+        return FusedOrder.COLUMNS_REVERSED(name=diff.name)
+    return FusedOrder.COLUMNS(name=diff.name)
+
+
+def _state_blocks(diff: TensorDiff) -> Message:
+    """State the order of the blocks of rows, or of the blocks within one index of the first dimension."""
+    runs = parameters_of(diff)["runs"]
+    # Rows may be those of the first two dimensions together: the rows of all experts of a stack.
+    rows_of_index = max(1, sum(runs[1::2]) // diff.shape[0])
+    moved_runs: dict[int, list[int]] = defaultdict(list)
+    position = 0
+    for start, size in zip(runs[::2], runs[1::2], strict=True):
+        if start != position:
+            moved_runs[position // rows_of_index] += (start % rows_of_index, size)
+        position += size
+    first_index = min(moved_runs, default=0)
+    is_inside = sum(moved_runs[first_index][1::2]) <= rows_of_index
+    if rows_of_index == 1 or len(moved_runs) != 1 or not is_inside:
+        return FusedOrder.BLOCKS(name=diff.name, blocks=_list_blocks(runs))
+    return FusedOrder.BLOCKS_INSIDE(
+        name=diff.name,
+        index=first_index,
+        blocks=_list_blocks(moved_runs[first_index]),
+    )
+
+
+def _list_blocks(
+    runs: Sequence[int], several: FusedOrder = FusedOrder.ROWS, single: FusedOrder = FusedOrder.ROW
+) -> tuple[Message, ...]:
+    """Return the blocks of rows or columns.
+
+    runs: the first row and the number of rows of each block.
+    several: the sentence about a block of several rows.
+    single: the sentence about one row.
+    """
     blocks = []
     for start, size in zip(runs[::2], runs[1::2], strict=True):
         last = start + size - 1
-        blocks.append(FusedOrder.ROWS(first=start, last=last))
+        sentence = single if size == 1 else several
+        blocks.append(sentence(first=start, last=last))
     return tuple(blocks)
 
 
@@ -254,9 +356,10 @@ def state_rotary(tensors: Sequence[TensorDiff]) -> Message:
 
 
 class Padded(Sentence, topic="SYN309"):
-    """Rows or columns were added or removed; all others are equal.
+    """Rows or columns were added, or padding was removed; the common part is equal.
 
-    Signature: the shapes differ in one dimension, and the common part is equal, bit by bit.
+    Signature: the shapes differ in one dimension, and the common part is equal, bit by bit. What B lacks are zeros, or
+    equal rows of a vocabulary; other rows that B lacks are SYN318.
 
     Cause: one library pads the vocabulary to a multiple of 64 or 128 times the tensor-parallel size, a tokenizer got
     new tokens, or a conversion cut the padding off.
@@ -298,3 +401,56 @@ def explain_padded_vectors(match: Match) -> Match:
     """Replace cause and fix if no tensor is a matrix: only matrices have a row for each token of a vocabulary."""
     dimensions = max(len(diff.shape) for diff in match.tensors)
     return match if dimensions > 1 else match.with_cause(Padded.CAUSE_OTHER, Padded.FIX_OTHER)
+
+
+class PartLost(Sentence, topic="SYN318"):
+    """B lacks rows or columns of A that hold data; the common part is equal.
+
+    Signature: the shapes differ in one dimension, the common part is equal, bit by bit, and the further rows or
+    columns of A are neither zeros nor equal rows of a vocabulary. Or rows are lost or inserted before other rows, which
+    are equal, bit by bit, at other positions.
+
+    Cause: the conversion cut a tensor to a size from another configuration or tokenizer, removed padding of a wrong
+    multiple, or lost the last shard.
+
+    Fix: build B from the configuration of A, and convert the whole tensor. If the rows are in no vocabulary, as padding
+    with random values is, a `config.json` with `vocab_size` beside the files and a map with `pad` prove the padding, or
+    pass `--allow SYN318`; `--allow SYN309` does not accept lost data.
+
+    Incidents: none with a public thread. Models whose embedding has more rows than their tokenizer has tokens
+    (Qwen2: 151,936 and 151,665) are cut by scripts that resize the embedding to the tokenizer.
+    """
+
+    CAUSE = "B lacks rows or columns of A that hold data: the conversion cut the tensor, or lost a part of it."
+    FIX = (
+        "Convert the whole tensor, with the sizes of A's configuration. If the lost part is unused, pass "
+        "{allow:option=SYN318}."
+    )
+    CUT = "B lacks the last {count:count index|indices} of dimension {dim} in {names:names}, which hold data"
+    REMOVED = (
+        "B lacks {count:count row} of A from row {row} on in {names:names}: the next rows of A are {shift:count row} "
+        "earlier in B"
+    )
+    INSERTED = (
+        "B has {shift:count more row} at row {row} of {names:names}, so the next rows of A are later in B, and the "
+        "last {count:count row} of A {count:verb is|are} lost"
+    )
+
+
+def state_part_lost(tensors: Sequence[TensorDiff]) -> Message:
+    """State how many indices B lacks, and from which row on the other rows are at other positions."""
+    parameters = parameters_of(tensors[0])
+    shift = parameters.get("shift")
+    if shift:
+        sentence = PartLost.INSERTED if shift > 0 else PartLost.REMOVED
+        return sentence(
+            count=parameters["lost"],
+            shift=abs(shift),
+            row=parameters["row"],
+            names=list_names(tensors),
+        )
+    return PartLost.CUT(
+        count=-parameters["added"],
+        dim=parameters["dim"],
+        names=list_names(tensors),
+    )

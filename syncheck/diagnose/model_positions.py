@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import parameters_of
-from syncheck.diagnose.rule import MOST_FACTS, other_model, state_tensors
-from syncheck.diagnose.selection import list_names, select_missing
-from syncheck.diagnose.statements import limit_facts
+from syncheck.diagnose.exchanges import state_positions
+from syncheck.diagnose.measures import list_parameter, parameters_of
+from syncheck.diagnose.ranges import list_ranges
+from syncheck.diagnose.rule import group_by_parameters, other_model, state_tensors
+from syncheck.diagnose.selection import exclude_names, list_names, select_missing, select_names
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from syncheck.records import TensorDiff
 
@@ -42,7 +43,7 @@ class ExpertMisplaced(Sentence, topic="SYN310"):
 
     CAUSE = "Experts of B are at the wrong place or missing: the conversion numbered or collected them wrongly."
     FIX = "Number experts by rank times experts per rank plus the local number, and save the experts of all ranks."
-    OTHER = "{name} of B is {other} of A"
+    OTHER = "{name} of B has the values of {other} of A"
     STACK = "{name} of B has the experts {experts:list} of A"
     TWICE = "{count:count expert tensor} of A {count:verb is|are} in B more than once"
     LOST = "B lacks {count:count expert tensor} of A: {names:names}"
@@ -56,7 +57,7 @@ def match_misplaced_experts(case: Case) -> Match | None:
     covered = (*misplaced, *lost)
     if not covered:
         return None
-    facts = limit_facts(_state_positions(misplaced), MOST_FACTS, ExpertMisplaced.MORE)
+    facts = state_positions(misplaced, _state_expert, ExpertMisplaced.MORE)
     twice = _count_repeated_experts(misplaced)
     if twice:
         facts.append(ExpertMisplaced.TWICE(count=twice))
@@ -65,16 +66,12 @@ def match_misplaced_experts(case: Case) -> Match | None:
     return Match(covered, case.group.ranks, facts)
 
 
-def _state_positions(misplaced: Sequence[TensorDiff]) -> list[Message]:
-    """State which experts of A the tensors of B hold."""
-    facts: list[Message] = []
-    for diff in misplaced:
-        parameters = parameters_of(diff)
-        if "experts" in parameters:
-            facts.append(ExpertMisplaced.STACK(name=diff.name, experts=parameters["experts"]))
-        else:
-            facts.append(ExpertMisplaced.OTHER(name=diff.name, other=parameters["other"]))
-    return facts
+def _state_expert(diff: TensorDiff) -> Message:
+    """State which experts of A a tensor of B holds."""
+    parameters = parameters_of(diff)
+    if "experts" in parameters:
+        return ExpertMisplaced.STACK(name=diff.name, experts=parameters["experts"])
+    return ExpertMisplaced.OTHER(name=diff.name, other=parameters["other"])
 
 
 def _count_repeated_experts(misplaced: Sequence[TensorDiff]) -> int:
@@ -114,10 +111,12 @@ class WrongShard(Sentence, topic="SYN313"):
     """A rank or stage of B holds the shard or layer of another one.
 
     Signature: shards of B equal other shards of A, bit by bit, or a tensor of B equals the tensor of another layer or
-    module of A.
+    module of A. The evidence states the range of a shard of another tensor, the copy of the model in A that B was made
+    from (an average of the weights, for example), and the tensors of A whose values are lost.
 
     Cause: files of ranks were copied or renamed wrongly, ranks were sorted as text (10 before 2), pipeline stages
-    number their layers from 0, or a conversion assembled shards in the wrong order.
+    number their layers from 0, a layer was lost and the next layers were renumbered, or a conversion assembled shards
+    in the wrong order.
 
     Fix: assemble shards by the rank inside the files, not by the order of file names, and add the offset of the stage
     to the numbers of layers.
@@ -134,16 +133,92 @@ class WrongShard(Sentence, topic="SYN313"):
         "Assemble shards by their rank and layer, not by the order of file names, and check the names of modules in "
         "the conversion."
     )
-    OTHER = "{name} of B is {other} of A"
-    TRANSPOSED = "{name} of B is {other} of A, transposed"
+    OTHER = "{name} of B has the values of {other} of A"
+    TRANSPOSED = "{name} of B has the values of {other} of A, transposed"
     BOXES = "{boxes} of {of} shards of {name} belong to other ranks, in {files}"
+    FOREIGN = "{ranges:list} of {name} in {side} have the values of {source} of {other}: {count:count shard} in {files}"
+    COPY = "{count:count tensor} of B {count:verb has|have} the values of {copy}* of A: {names:names}"
+    LOST = "no tensor of B that differs has the values of {count:count tensor} of A: {names:names}"
+    MOVED = "B lacks {count:count name}, and has {count:verb its|their} values under other names: {names:names}"
     MORE = "{count:count more tensor}"
+    CAUSE_COPY = (
+        "B was made from another copy of the model in A, for example an average of the weights (EMA), and not from the "
+        "model that the training updates."
+    )
+    FIX_COPY = (
+        "Export the weights that you mean. If B is meant to be this copy, compare B with a file that has only the copy."
+    )
+    CAUSE_LOST = (
+        "B lacks layers or modules of A, and the next layers were renumbered, so that all of them are at the wrong "
+        "place."
+    )
+    FIX_LOST = (
+        "Convert or save the lost tensors as well, and give every layer the number that it has in A. If the layers "
+        "were dropped on purpose, drop them in A as well."
+    )
 
 
-def state_wrong_shard(tensors: Sequence[TensorDiff]) -> Message:
+def match_wrong_shards(case: Case) -> Match | None:
+    """Match tensors of B that hold other shards, or another tensor, of A."""
+    tensors = case.related(RelationKind.SHARD)
+    if not tensors:
+        return None
+    copied = [diff for diff in tensors if "copy" in parameters_of(diff)]
+    alone = exclude_names(tensors, list_names(copied))
+    sources = set(list_parameter(tensors, "other"))
+    facts = _state_copies(copied)
+    lost = _list_lost(case, alone, sources)
+    if lost:
+        facts.append(WrongShard.LOST(count=len(lost), names=lost))
+    moved = _find_moved(case, sources)
+    if moved:
+        facts.append(state_tensors(WrongShard.MOVED, moved))
+    facts += state_positions(alone, _state_wrong_shard, WrongShard.MORE)
+    match = Match((*tensors, *moved), case.group.ranks, facts)
+    if not alone:
+        return match.with_cause(WrongShard.CAUSE_COPY, WrongShard.FIX_COPY)
+    if moved and lost:
+        return match.with_cause(WrongShard.CAUSE_LOST, WrongShard.FIX_LOST)
+    return match
+
+
+def _state_copies(copied: Sequence[TensorDiff]) -> list[Message]:
+    """State which tensors of B have the values of a copy of the model in A."""
+    facts = []
+    for similar in group_by_parameters(copied, ("copy",)):
+        copy = parameters_of(similar[0])["copy"]
+        facts.append(state_tensors(WrongShard.COPY, similar, copy=copy))
+    return facts
+
+
+def _find_moved(case: Case, sources: Collection[str]) -> list[TensorDiff]:
+    """Return the names that B lacks although other tensors of B have their values. sources: the names in A."""
+    moved = []
+    for diff in select_names(select_missing(case.tensors), sources):
+        # The only model with the tensor is A.
+        if diff.clusters == ((0,),):
+            moved.append(diff)
+    return moved
+
+
+def _list_lost(case: Case, alone: Sequence[TensorDiff], sources: Collection[str]) -> tuple[str, ...]:
+    """Return the tensors of A whose place in B other tensors have taken, and that no differing tensor of B has."""
+    added = [diff for diff in select_missing(case.group.tensors) if diff.clusters == ((1,),)]
+    # A name that only B has may have their values.
+    if added:
+        return ()
+    lost = []
+    for diff in exclude_names(alone, sources):
+        if "other" in parameters_of(diff):
+            lost.append(diff)
+    return list_names(lost)
+
+
+def _state_wrong_shard(diff: TensorDiff) -> Message:
     """State which shards or which other tensor a tensor of B holds."""
-    (diff,) = tensors
     parameters = parameters_of(diff)
+    if "source" in parameters:
+        return _state_foreign(diff)
     # Shards at wrong positions within one tensor, or a tensor under another name.
     if "other" not in parameters:
         return WrongShard.BOXES(
@@ -154,6 +229,20 @@ def state_wrong_shard(tensors: Sequence[TensorDiff]) -> Message:
         )
     sentence = WrongShard.TRANSPOSED if "dims" in parameters else WrongShard.OTHER
     return sentence(name=diff.name, other=parameters["other"])
+
+
+def _state_foreign(diff: TensorDiff) -> Message:
+    """State which range of a tensor consists of shards of another tensor."""
+    parameters = parameters_of(diff)
+    return WrongShard.FOREIGN(
+        ranges=list_ranges(diff),
+        name=diff.name,
+        side=parameters["side"],
+        source=parameters["source"],
+        other=other_model(parameters["side"]),
+        count=len(parameters["runs"]) // 2,
+        files=parameters["files"],
+    )
 
 
 class TieChanged(Sentence, topic="SYN314"):
@@ -176,7 +265,7 @@ class TieChanged(Sentence, topic="SYN314"):
 
     CAUSE = "One model has one weight under two names, and the other model has two different weights there."
     FIX = (
-        "Compare tie_word_embeddings of both models. Tie the weights after loading (model.tie_weights() in "
+        "Compare tie_word_embeddings of both models. Tie the weights after loading (`model.tie_weights()` in "
         "transformers), or save and load both tensors."
     )
     TIED = "{name} equals {other} in {tied}, and they differ in {separate}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.measures import list_parameter, parameters_of
 from syncheck.diagnose.rule import group_by_parameters, state_tensors
+from syncheck.diagnose.statements import limit_facts
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.records import TensorDiff
+
+# Statements about merged products.
+_MOST_PRODUCTS = 6
+# Parameters of a relation whose factor was fitted to the numbers; the bytes prove all other relations.
+_FITTED = {"factor", "product"}
 
 
 class NotUpdated(Sentence, topic="SYN301"):
@@ -75,7 +81,7 @@ class PartiallyUpdated(Sentence, topic="SYN302"):
     CAUSE = "The update reached only a part of B: the other tensors are those of the model before the update."
     FIX = (
         "Add the listed tensors to the code that converts or sends the weights, and let it fail for unknown names "
-        "(strict=True)."
+        "(`strict=True`)."
     )
     STALE = "{count:count tensor} of B {count:verb equals|equal} the earlier model {base}, and not A: {names:names 10}"
     UPDATED = "{count:count tensor} {count:verb was|were} updated"
@@ -97,9 +103,9 @@ class AdapterNotMerged(Sentence, topic="SYN303"):
     """B is the base model: the product of the adapter is missing in some tensors, or tensors that it stores.
 
     Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit, or
-    contain another multiple of the product. Merged tensors agree with `base + scale * (lora_B @ lora_A)` within the
-    rounding of their dtype, and are not reported. Tensors that the adapter stores as a whole (`modules_to_save`) or in
-    rows (`trainable_token_indices`) must be equal.
+    contain another multiple of the product, the transposed product, or the product of another module. Merged tensors
+    agree with `base + scale * (lora_B @ lora_A)` within the rounding of their dtype, and are not reported. Tensors that
+    the adapter stores as a whole (`modules_to_save`) or in rows (`trainable_token_indices`) must be equal.
 
     Cause: the merge did not find the adapter (another path, prefix or name of the adapter), skipped some modules, or
     the merged model was never saved. Another multiple shows another scale: the merge read `lora_alpha` or the rank of
@@ -122,6 +128,11 @@ class AdapterNotMerged(Sentence, topic="SYN303"):
         "Merge with the scale of each module: lora_alpha / r (or its root with use_rslora), with the exceptions of "
         "alpha_pattern and rank_pattern. The evidence states the factor by which B differs from it."
     )
+    CAUSE_PRODUCT = "Another product than their adapter was merged into the listed tensors of B."
+    FIX_PRODUCT = (
+        "Add scale * (lora_B @ lora_A) of the same module and layer to each weight, transposed only for layers with "
+        "fan_in_fan_out. Check the names and the order in which the merge reads the factors."
+    )
     UNMERGED = "{count} of {total:count tensor} with an adapter {count:verb is|are} not merged in B: {names:names 10}"
     NOT_REPLACED = (
         "{count} of {total:count tensor} with an adapter {count:verb is|are} not replaced in B, although the adapter "
@@ -130,6 +141,9 @@ class AdapterNotMerged(Sentence, topic="SYN303"):
     SCALED = (
         "{count} of {total:count tensor} with an adapter contain {factor:number 3} times its product: {names:names}"
     )
+    TRANSPOSED = "{count} of {total:count tensor} with an adapter contain its product transposed: {names:names}"
+    OTHER = "{name} contains the product of {other}"
+    MORE = "{count:count more statement}"
 
 
 def match_unmerged(case: Case) -> Match | None:
@@ -139,18 +153,31 @@ def match_unmerged(case: Case) -> Match | None:
         return None
     total = max(case.group.evidence.adapted, len(unmerged))
     facts = []
-    for tensors in group_by_parameters(unmerged, ("pattern", "factor")):
+    for tensors in group_by_parameters(unmerged, ("pattern", "factor", "product", "other")):
         facts.append(_state_unmerged(tensors, total))
-    match = Match(unmerged, case.group.ranks, facts)
-    # Each tensor has the product of the adapter, but another multiple of it.
-    if None not in list_parameter(unmerged, "factor"):
+    facts = limit_facts(facts, _MOST_PRODUCTS, AdapterNotMerged.MORE)
+    fitted = [diff for diff in unmerged if _FITTED & parameters_of(diff).keys()]
+    match = Match(
+        unmerged,
+        case.group.ranks,
+        facts,
+        certainty="likely" if fitted else "proved",
+    )
+    # The base model has some of the tensors.
+    if len(fitted) < len(unmerged):
+        return match
+    if not any(list_parameter(unmerged, "product")):
         return match.with_cause(AdapterNotMerged.CAUSE_SCALE, AdapterNotMerged.FIX_SCALE)
-    return match
+    return match.with_cause(AdapterNotMerged.CAUSE_PRODUCT, AdapterNotMerged.FIX_PRODUCT)
 
 
 def _state_unmerged(tensors: Sequence[TensorDiff], total: int) -> Message:
     """State what the tensors of B have instead of the adapter. total: number of tensors with an adapter."""
     parameters = parameters_of(tensors[0])
+    if "other" in parameters:
+        return AdapterNotMerged.OTHER(name=tensors[0].name, other=parameters["other"])
+    if "product" in parameters:
+        return state_tensors(AdapterNotMerged.TRANSPOSED, tensors, total=total)
     if "pattern" in parameters:
         return state_tensors(AdapterNotMerged.NOT_REPLACED, tensors, total=total)
     if "factor" not in parameters:

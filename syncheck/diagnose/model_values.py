@@ -1,17 +1,17 @@
-"""SYN307, SYN308, SYN311, SYN312, SYN315, SYN316 and SYN399: the values of B were computed from A, or are unrelated."""
+"""SYN307, SYN308, SYN311, SYN312, SYN315 and SYN316: the values of B were computed from A, or are unrelated."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.measures import is_partly_nonfinite, list_parameter, parameters_of, relation_of
+from syncheck.diagnose.measures import list_parameter, parameters_of, relation_of
 from syncheck.diagnose.rule import MOST_FACTS, other_model, state_tensors
-from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
+from syncheck.diagnose.statements import limit_facts
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
-from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,21 +21,27 @@ if TYPE_CHECKING:
 # A tensor of 64 elements is called uncorrelated below a correlation of 0.5, which strong changes of A reach too. In the
 # trials of `syncheck diff`, all wrong statements were of smaller tensors alone.
 _ENOUGH_ELEMENTS = 256
-# Statements with the values of both sides, in a finding without an explanation.
-_MOST_VALUES = 3
 
 
 class Cast(Sentence, topic="SYN307"):
     """The difference is exactly one conversion to another dtype.
 
     Signature: one model is the other one after a conversion of its dtype, bit by bit: B has another dtype, or it has
-    the dtype of A and was rounded to a smaller dtype in between, such as float32 to bfloat16 and back.
+    the dtype of A and was rounded to a smaller dtype in between, such as float32 to bfloat16 and back. The evidence
+    states whether the conversion truncated: it cut off the last bits, where torch rounds to the nearest number.
+    Weights with a merged adapter are the exception: their sums may fall on the neighbouring number, within the rounding
+    of the merge.
 
     Cause: an export, a saved copy in low precision or an engine converted the weights. Weights that were rounded and
     stored as float32 look exact, and training that continues from them loses the difference.
 
-    Fix: if the conversion is intended, pass `--cast DTYPE`. Otherwise save the float32 weights of the optimizer instead
-    of their low-precision copies.
+    Fix: if the conversion is intended, pass `--cast DTYPE`. Two conversions in turn, like float32 to float16 to
+    bfloat16, are more than `--cast` accepts: convert the original weights once, or compare the copy in between with B.
+    Truncation is more than it accepts too, because the error is twice as large and has one direction: convert with
+    `tensor.to(dtype)`.
+    The option does not accept elements beyond the range of the dtype, and tensors of zeros after the conversion: use a
+    dtype with a larger range. The option accepts single elements that become zero, and a note counts the elements.
+    Otherwise save the float32 weights of the optimizer instead of their low-precision copies.
 
     Incidents: none with a public thread. DeepSpeed's model states are low-precision copies of the weights in its
     optimizer; see docs/same-model.md.
@@ -43,22 +49,88 @@ class Cast(Sentence, topic="SYN307"):
 
     CAUSE = "These weights were converted to another dtype, and nothing else changed in them."
     FIX = "If the conversion is intended, pass {cast:option DTYPE}. Otherwise export the original weights."
+    FIX_TWICE = (
+        "Convert the original weights once, to the dtype that you need. {cast:option DTYPE} accepts a single "
+        "conversion: if two are intended, compare the copy between them with the last one."
+    )
+    CAUSE_TRUNCATED = (
+        "These weights were converted to another dtype by truncation: the last bits were cut off instead of rounded to "
+        "the nearest number. Nothing else changed in them."
+    )
+    FIX_TRUNCATED = (
+        "Convert with `tensor.to(dtype)`, which rounds to the nearest number. {cast:option DTYPE} accepts rounding "
+        "only: if truncation is intended, pass {allow:option=SYN307}."
+    )
     CAST = (
         "{count:count tensor} of {side} {count:verb equals|equal} {other} after a conversion to {dtype}: {names:names}"
     )
+    TWICE = (
+        "{count:count tensor} of {side} {count:verb equals|equal} {other} after a conversion to {dtype} and then to "
+        "{then}: {names:names}"
+    )
+    TRUNCATED = (
+        "{count:count tensor} of {side} {count:verb equals|equal} {other} truncated to {dtype}, not rounded: "
+        "{names:names}"
+    )
+    CAUSE_BEYOND_RANGE = (
+        "A conversion to another dtype lost elements beyond the range of the dtype. Nothing else changed."
+    )
+    FIX_BEYOND_RANGE = (
+        "Convert the tensors to a dtype with a larger range, like bfloat16, or keep the dtype. {cast:option DTYPE} "
+        "accepts no lost elements: if the loss is intended, pass {allow:option=SYN307}."
+    )
+    OVERFLOWED = (
+        "{lost:count element} of {names:names} in {other} {lost:verb is|are} beyond the range of {dtype}, the first at "
+        "{index}; the rest is equal in {side} after the conversion"
+    )
+    FLUSHED = (
+        "{names:names} of {side} is zero after a conversion to {dtype}: all {lost:count element} other than zero in "
+        "{other} {lost:verb is|are} below its smallest number, the first at {index}"
+    )
+    MERGED = (
+        "{count:count tensor} of {side} {count:verb equals|equal} {other} after a conversion to {dtype}, within the "
+        "rounding of a merge: {names:names}"
+    )
+
+
+# The statement about a conversion, by its pattern.
+_CONVERSIONS = {
+    "": Cast.CAST,
+    "twice": Cast.TWICE,
+    "merged": Cast.MERGED,
+    "truncated": Cast.TRUNCATED,
+    "overflowed": Cast.OVERFLOWED,
+    "flushed": Cast.FLUSHED,
+}
 
 
 def state_cast(tensors: Sequence[TensorDiff]) -> Message:
-    """State which model was converted, and to which dtype."""
-    parameters = parameters_of(tensors[0])
-    side = parameters["side"]
+    """State which model was converted, how, and to which dtypes."""
+    parameters = dict(parameters_of(tensors[0]))
+    pattern = parameters.pop("pattern", "twice" if "then" in parameters else "")
+    sentence = _CONVERSIONS[pattern]
+    if "index" in parameters:
+        parameters["lost"] = parameters.pop("count")
+        parameters["index"] = str(list(parameters["index"]))
     return state_tensors(
-        Cast.CAST,
+        sentence,
         tensors,
-        side=side,
-        other=other_model(side),
-        dtype=parameters["dtype"],
+        other=other_model(parameters["side"]),
+        **parameters,
     )
+
+
+def advise_one_conversion(match: Match) -> Match:
+    """Replace the fix if no value of the option accepts the conversion: two in turn, truncated, or beyond the range."""
+    patterns = set(list_parameter(match.tensors, "pattern"))
+    if not patterns.isdisjoint(("overflowed", "flushed")):
+        return match.with_cause(Cast.CAUSE_BEYOND_RANGE, Cast.FIX_BEYOND_RANGE)
+    if "truncated" in patterns:
+        # Some tensors may be rounded.
+        cause = Cast.CAUSE_TRUNCATED if len(patterns) == 1 else match.cause
+        return match.with_cause(cause, Cast.FIX_TRUNCATED)
+    is_single = {None} == {parameters_of(diff).get("then") for diff in match.tensors}
+    return match if is_single else replace(match, fix=Cast.FIX_TWICE)
 
 
 class Quantized(Sentence, topic="SYN308"):
@@ -116,7 +188,7 @@ class Unrelated(Sentence, topic="SYN311"):
     """
 
     CAUSE = "These tensors of B were not loaded from A: they have fresh or foreign values."
-    FIX = "Load with strict=True, and check the names that the loader did not find."
+    FIX = "Load with `strict=True`, and check the names that the loader did not find."
     UNRELATED = "{count:count tensor} of B {count:verb is|are} not correlated with A: {names:names}"
     CONSTANT = "{count:count tensor} of B {count:verb is|are} constant: {names:names}"
 
@@ -217,7 +289,8 @@ class ScalesMissing(Sentence, topic="SYN316"):
 
     Signature: one model holds the stored numbers of a quantized tensor without their scales, bit by bit, and the other
     model has the numbers and the scales. This case is proved. Or B equals A times a factor for each row, column or
-    block, within the rounding of the dtype.
+    block, within the rounding of the dtype. Or some scales of a quantized tensor are wrong: with other scales, all
+    values are within half a step.
 
     Cause: a loader did not find the scales (another name, `weight_scale` instead of `weight_scale_inv`), read the
     numbers as if they were weights, or applied the scales twice. The scales of a weight normalization, of SmoothQuant
@@ -234,6 +307,14 @@ class ScalesMissing(Sentence, topic="SYN316"):
         "Apply the scales once in the conversion: of a quantized tensor, a weight normalization or a folded norm. Let "
         "the loader fail for unused scales."
     )
+    CAUSE_WRONG = (
+        "Some scales of a quantized tensor do not fit its numbers: they were computed for other weights, overwritten, "
+        "or converted twice."
+    )
+    FIX_WRONG = (
+        "Quantize the listed tensors again, numbers and scales together, or copy the scales from the file that was "
+        "quantized."
+    )
     STORED = (
         "{count:count tensor} of {side} {count:verb is|are} the stored numbers of quantized weights of {other}, "
         "without the scales for each {unit} (from {least:number 3} to {most:number 3}): {names:names}"
@@ -246,6 +327,12 @@ class ScalesMissing(Sentence, topic="SYN316"):
         "{count:count tensor} of B {count:verb is|are} A with a factor for each {unit} (from {least:number 3} to "
         "{most:number 3}): {names:names}"
     )
+    WRONG = (
+        "{wrong:count scale} of {total} of {name} in {side} {wrong:verb is|are} wrong: the first for the {unit} at "
+        "{first}; values are about {factors} times those of {other}, and within half a step of them otherwise"
+    )
+    FACTOR = "{least:number 3}"
+    RANGE = "{least:number 3} to {most:number 3}"
     TENSOR = "tensor"
     ROW = "row"
     COLUMN = "column"
@@ -258,21 +345,41 @@ def match_missing_scales(case: Case) -> Match | None:
     tensors = (*case.related(RelationKind.UNSCALED), *case.related(RelationKind.FACTORS))
     if not tensors:
         return None
+    wrong_tensors = [diff for diff in tensors if "wrong" in parameters_of(diff)]
     tensors_by_scales: dict[_Scales, list[TensorDiff]] = defaultdict(list)
     for diff in tensors:
-        scales = _describe_scales(diff)
-        tensors_by_scales[scales].append(diff)
-    facts = []
+        if diff not in wrong_tensors:
+            tensors_by_scales[_describe_scales(diff)].append(diff)
+    facts = list(map(_state_wrong_scales, wrong_tensors))
     sentences = set()
     for scales, similar in tensors_by_scales.items():
         sentences.add(scales.sentence)
         facts.append(_state_scales(scales, similar))
-    return Match(
+    is_proof = not wrong_tensors and sentences == {ScalesMissing.STORED}
+    match = Match(
         tensors=tensors,
         ranks=case.group.ranks,
         facts=limit_facts(facts, MOST_FACTS, ScalesMissing.MORE),
         # Only stored numbers are equal, bit by bit. All other scales are fitted.
-        certainty="proved" if sentences == {ScalesMissing.STORED} else None,
+        certainty="proved" if is_proof else None,
+    )
+    return match if sentences else match.with_cause(ScalesMissing.CAUSE_WRONG, ScalesMissing.FIX_WRONG)
+
+
+def _state_wrong_scales(diff: TensorDiff) -> Message:
+    """State how many scales of a quantized tensor are wrong, the first of them, and by which factors."""
+    parameters = parameters_of(diff)
+    least, most = parameters["least"], parameters["most"]
+    factors = ScalesMissing.FACTOR if least == most else ScalesMissing.RANGE
+    return ScalesMissing.WRONG(
+        wrong=parameters["wrong"],
+        total=parameters["count"],
+        name=diff.name,
+        side=parameters["side"],
+        other=other_model(parameters["side"]),
+        unit=_name_unit(parameters["block"], parameters["of"]),
+        first=str(list(parameters["first"])),
+        factors=factors(least=least, most=most),
     )
 
 
@@ -313,104 +420,3 @@ def _name_unit(block: tuple[int, int], shape: tuple[int, int]) -> Message:
     if block in units:
         return units[block]
     return ScalesMissing.BLOCK(rows=block[0], columns=block[1])
-
-
-class Unexplained(Sentence, topic="SYN399"):
-    """Two models differ, and no rule explains why.
-
-    Signature: all differences between A and B that no other rule covers.
-
-    Cause: unknown. The most common causes: B was made from another step or another run, a conversion changed values, or
-    training went on after B was saved.
-
-    Fix: check the step and the run of both models. A few tensors that differ point to the code that converts them; if
-    all tensors differ, the models are different.
-
-    Incidents: please send a report with the JSON attached.
-    """
-
-    CAUSE = (
-        "No rule explains this difference. Often B was made from another step or another run, or a conversion changed "
-        "values."
-    )
-    FIX = (
-        "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
-        "saves them. If a conversion to another dtype rounded the values, pass {cast:option DTYPE}."
-    )
-    CAUSE_NOT_FINITE = (
-        "NaN or infinity is in one of the models only: a conversion or a merge overflowed, divided by zero, or read "
-        "damaged weights, or the training of one model diverged."
-    )
-    FIX_NOT_FINITE = (
-        "Look for the listed elements in the code that converts or merges the weights: overflow in float16, scales of "
-        "zero, and factors with NaN. Then compare the remaining differences again."
-    )
-    NOT_FINITE = "the number of NaN and infinite elements in {name} is {values:by_rank}"
-    MORE_NOT_FINITE = "{count:count more tensor} with another number of them"
-    TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
-    KIND = "{count} {kind}"
-    AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
-    VALUE = "{name} is {values:by_rank}"
-    MORE_VALUES = "{count:count more value} {count:verb differs|differ}"
-
-
-def match_remaining(case: Case) -> Match | None:
-    """Match all remaining differences."""
-    if not case.tensors and not case.values:
-        return None
-    overflows = _state_overflows(case)
-    facts = [
-        *_summarize_tensors(case),
-        *limit_facts(_state_values(case), _MOST_VALUES, Unexplained.MORE_VALUES),
-        *limit_facts(overflows, _MOST_VALUES, Unexplained.MORE_NOT_FINITE),
-    ]
-    match = Match(
-        tensors=case.tensors,
-        ranks=case.group.ranks,
-        facts=facts,
-        values=case.values,
-    )
-    # NaN or infinity in one model only shows more than any size of a difference.
-    if overflows:
-        return match.with_cause(Unexplained.CAUSE_NOT_FINITE, Unexplained.FIX_NOT_FINITE)
-    are_constants = all(is_code_constant(diff.name) for diff in case.tensors)
-    if case.tensors and are_constants:
-        return match.with_cause(OtherCode.CAUSE, OtherCode.FIX)
-    return match
-
-
-def _state_values(case: Case) -> list[Message]:
-    """State the differing Python values of both models."""
-    facts = []
-    for value in case.of_values():
-        fact = Unexplained.VALUE(name=value.name, values=dict(value.by_rank))
-        facts.append(fact)
-    return facts
-
-
-def _state_overflows(case: Case) -> list[Message]:
-    """State how many elements are not finite, for tensors with another number of them in each model."""
-    facts = []
-    for diff in case.tensors:
-        if is_partly_nonfinite(diff):
-            facts.append(Unexplained.NOT_FINITE(name=diff.name, values=dict(diff.nonfinite)))
-    return facts
-
-
-def _summarize_tensors(case: Case) -> list[Message]:
-    """State how many tensors of each kind differ, by how much, and how many agree; empty without tensors."""
-    if not case.tensors:
-        return []
-    kinds = []
-    for kind, count in Counter(diff.kind for diff in case.tensors).items():
-        kinds.append(Unexplained.KIND(count=count, kind=kind))
-    summary = Unexplained.TENSORS(
-        count=len(case.tensors),
-        kinds=tuple(kinds),
-        size=largest_difference(case.tensors),
-    )
-    facts = [summary]
-    agreeing = case.group.counts.identical + case.group.counts.equal
-    if agreeing:
-        facts.append(Unexplained.AGREE(count=agreeing))
-    return facts

@@ -115,6 +115,11 @@ def has_shards(case: Case) -> bool:
     return bool(case.group.shards)
 
 
+def has_equal_shards(case: Case) -> bool:
+    """Whether shards at different positions are equal."""
+    return bool(case.group.evidence.equal_shards)
+
+
 def has_broken_ties(case: Case) -> bool:
     """Whether names share memory on some ranks only."""
     return bool(case.group.ties)

@@ -41,7 +41,7 @@ class Turn(IntEnum):
     """Rules that cover no difference."""
 
 
-def keep_match(match: Match) -> Match:
+def keep_match(match: Match, _: Case | None = None) -> Match:
     """Return the match of a rule that amends nothing."""
     return match
 
@@ -76,6 +76,8 @@ class Rule:
     """Returns the statement about the tensors of one key."""
     amend: Callable[[Match], Match] = keep_match
     """Replaces cause, fix or certainty of the match, or adds statements, if the tensors require it."""
+    weigh: Callable[[Match, Case], Match] = keep_match
+    """The same, if the tensors that agree require it."""
 
     def select(self, case: Case) -> Rule:  # noqa: ARG002 - as for `RuleModule`
         """Return this rule."""
@@ -107,7 +109,7 @@ class Rule:
             ranks=case.group.ranks,
             facts=facts,
         )
-        return self.amend(match)
+        return self.weigh(self.amend(match), case)
 
     @property
     def explanation(self) -> str:

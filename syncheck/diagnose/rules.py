@@ -15,6 +15,7 @@ from syncheck.diagnose.rule import RuleModule, Turn
 from syncheck.diagnose.selection import list_names, out_of_sync, problems_of, ranks_outside, select_counting
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper, for_two_models
 from syncheck.diagnose.tied_names import add_copies, fold_ties
+from syncheck.diagnose.witnessed import cover_witnessed, join_findings
 from syncheck.records import Finding
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
     from syncheck.diagnose.case import Match
     from syncheck.diagnose.rule import Rule
+    from syncheck.messages import Message
     from syncheck.records import Comparison, TensorDiff
 
 
-# In the order of precedence, each with a necessary condition. SYN103, SYN104 and SYN105 cover no tensor, so their
-# position does not matter.
+# In the order of precedence, each with a necessary condition. SYN103, SYN104, SYN105 and SYN405 cover no tensor, so
+# their position does not matter.
 REPLICA_RULES = (
     RuleModule("syn108_different_runs", needs.records_runs),
     RuleModule("syn206_metric_states", needs.differs("parameter", "buffer"), every_rank=True),
@@ -70,12 +72,13 @@ REPLICA_RULES = (
     RuleModule("syn103_prefix_normalized", needs.has_prefixes, two_models=Turn.INFORMATION),
     RuleModule("syn104_sharded_by_design", needs.has_shards),
     RuleModule("syn105_tie_broken", needs.has_broken_ties),
+    RuleModule("syn405_equal_shards", needs.has_equal_shards),
 )
 
 
 @cache
 def list_rules() -> tuple[Rule, ...]:
-    """Return all rules: those for replicas in the order of precedence, then those for two models."""
+    """Return all rules: the rules for replicas in the order of precedence, then the rules for two models."""
     from syncheck.diagnose.conversion_rules import CONVERSION_RULES  # only for two models
 
     return (*(module.load() for module in REPLICA_RULES), *CONVERSION_RULES)
@@ -92,6 +95,26 @@ def name_rules() -> dict[str, str]:
     return names
 
 
+def find_sentence(code: str, text: str) -> Message | None:
+    """Return the sentence of a finding whose plain text is `text`; None without one, or if it has parameters.
+
+    The text of a file gets back the marks of its code in this way.
+    """
+    for rule in list_rules():
+        if rule.code != code:
+            continue
+        for sentence in rule.sentences:
+            message = sentence()
+            try:
+                if str(message) == text:
+                    return message
+            except KeyError:
+                # A sentence with parameters.
+                continue
+
+    return None
+
+
 @cache
 def list_diff_rules() -> tuple[Rule, ...]:
     """Return the rules for two models, in the order of precedence."""
@@ -99,7 +122,10 @@ def list_diff_rules() -> tuple[Rule, ...]:
 
 
 def diagnose(
-    group: Comparison, series: tuple[Comparison, ...] = (), allow: frozenset[str] = frozenset()
+    group: Comparison,
+    series: tuple[Comparison, ...] = (),
+    allow: frozenset[str] = frozenset(),
+    witnessed: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """Return findings for every difference of a group. SYN299 covers all unexplained differences.
 
@@ -107,12 +133,15 @@ def diagnose(
     ranks differ in it, or its values if some ranks lack it.
 
     series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
+    witnessed: findings of a watched run before this comparison, which explain differences before any rule.
     """
     rules = list(REPLICA_RULES)
     codes = [rule.code for rule in rules]
-    of_statistics = rules[codes.index("SYN201")]
-    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
-    rules.insert(codes.index("SYN299"), of_statistics)
+    # Running statistics may be local beside another cause, and averaged copies stale on other ranks, so their rules run
+    # again after the rules on parameters.
+    for code in ("SYN201", "SYN219"):
+        repeated = rules[codes.index(code)]
+        rules.insert(codes.index("SYN299"), repeated)
     folded = fold_ties(group)
     steps = []
     for step in series:
@@ -124,6 +153,7 @@ def diagnose(
         folded.group,
         tuple(steps),
         allow,
+        witnessed,
     ):
         names = add_copies(finding.tensors, folded.copies)
         if names != finding.tensors:
@@ -157,10 +187,14 @@ def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -
 
 
 def _apply_rules(
-    rules: Sequence[Rule | RuleModule], group: Comparison, series: tuple[Comparison, ...], allow: frozenset[str]
+    rules: Sequence[Rule | RuleModule],
+    group: Comparison,
+    series: tuple[Comparison, ...],
+    allow: frozenset[str],
+    witnessed: Sequence[Finding] = (),
 ) -> tuple[Finding, ...]:
     """Return the findings of all matching rules, each of which covers what the earlier rules leave unexplained."""
-    tensors = _list_problems(group)
+    tensors, witnessed_findings = cover_witnessed(_list_problems(group), group.ranks, witnessed)
     values = list_names(select_counting(group.values))
     findings = []
     for candidate in rules:
@@ -184,7 +218,7 @@ def _apply_rules(
             history=history_of(frozenset(finding.tensors), series),
         )
         findings.append(finding)
-    return tuple(findings)
+    return join_findings(witnessed_findings, findings)
 
 
 def _list_problems(group: Comparison) -> tuple[TensorDiff, ...]:

@@ -6,6 +6,7 @@ A rule may have these sentences besides CAUSE and FIX:
   during the last forward pass.
 - FIX_SHARDED: the model is sharded, by FSDP or HSDP.
 - IN_A_JOB: the ranks of a running job, without files.
+- FIX_PARTS: the files of the ranks hold different shards, so that no rank can load the file of another rank.
 - FIX_NO_MAJORITY, IN_A_JOB_NO_MAJORITY: no majority shows which ranks are healthy.
 
 A sentence NAME of a rule or of its evidence may have a twin DIFF_NAME for two models.
@@ -22,7 +23,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from syncheck.diagnose.case import Case, Match
     from syncheck.diagnose.rule import Rule
@@ -61,24 +62,33 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     # Two models have neither ranks nor a wrapper.
     if case.group.is_pair:
         return sentences["FIX"]
-    name = _name_fix(rule, case)
+    name = _name_fix(sentences, case)
     without_majority = sentences.get(f"{name}_NO_MAJORITY")
     if without_majority is None or has_majority(match.tensors):
         return sentences[name]
     return without_majority
 
 
-def _name_fix(rule: Rule, case: Case) -> str:
-    """Return the name of the fix for the wrapper, the sharding and the files of the ranks."""
+def choose_unsure_fix(sentences: type[Sentence], case: Case) -> Sentence:
+    """Return the sentence FIX_UNSURE, or its variant for a job or for files with shards: the cause is not certain."""
+    members = sentences.__members__
+    name = _name_fix(members, case)
+    return members[f"{name}_UNSURE"]
+
+
+def _name_fix(sentences: Mapping[str, Sentence], case: Case) -> str:
+    """Return the name of the fix for the wrapper, the sharding and the files of the ranks. sentences: by name."""
     conditions = (
         ("FIX_NO_SYNC", bool(case.group.evidence.metadata.no_sync)),
         ("FIX_SHARDED", is_sharded(case.group)),
         ("IN_A_JOB", case.in_memory),
+        # The whole checkpoint of another rank has the shards of that rank.
+        ("FIX_PARTS", bool(case.group.shards)),
         # Every rule has this fix.
         ("FIX", True),
     )
     applicable = [name for name, does_apply in conditions if does_apply]
-    return next(name for name in applicable if name in rule.sentences.__members__)
+    return next(name for name in applicable if name in sentences)
 
 
 def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:

@@ -35,7 +35,7 @@ class Event(Sentence):
         "there, or a rank changed its own."
     )
     FIX = (
-        "Look for what happened on these ranks at the first differing step: `no_sync()` that ended late, a skipped "
+        "Look for events on these ranks at the first differing step: `no_sync()` that ended late, a skipped "
         "all-reduce, an unused parameter, a hook, or a bad batch. Then resume from a checkpoint in which the ranks "
         "agree."
     )

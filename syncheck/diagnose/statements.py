@@ -98,10 +98,13 @@ def index_text(index: Iterable[int]) -> str:
     return f"[{positions}]"
 
 
-def limit_facts(facts: Sequence[Message], most: int, more: Sentence) -> list[Message]:
-    """Return the first facts, and a statement of the number of further facts."""
+def limit_facts(facts: Sequence[Message], most: int, more: Sentence, sizes: Sequence[int] = ()) -> list[Message]:
+    """Return the first facts, and a statement of the number of further facts.
+
+    sizes: the number of tensors of each fact, if a fact may be about several tensors and `more` states tensors.
+    """
     limited = list(facts[:most])
-    further = len(facts) - most
+    further = sum(sizes[most:]) if sizes else len(facts) - most
     if further > 0:
         limited.append(more(count=further))
     return limited

@@ -2,7 +2,10 @@
 
 Signature: a tensor name is present in some files of the group and missing in others, or all values of an optimizer, a
 scheduler or a loss scaler are missing in some files. Or a value is a number or text in some files, and a dict or list
-with the same name in others.
+with the same name in other files.
+
+Between two models, names without a partner are no evidence if one model is in plain tensors of tensor-parallel ranks:
+its parts may hold the tensors under other names. They are evidence if these parts have too few elements.
 
 If only the state of a saved optimizer is missing on some ranks, the finding is SYN215.
 
@@ -19,6 +22,7 @@ Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -26,7 +30,6 @@ from syncheck.diagnose.conditions import requires
 from syncheck.diagnose.features import groups_of, lost_values, with_reason
 from syncheck.diagnose.history import smaller_set
 from syncheck.diagnose.lost_state import ranks_without_state
-from syncheck.diagnose.rank_values import are_unequal
 from syncheck.diagnose.selection import (
     exclude_kinds,
     exclude_names,
@@ -36,11 +39,11 @@ from syncheck.diagnose.selection import (
     list_names,
 )
 from syncheck.diagnose.stored_forms import list_parts
-from syncheck.messages import Message, Sentence
+from syncheck.messages import Detail, Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.records import TensorDiff, ValueDiff
 
@@ -60,23 +63,55 @@ class Text(Sentence, topic=CODE):
         "{subset:option}. If it lacks other tensors on purpose, skip them with {exclude:option GLOB}."
     )
     DIFF_CAUSE_RENAMED = (
-        "One model has tensors that the other model lacks. Either they were not converted, or they have other names "
-        "and the order of their parts differs: there are as many tensors of the same sizes on the other side."
+        "One model has tensors that the other model lacks. Either they were not converted, or the other model has them "
+        "under other names, with another order of their parts or with other rows: both models have tensors without a "
+        "counterpart, and their sizes fit."
     )
     DIFF_FIX_RENAMED = (
         "If they are the same tensors, pair their names in a map, {map:option FILE}, which then shows the order of "
         "their parts. Otherwise save or convert the missing tensors."
     )
+    DIFF_CAUSE_PARTS = (
+        "One model is in parts whose positions its files do not show, and these parts have too few elements, or too "
+        "many, for the tensors without a partner: at least one tensor, or a part of it, was not converted or not saved."
+    )
+    DIFF_FIX_PARTS = (
+        "Compare one file with all parts joined, or save DTensors or a torch.distributed.checkpoint: then the missing "
+        "tensors have names. Check that the files of all ranks are there."
+    )
     FIX = (
         "Build the model from one configuration on all ranks before wrapping it, save the same state dict on every "
-        "rank, and load it with strict=True. If a file holds only the model on purpose, skip the optimizer: "
+        "rank, and load it with `strict=True`. If a file holds only the model on purpose, skip the optimizer: "
         "{exclude:option=optimizer.*}."
     )
     MISSING = "{ranks:Ranks} {ranks:verb lacks|lack} {missing}: {names:names}"
+    ALSO_MISSING = "{ranks:ranks} {ranks:verb lacks|lack} {missing}: {names:names}"
     PARTLY_MISSING = "{ranks:Ranks} each lack some of {missing}: {names:names}"
     TENSORS = "{tensors:count tensor}"
     VALUES = "{values:count value}"
     TENSORS_AND_VALUES = "{tensors:count tensor} and {values:count value}"
+
+
+# Statements about different ranks.
+_MOST = 4
+# By whether tensors and values are missing: the sentence about their numbers, and its parameters.
+_COUNTS = {
+    (True, True): (Text.TENSORS_AND_VALUES, ("tensors", "values")),
+    (True, False): (Text.TENSORS, ("tensors",)),
+    (False, True): (Text.VALUES, ("values",)),
+}
+
+
+@dataclass(slots=True)
+class _Loss:
+    """What some ranks lack."""
+
+    tensors: list[str] = field(default_factory=list)
+    """Names of tensors."""
+    values: list[str] = field(default_factory=list)
+    """Names of Python values."""
+    expected: set[int] = field(default_factory=set)
+    """The ranks that should have the tensors and values."""
 
 
 def _lacks_any(case: Case) -> bool:
@@ -89,33 +124,23 @@ def apply(case: Case) -> Match | None:
     """Match every tensor and value that some replica lacks."""
     tensors, values = _find_missing(case)
     all_ranks = case.group.ranks
-    expected: set[int] = set()
-    lacking = []
+    losses: dict[frozenset[int], _Loss] = {}
     for diff in tensors:
-        expected.update(_expected_ranks(diff, all_ranks))
-        lacking.append(_lacking_ranks(diff, all_ranks))
+        loss = losses.setdefault(_lacking_ranks(diff, all_ranks), _Loss())
+        loss.tensors.append(diff.name)
+        loss.expected.update(_expected_ranks(diff, all_ranks))
     # Every rank should have the same Python values, whatever its mesh.
     for value in values:
-        expected.update(all_ranks)
-        lacking.append(frozenset(value.lost))
-    without = join_ranks(lacking)
-    # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have a
-    # tensor, no other rank has it, and this rank is the suspect.
-    suspects = smaller_set(without, expected - without) or expected
+        loss = losses.setdefault(frozenset(value.lost), _Loss())
+        loss.values.append(value.name)
+        loss.expected.update(all_ranks)
 
-    value_names = list_names(values)
-    sentence = Text.PARTLY_MISSING if are_unequal(lacking) else Text.MISSING
-    fact = sentence(
-        ranks=tuple(sorted(without)),
-        missing=_count_missing(len(tensors), len(values)),
-        names=(*list_names(tensors), *value_names),
-    )
     members = _find_members(case, tensors)
-    covered_values = tuple(dict.fromkeys((*value_names, *members)))
+    covered_values = tuple(dict.fromkeys((*list_names(values), *members)))
     match = Match(
         tensors=tensors,
-        ranks=suspects,
-        facts=[fact],
+        ranks=_find_suspects(losses),
+        facts=_state_losses(losses),
         values=covered_values,
     )
 
@@ -123,13 +148,70 @@ def apply(case: Case) -> Match | None:
     if is_state_alone:
         # The optimizer of a rank has no state of a parameter that it never updated.
         return match.as_consistent("SYN225", "SYN215")
-    if case.group.is_pair and _may_be_renamed(tensors, all_ranks):
-        return match.as_consistent("SYN305").with_cause(Text.DIFF_CAUSE_RENAMED, Text.DIFF_FIX_RENAMED)
+    if case.group.is_pair:
+        return _weigh_renamed(match, all_ranks)
     return match
 
 
+def _weigh_renamed(match: Match, sides: tuple[int, ...]) -> Match:
+    """Return the match as consistent if the tensors that one model lacks may be those that the other model lacks."""
+    # Parts have too few elements for all tensors without a partner, and nothing shows which of them they hold.
+    unheld = _list_unheld(match.tensors)
+    if unheld:
+        consistent = replace(match.as_consistent("SYN318"), facts=[*match.facts, unheld[0]])
+        return consistent.with_cause(Text.DIFF_CAUSE_PARTS, Text.DIFF_FIX_PARTS)
+    renamed = _list_causes_if_renamed(match.tensors, sides)
+    if renamed:
+        return match.as_consistent(*renamed).with_cause(Text.DIFF_CAUSE_RENAMED, Text.DIFF_FIX_RENAMED)
+    return match
+
+
+def _list_unheld(diffs: Sequence[TensorDiff]) -> list[Message]:
+    """Return the statements that parts have too few or too many elements for the tensors without a partner."""
+    statements: list[Message] = []
+    for diff in diffs:
+        if diff.detail is not None and diff.detail.code is Detail.UNHELD:
+            statements.append(diff.detail)
+    return statements
+
+
+def _find_suspects(losses: Mapping[frozenset[int], _Loss]) -> frozenset[int]:
+    """Return the suspects of all missing tensors and values. losses: by the ranks that lack them."""
+    suspected: set[int] = set()
+    for without, loss in losses.items():
+        # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have
+        # a tensor, no other rank has it, and this rank is the suspect.
+        suspected |= smaller_set(set(without), loss.expected - without) or loss.expected
+    return frozenset(suspected)
+
+
+def _state_losses(losses: Mapping[frozenset[int], _Loss]) -> list[Message]:
+    """State which ranks lack which tensors and values, for many sets of ranks in one statement."""
+    if len(losses) > _MOST:
+        joined = _Loss()
+        for loss in losses.values():
+            joined.tensors += loss.tensors
+            joined.values += loss.values
+        return [_state_loss(Text.PARTLY_MISSING, join_ranks(losses), joined)]
+    sentence = Text.MISSING
+    facts: list[Message] = []
+    for without, loss in losses.items():
+        facts.append(_state_loss(sentence, without, loss))
+        sentence = Text.ALSO_MISSING
+    return facts
+
+
+def _state_loss(sentence: Sentence, ranks: Collection[int], loss: _Loss) -> Message:
+    """State which ranks lack which tensors and values."""
+    return sentence(
+        ranks=tuple(sorted(ranks)),
+        missing=_count_missing(len(loss.tensors), len(loss.values)),
+        names=(*loss.tensors, *loss.values),
+    )
+
+
 def _find_missing(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[ValueDiff, ...]]:
-    """Return the tensors and values that some replica lacks, without those of other findings."""
+    """Return the tensors and values that some replica lacks, without the tensors of other findings."""
     # The parts of a quantized or sparse tensor belong to SYN102.
     parts, part_values = list_parts(case)
     missing = exclude_names(with_reason(case.tensors, "missing"), list_names(parts))
@@ -147,25 +229,44 @@ def _find_members(case: Case, tensors: Sequence[TensorDiff]) -> list[str]:
     return [name for name in names if name.endswith((".params", ".(positions)"))]
 
 
-def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bool:
-    """Whether each tensor that one model lacks has a counterpart with as many elements that the other model lacks."""
-    sizes: dict[frozenset[int], list[int]] = defaultdict(list)
+def _list_causes_if_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the codes that fit if the tensors that one model lacks are those that the other model lacks.
+
+    Empty if their sizes exclude it. Both models lack as many elements, because a tensor may be fused or divided. Or
+    each tensor of the smaller side has rows as long as those of a tensor of the larger side, which then lost rows.
+    """
+    lacking: dict[frozenset[int], list[TensorDiff]] = defaultdict(list)
     for diff in tensors:
-        sizes[_lacking_ranks(diff, sides)].append(diff.numel)
+        lacking[_lacking_ranks(diff, sides)].append(diff)
     # Renamed tensors are missing on both sides, each under its own names.
-    if len(sizes) != 2:
-        return False
-    first, second = sizes.values()
-    return sorted(first) == sorted(second)
+    if len(lacking) != 2:
+        return ()
+    smaller, larger = sorted(lacking.values(), key=_count_elements)
+    if _count_elements(smaller) == _count_elements(larger):
+        return ("SYN305", "SYN306")
+    have_equal_rows = _list_row_shapes(smaller) <= _list_row_shapes(larger)
+    return ("SYN318", "SYN309") if have_equal_rows else ()
+
+
+def _count_elements(diffs: Sequence[TensorDiff]) -> int:
+    """Return the number of elements of all tensors."""
+    return sum(diff.numel for diff in diffs)
+
+
+def _list_row_shapes(diffs: Sequence[TensorDiff]) -> set[tuple[int, ...]]:
+    """Return the shapes of the rows of matrices, and of whole vectors, whose rows of one number show nothing."""
+    shapes = set()
+    for diff in diffs:
+        row_shape = diff.shape[1:] or diff.shape
+        shapes.add(tuple(row_shape))
+    return shapes
 
 
 def _count_missing(tensors: int, values: int) -> Message:
     """State how many tensors and values are missing."""
-    if tensors and values:
-        return Text.TENSORS_AND_VALUES(tensors=tensors, values=values)
-    if tensors:
-        return Text.TENSORS(tensors=tensors)
-    return Text.VALUES(values=values)
+    sentence, counted = _COUNTS[bool(tensors), bool(values)]
+    numbers = {"tensors": tensors, "values": values}
+    return sentence(**{name: numbers[name] for name in counted})
 
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,15 +63,15 @@ class Text(Sentence, topic=CODE):
     )
     FIX_NO_VALUES = (
         "Load the weights before saving: `model.to_empty(device=device)`; `model.load_state_dict(state)`. A model that "
-        "is built under torch.device('meta') or `init_empty_weights()` has no weights until then."
+        "is built under `torch.device('meta')` or `init_empty_weights()` has no weights until then."
     )
     CAUSE_STORED = (
         "A tensor is stored in another form in one copy only (quantized, sparse or nested), so its bytes cannot be "
         "compared. The values may be equal."
     )
     FIX_STORED = (
-        "Compare the plain values: save tensor.dequantize() or `tensor.to_dense()`. If the form is not intended, check "
-        "the code that converts or saves these tensors."
+        "Compare the plain values: save `tensor.dequantize()` or `tensor.to_dense()`. If the form is not intended, "
+        "check the code that converts or saves these tensors."
     )
     FIX = (
         "Build and cast the model from one configuration on all ranks before wrapping it. If the files hold shards, "

@@ -3,11 +3,12 @@
 Signature: a step or epoch counter of the checkpoint differs between ranks. Or the files record the same step, but
 BatchNorm's counts and all step counters of the optimizer lag on the same ranks, by more than a step or two. Or no step
 is stored, all step counters of the optimizer differ, and neither a skipped step (SYN214) nor unrestored state (SYN215)
-explains them. A recorded epoch, or a recorded step more than ten steps behind, proves another moment. A rank that skips
-a step before it counts the step records a smaller step too, in a file of the same moment. If the recorded step lags by
-ten steps or less and no epoch differs, or if the lag grew since an earlier step, the finding is therefore "consistent",
-beside SYN214. So is a finding by counters alone. Tensors changed by training may differ between ranks of different
-progress. Frozen parameters, weight decay, and differences between ranks of the same step have another cause.
+explains them. Between two models, such counters are enough, also beside an equal step if all parameters agree. A
+recorded epoch, or a recorded step more than ten steps behind, proves another moment. A rank that skips a step before it
+counts the step records a smaller step too, in a file of the same moment. If the recorded step lags by ten steps or less
+and no epoch differs, or if the lag grew since an earlier step, the finding is therefore "consistent", beside SYN214. So
+is a finding by counters alone. Tensors changed by training may differ between ranks of different progress. Frozen
+parameters, weight decay, and differences between ranks of the same step have another cause.
 
 Cause: a rank did not save at the last step, an older file remained in the folder, the ranks resumed from checkpoints of
 different steps, or one rank stopped earlier than the other ranks.
@@ -55,7 +56,7 @@ class Text(Sentence, topic=CODE):
 
     CAUSE = "The checkpoints are from different moments of the run: a rank saved, resumed or stopped at another step."
     DIFF_CAUSE = "A and B are from different moments of training: they record different steps."
-    DIFF_FIX = "Compare files of one step: syncheck show FILE prints the step that a file stores."
+    DIFF_FIX = "Compare files of one step: `syncheck show FILE` prints the step that a file stores."
     DIFF_PROGRESS = "A and B are at different points of training: {name:name} is {values:by_rank}"
     DIFF_STEP_COUNTERS = (
         "A and B took different numbers of optimizer steps: {counters:count step counter} "
@@ -188,8 +189,7 @@ def _match_step_counters(case: Case) -> Match | None:
             largest=largest,
         )
 
-    # If the files record the same step, different counters have another cause.
-    if case.group.evidence.stores_progress or _has_better_cause(case, counters):
+    if _has_better_cause(case, counters):
         return None
     if largest is None:
         return _match(
@@ -241,8 +241,13 @@ def _describe_counters(number: int, largest: StepCounter | None) -> Message:
 
 def _has_better_cause(case: Case, counters: Sequence[StepCounter]) -> bool:
     """Whether skipped steps, lost optimizer state or overflows explain the counters."""
-    is_single_event = counters_of_lost_state(case) or counters_of_skipped_steps(case)
-    if is_single_event:
+    are_recorded = case.group.evidence.stores_progress
+    # Neither of two models has lost its state. A skipped step changes parameters.
+    if case.group.is_pair:
+        return are_recorded and not case.is_in_sync("parameter")
+    # If the files record the same step, different counters have another cause.
+    is_other_event = are_recorded or counters_of_lost_state(case) or counters_of_skipped_steps(case)
+    if is_other_event:
         return True
     return bool(counters) and scaler_explains(case, counters)
 

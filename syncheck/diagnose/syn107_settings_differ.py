@@ -3,6 +3,7 @@
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
+In a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step.
 Modules in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and
 optimizer state if ranks with equal settings hold equal bytes, and the settings explain the differences: averaged
 gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no average of gradients, so
@@ -92,12 +93,13 @@ class Text(Sentence, topic=CODE):
         "The ranks use different implementations of the optimizer (foreach, fused, capturable or differentiable), "
         "whose steps differ by rounding only."
     )
+    FIX_ROUNDING = FIX
     CAUSE_ORDER = (
         "The ranks register parameters or buffers in different orders. DistributedDataParallel pairs them by position, "
         "so a rank receives the values of other tensors."
     )
     FIX_ORDER = (
-        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
+        "Register parameters and buffers in the same order on every rank: iterate over a list or `sorted(names)`, not "
         "over a set. Then create the model again. Loading a checkpoint does not restore non-persistent buffers."
     )
     CAUSE_GRADIENTS = (
@@ -107,7 +109,27 @@ class Text(Sentence, topic=CODE):
     CAUSE_MODES = (
         "Some ranks called train() or eval() and others did not. Dropout and BatchNorm then compute differently."
     )
-    FIX_MODES = "Call model.train() on every rank after an evaluation, before the next training step."
+    FIX_MODES = "Call `model.train()` on every rank after an evaluation, before the next training step."
+    CAUSE_STATISTICS = (
+        "BatchNorm averages its running statistics with another momentum on some ranks, so the statistics become "
+        "unequal. The gradients need not differ."
+    )
+    FIX_STATISTICS = (
+        "Set the momentum of BatchNorm alike on every rank, and broadcast `running_mean` and `running_var` once."
+    )
+    CAUSE_SCALER = (
+        "The GradScaler of some ranks has another scale, or settings that lead to one. A reduction averages gradients "
+        "of losses that were multiplied by unequal scales, and each rank divides the average by its own scale."
+    )
+    FIX_SCALER = (
+        "Create the GradScaler with equal `init_scale`, factors and `growth_interval` on every rank, load its state on "
+        "every rank, and never set the scale on one rank alone. Then resume from a checkpoint in which the ranks agree."
+    )
+    CAUSE_PROGRAM = (
+        "The ranks run other versions of torch, or with other switches or environment variables, so equal operations "
+        "may round differently."
+    )
+    FIX_PROGRAM = "Use one environment on all hosts, and set switches of torch on every rank alike."
     ORDER_OF_NAMES = "{ranks:Ranks} {ranks:verb registers|register} {names:names} in another order than the other ranks"
     EXCHANGED = "{count:count tensor} {count:verb holds|hold} other values there"
     MODE = "training mode ({name:name}) is {values:by_rank}"

@@ -66,8 +66,8 @@ class Text(Sentence, topic=CODE):
         "ranks. They are not part of the model."
     )
     FIX = (
-        "Leave the states out of checkpoints: metric.persistent(False). Or reset the metric on every rank before "
-        "saving: metric.reset(). Or load each rank's own states when resuming."
+        "Leave the states out of checkpoints: `metric.persistent(False)`. Or reset the metric on every rank before "
+        "saving: `metric.reset()`. Or load each rank's own states when resuming."
     )
     STATES = "The ranks have different values in {count:count state} of the metrics {modules:names 4}"
     LENGTHS = "{count:count state} {count:verb is|are} in the files of some ranks only, which had more batches"

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, select_codes, state_if
+from syncheck.diagnose.features import single_out_ranks
 from syncheck.diagnose.history import last_agreement, suspects
 from syncheck.diagnose.measures import differing_share, is_below, median_cosine
 from syncheck.diagnose.moments import decay_share, only_decay
@@ -59,6 +60,10 @@ class Text(Sentence, topic=CODE):
         "The ranks hold different parameters, and equal gradients keep the difference: nothing broadcast the initial "
         "parameters of rank 0, or some ranks loaded, reset or edited their parameters later."
     )
+    CAUSE_PART = (
+        "The ranks hold different values of some parameters: nothing broadcast them, for example because their layer "
+        "was added after wrapping, or some ranks loaded, reset or edited them later."
+    )
     CAUSE_LATER = (
         "Some ranks loaded, reset or edited their parameters after a step at which all ranks agreed, and nothing "
         "broadcast the new values. Equal gradients keep the difference."
@@ -67,6 +72,12 @@ class Text(Sentence, topic=CODE):
         "Load weights before wrapping, and keep `init_sync` of DDP on (FSDP1: `sync_module_states=True`; `fully_shard` "
         "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: `for t in "
         "model.state_dict().values(): dist.broadcast(t, 0)`."
+    )
+    FIX_PART = (
+        "Add layers and load weights before wrapping: DDP neither broadcasts nor averages a layer that is added later "
+        "(`init_sync` stays on; FSDP1: `sync_module_states=True`; `fully_shard` broadcasts nothing, so use the same "
+        "seed on all ranks). Or broadcast after loading: `for t in model.state_dict().values(): dist.broadcast(t, 0)`. "
+        "To see whether the gradients of these parameters are averaged, save the optimizer state too."
     )
     FIX_LATER = (
         "Look for code that loads, resets or edits parameters on some ranks only, after the last step in sync. Run "
@@ -169,8 +180,14 @@ def _limit_certainty(case: Case, match: Match, difference: _Difference) -> Match
     """Return the match with other causes that fit the parameters as well."""
     if not difference.has_state:
         # Without optimizer state, it is unknown which parameters are trained.
-        alternatives = select_codes({"SYN218": case.agreeing("parameter")})
-        return match.as_consistent(*alternatives)
+        # Nor whether equal gradients kept the difference, or a layer outside the wrapper had gradients of its own.
+        if not case.agreeing("parameter"):
+            return match.as_consistent()
+        if match.fix is None and not is_sharded(case.group):
+            match = match.with_cause(Text.CAUSE_PART, Text.FIX_PART)
+        # Ranks that agree had averaged gradients.
+        may_be_outside = not single_out_ranks(case, difference.parameters)
+        return match.as_consistent(*select_codes({"SYN212": may_be_outside, "SYN218": True}))
     if difference.cosine is None:
         return match
     # Edited values have the direction of the old values.

@@ -21,6 +21,9 @@ condition must hold:
 - A tensor points in another direction (cosine under 0.5) although most do not (0.5 or more). An example is a zero bias,
   which each rank has moved in its own direction.
 
+If only a part of the model differs, the finding is consistent with averaged gradients that some ranks changed
+afterwards, if the other ranks agree: without an average, no two ranks would be equal.
+
 Cause: the forward pass bypasses the wrapper (`model.module(x)`), so DDP does not average gradients; `no_sync()` covers
 every micro-batch, or is off by one at the end of the accumulation; the wrapped model was moved or lost its hooks; or
 one rank steps with its local gradients. The loss looks healthy, but the remaining checkpoint has seen 1/N of the data.
@@ -41,7 +44,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires, state_if
-from syncheck.diagnose.features import change_whole_parameters, groups_of
+from syncheck.diagnose.features import change_whole_parameters, groups_of, single_out_ranks
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import cosines, is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import (
@@ -84,6 +87,15 @@ class Text(Sentence, topic=CODE):
         '"shard"))`, and not only its dimension of shards. For gradient accumulation, call '
         "`model.set_requires_all_reduce(is_last_micro_batch)` before each backward pass, on all ranks."
     )
+    CAUSE_CHANGED = (
+        "Some ranks change the averaged gradients of a part of the model (noise, a mask, a clip). Gradients that are "
+        "not averaged would leave no two ranks equal."
+    )
+    FIX_CHANGED = (
+        "Look for code between `backward()` and `optimizer.step()` that changes gradients on these ranks only, or "
+        "depends on the rank, its loss or its batch. Change averaged gradients alike on all ranks. Then restart from a "
+        "checkpoint in which the ranks agree."
+    )
     CAUSE_NO_SYNC = (
         "Gradients are not averaged over the ranks, because the training runs within `no_sync()`. Each rank trains its "
         "own model on its share of the data."
@@ -109,6 +121,9 @@ class Text(Sentence, topic=CODE):
     )
     CONSISTENT_DIGESTS = "Consistent with unreduced gradients: only digests were compared"
     CONSISTENT_WITHOUT_MOMENTS = "Consistent with unreduced gradients: no first moments were compared"
+    CHANGED = (
+        "Consistent with gradients of {names:names} that {ranks:ranks} changed after the average: the other ranks agree"
+    )
     MOMENTS = "{count} of {total:count first moment} {count:verb differs|differ}"
     UNCOUNTED = (
         "the optimizer does not count steps, so a step skipped or a momentum lost shortly before would look the same"
@@ -126,7 +141,7 @@ SIDED = 0.75
 # Without moments: a parameter with another direction, while most parameters still have the direction of a common start.
 ELSEWHERE = 0.5
 # Codes of other causes of differing momenta if no steps are counted, and of differing parameters without any state.
-_UNCOUNTED = ("SYN214", "SYN215")
+_UNCOUNTED = ("SYN213", "SYN214", "SYN215")
 _STATELESS = ("SYN213", "SYN214")
 
 
@@ -140,13 +155,13 @@ class _Differing(NamedTuple):
 
 @requires(Case.in_step, Case.differing_parameters, change_whole_parameters)
 def apply(case: Case) -> Match | None:
-    """Match a model whose trained parameters all differ because each rank used its own gradients."""
+    """Match a model that differs because ranks used their own gradients, or a part that some ranks alone changed."""
     differing = _Differing(
         parameters=list(case.differing_parameters().values()),
         moments=list(case.differing_moments().values()),
     )
     if not _is_whole_model(case, differing):
-        return None
+        return _match_changed_part(case, differing)
 
     trend, since = case.trend_facts("parameter")
     reason = _find_reason(case, differing, trend)
@@ -168,6 +183,31 @@ def apply(case: Case) -> Match | None:
         alternatives = dict.fromkeys((*reason.alternatives, "SYN108"))
         return match.as_consistent(*alternatives)
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
+
+
+def _match_changed_part(case: Case, differing: _Differing) -> Match | None:
+    """Match a part of the model with its moments, if the ranks that agree show that its gradients were averaged."""
+    if only_decay(case) or not single_out_ranks(case, differing.parameters):
+        return None
+    number = len(differing.parameters)
+    # Every parameter of the part differs together with its state, and no other state differs.
+    owners = case.owners_of(case.differing("optimizer"))
+    if len(differing.moments) < number or len(owners) > number:
+        return None
+
+    covered = case.with_followers(differing.parameters)
+    changed = Text.CHANGED(
+        names=list_names(differing.parameters),
+        ranks=suspects(differing.parameters, case.group),
+    )
+    facts = [
+        changed,
+        *case.parameter_facts(differing.parameters),
+        *_count_moments(case, differing),
+        *follower_facts(covered, "optimizer"),
+    ]
+    match = case.make_match(differing.parameters, facts, covered).with_cause(Text.CAUSE_CHANGED, Text.FIX_CHANGED)
+    return match.as_consistent("SYN213", "SYN225", "SYN224")
 
 
 def _is_whole_model(case: Case, differing: _Differing) -> bool:

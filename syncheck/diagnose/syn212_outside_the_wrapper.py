@@ -8,7 +8,9 @@ part must be an adapter by its name, because different initial values look the s
 With SGD, different initial values (SYN210) also change the momentum through weight decay: by at most wd / (1 -
 momentum) times the difference of the parameters. Unreduced gradients cause much larger differences: at least 45 times
 as large in measurements. The finding is only "consistent": a part that some ranks did not update (SYN225), exchanged
-tensors (SYN224), and adapters after a single step without an average (SYN211) may look the same.
+tensors (SYN224), adapters after a single step without an average, and averaged gradients that a rank changed afterwards
+(SYN211) may look the same. If one set of three or more ranks agrees and the other ranks differ from all ranks, the
+gradients were averaged, and the finding is SYN211: ranks that are never averaged are never equal.
 
 Cause: DDP averages only the gradients of parameters that exist when it is constructed. The part is trained on each
 rank's own data if it was added or unfrozen later, if the forward pass of a LoRA layer replaces the wrapped layer, or if
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.conditions import requires, state_if
-from syncheck.diagnose.features import change_whole_parameters, states_of_parameters
+from syncheck.diagnose.features import change_whole_parameters, single_out_ranks, states_of_parameters
 from syncheck.diagnose.measures import is_at_least, is_below, median_cosine
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
 from syncheck.diagnose.selection import list_names, select_names, union_of
@@ -52,10 +54,13 @@ CERTAINTY = "consistent"
 class Text(Sentence, topic=CODE):
     """The sentences of this finding."""
 
-    CAUSE = "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped."
+    CAUSE = (
+        "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped. Or the "
+        "ranks change its gradients after the average (noise, a mask, a clip)."
+    )
     FIX = (
-        "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; model = "
-        "DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): `for p in "
+        "Add layers and adapters, and unfreeze parameters, before wrapping: `model.head = ...; model = "
+        "DistributedDataParallel(model)`. Or average the gradients of the part before `optimizer.step()`: `for p in "
         "model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))`. If the first and last pipeline "
         "stage have copies of an embedding, add the gradients of both. Then restart from a checkpoint in which the "
         "ranks agree."
@@ -63,7 +68,7 @@ class Text(Sentence, topic=CODE):
     FIX_SHARDED = (
         "Add layers and adapters before `fully_shard(model, mesh=mesh)`, with the whole mesh and not only its "
         "dimension of shards, and create the optimizer after it. Or average the gradients of a part without shards "
-        "before optimizer.step(): `for p in model.head.parameters(): "
+        "before `optimizer.step()`: `for p in model.head.parameters(): "
         "dist.all_reduce(p.grad.div_(dist.get_world_size()))`."
     )
     NOT_AVERAGED = "Consistent with gradients of {modules:names 4} that are not averaged over the ranks"
@@ -116,7 +121,7 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(part.parameters, facts, covered)
     # In the trials, the same part differed after a single step without an average, and after a part of an update.
     if case.with_moment() and len(part.parameters) <= PAIR:
-        return match.as_consistent("SYN225", "SYN224")
+        return match.as_consistent("SYN211", "SYN225", "SYN224")
     return match.as_consistent("SYN211", "SYN225")
 
 
@@ -142,7 +147,10 @@ def _find_part(case: Case) -> _Part | None:
 
 
 def _is_only_difference(case: Case, part: _Part) -> bool:
-    """Whether the rest of the model and of the optimizer state agrees."""
+    """Whether the rest of the model and of the optimizer state agrees, and no ranks agree in the part."""
+    # Ranks that agree had averaged gradients.
+    if single_out_ranks(case, part.parameters):
+        return False
     return _holds_all_states(case, part.names) and not _is_whole_model(case, part)
 
 

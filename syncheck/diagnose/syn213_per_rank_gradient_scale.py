@@ -19,6 +19,9 @@ SGD's momentum contains the weight decay too, which is not clipped. A tensor is 
 less than four times wd / (1 - momentum) times the norm of the parameter (16 of the 23 tensors of resnet8). If no tensor
 remains, a rank whose momentum is 12 times shorter in nearly all tensors contains little but weight decay.
 
+A clip from a late step on turns the momenta at first. Several steps show it if the momenta of some ranks become shorter
+and shorter, to at most half the length, while other ranks agree.
+
 Cause: a gradient clip or loss scale depends on the rank: the norm of a local shard, a clip under `if rank == 0`,
 different configurations, or a loss divided by the local batch size. It acts after gradients are averaged, so the ranks
 diverge. Adam hides this well, because its steps do not depend on the length of the gradient.
@@ -91,9 +94,9 @@ class Text(Sentence, topic=CODE):
         "as in {others:ranks}, in the same direction"
     )
     FIX = (
-        "Clip after backward() with the same value on every rank: `clip_grad_norm_(model.parameters(), max_norm)`. No "
-        "clip, loss scale, division or `zero_grad()` may depend on the rank, its loss or its batch. Then restart from "
-        "a checkpoint in which the ranks agree."
+        "Clip after `backward()` with the same value on every rank: `clip_grad_norm_(model.parameters(), max_norm)`. "
+        "No clip, loss scale, division or `zero_grad()` may depend on the rank, its loss or its batch. Then restart "
+        "from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
         "Clip on every rank with all parameters of the sharded model: `clip_grad_norm_(model.parameters(), max_norm)`, "

@@ -16,7 +16,8 @@ observation shows a skipped step.
 Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
 this rank only, or missing gradients (None). Or a rank called `optimizer.step()` twice for a batch, or had a batch more.
 
-Fix: decide on all ranks together. All-reduce the flag (MAX) before the step, so either all ranks step or none. Then
+Fix: decide on all ranks together. Each rank sets a flag to 1 if it would skip the batch; all-reduce this flag with MAX
+before the step, so either all ranks step or none. Then
 restart from a checkpoint in which the ranks agree, or broadcast the parameters and optimizer state of one rank. After
 a step too many: call `optimizer.step()` once per batch on every rank, and give all ranks the same number of batches.
 
@@ -76,26 +77,31 @@ class Text(Sentence, topic=CODE):
     )
     CAUSE_UNEQUAL = (
         "The ranks took different numbers of optimizer steps: a rank skipped a step on its own, or another rank took a "
-        "step more."
+        "step more. Or only some ranks restored the optimizer state of a checkpoint."
     )
     DIFF_CAUSE = "One of the runs skipped an optimizer step that the other run took."
     DIFF_FIX = "Look for skipped batches, overflows of the loss scaler and NaN in the logs of both runs."
     DIFF_BATCHES_COUNTED = "BatchNorm counted the same batches in both runs"
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
+    FIX_UNEQUAL = FIX
     FIX_EXTRA = (
-        "Call optimizer.step() once per batch on every rank, and give all ranks the same number of batches "
+        "Call `optimizer.step()` once per batch on every rank, and give all ranks the same number of batches "
         "(DistributedSampler, `drop_last=True`). Decide on all ranks together whether to skip a batch. Then restart "
         "from a checkpoint in which the ranks agree."
     )
-    IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
+    IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: `syncheck.live.resync(model, optimizer)` on all ranks."
     IN_A_JOB_NO_MAJORITY = (
-        f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        f"{_DECIDE_TOGETHER} To continue this run: `syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, "
         "with a rank that took all steps."
     )
     SKIPPED = "{ranks:Ranks} took {lag:count optimizer step} less than {others:ranks}"
     SKIPPED_UP_TO = "{ranks:Ranks} took up to {lag:count optimizer step} less than {others:ranks}"
     EXTRA = "{ranks:Ranks} took {lag:count optimizer step} more than {others:ranks}"
     EXTRA_UP_TO = "{ranks:Ranks} took up to {lag:count optimizer step} more than {others:ranks}"
+    COUNTED_SKIPPED = "The optimizer of {ranks:ranks} counts {lag:count step} less than {others:ranks}"
+    COUNTED_SKIPPED_UP_TO = "The optimizer of {ranks:ranks} counts up to {lag:count step} less than {others:ranks}"
+    COUNTED_EXTRA = "The optimizer of {ranks:ranks} counts {lag:count step} more than {others:ranks}"
+    COUNTED_EXTRA_UP_TO = "The optimizer of {ranks:ranks} counts up to {lag:count step} more than {others:ranks}"
     SKIPPED_AFTER_FORWARD = "{ranks:Ranks} ran the forward pass but skipped the optimizer step"
     BATCHES_COUNTED = "BatchNorm counted the same batches on all ranks"
     FORWARD_MISSING = "`num_batches_tracked` lags too, so the forward pass was also skipped or undone"
@@ -154,8 +160,10 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCount
     """Return the match for step counters with a small lag. largest: the counter with the largest lag."""
     tensors, progress = followers(case, counters), _Progress(case, largest)
     ranks = tuple(sorted(join_ranks(_Progress(case, counter).deviating for counter in counters)))
+    alternatives = _find_alternatives(case, largest)
     facts = [
-        *progress.facts(),
+        # A counter may differ because of loaded state.
+        *progress.facts("COUNTED_" * bool(alternatives)),
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *_forward_facts(case, counters),
@@ -171,7 +179,6 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCount
     )
     if not case.group.is_pair:  # two runs have a cause of their own
         match = match.with_cause(progress.choose_cause(), progress.choose_fix())
-    alternatives = _find_alternatives(case, largest)
     return match.as_consistent(*alternatives or ("SYN217",))
 
 
@@ -196,19 +203,22 @@ class _Progress:
         """The ranks that took fewer or more steps."""
         return (*self.behind, *self.ahead)
 
-    def facts(self) -> list[Message]:
-        """State which ranks took how many steps fewer or more than the healthy ranks."""
+    def facts(self, prefix: str = "") -> list[Message]:
+        """State which ranks took, or count, how many steps fewer or more than the healthy ranks.
+
+        prefix: of the names of sentences about what the optimizers count.
+        """
         facts = []
         if self.behind:
-            facts.append(self._describe(self.behind, Text.SKIPPED, Text.SKIPPED_UP_TO))
+            facts.append(self._describe(self.behind, f"{prefix}SKIPPED"))
         if self.ahead:
-            facts.append(self._describe(self.ahead, Text.EXTRA, Text.EXTRA_UP_TO))
+            facts.append(self._describe(self.ahead, f"{prefix}EXTRA"))
         return facts
 
-    def _describe(self, ranks: tuple[int, ...], equally: Sentence, up_to: Sentence) -> Message:
-        """State by how many steps some ranks deviate. equally: if all of them deviate by as many steps."""
+    def _describe(self, ranks: tuple[int, ...], name: str) -> Message:
+        """State by how many steps some ranks deviate. name: of the sentence if they deviate by as many steps."""
         lags = {abs(self.by_rank[rank] - self.healthy_count) for rank in ranks}
-        sentence = equally if len(lags) == 1 else up_to
+        sentence = Text[name if len(lags) == 1 else f"{name}_UP_TO"]
         return sentence(
             ranks=ranks,
             lag=int(max(lags)),

@@ -4,8 +4,10 @@ Signature: the optimizer's step counters are far apart, by more than two steps a
 the optimizer of some ranks holds no state at all. Right after the resume the parameters still agree, because DDP
 broadcasts them, and any lag then proves this cause, because a skipped step changes parameters. One step later all of
 them differ, and ranks that skipped steps may look the same (SYN214). If only a part of the counters lags, parameters
-without a gradient look the same (SYN225). SGD counts no steps. After its first step only parameters and momentum
-differ, which other causes explain as well.
+without a gradient look the same (SYN225). Without a majority, the rank that contradicts the stored step is suspect; if
+the step does not show it, the rank with far fewer steps, or all ranks. SGD counts no steps. After its first step only
+parameters and momentum differ, which other causes explain as well, unless an earlier step shows the missing state: then
+the finding is likely.
 
 Cause: only rank 0 called `optimizer.load_state_dict()` on resume, a rank did not find its file and continued with empty
 state, or some ranks created a new optimizer. Nothing broadcasts the optimizer state.
@@ -72,7 +74,7 @@ class Text(Sentence, topic=CODE):
     )
     # The majority may have lost its state, so resync needs a source.
     IN_A_JOB = (
-        f"{_LOAD_EVERYWHERE} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        f"{_LOAD_EVERYWHERE} To continue this run: `syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, "
         "with a rank whose optimizer still has its state."
     )
     ON_SOME_RANKS = "The optimizer state of {ranks:ranks} is of another step than the state of the other ranks"
@@ -107,7 +109,7 @@ def apply(case: Case) -> Match | None:
 
 def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCounter) -> Match:
     """Match step counters that are far apart. largest: the counter with the largest lag."""
-    tensors, ranks = followers(case, counters), deviating_ranks(counters)
+    tensors, ranks = followers(case, counters), _find_suspects(case, counters, largest)
     scaler_values = find_scaler_values(case, ranks)
     parameters = case.parameter_facts(tensors)
     states = count_kinds(tensors, "optimizer")
@@ -135,11 +137,20 @@ def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCo
     return match.as_consistent(*alternatives or ("SYN214",))
 
 
+def _find_suspects(case: Case, counters: Sequence[StepCounter], largest: StepCounter) -> tuple[int, ...]:
+    """Return the ranks with state of a wrong step; all ranks if neither a majority nor a stored step shows them."""
+    healthy = healthy_count(case, largest)
+    # State that is far behind was lost. If it is near, an older or a newer state was loaded.
+    was_lost = healthy is None and largest.far
+    if largest.minority or was_lost:
+        return deviating_ranks(counters)
+    return tuple(rank for rank in sorted(largest.by_rank) if largest.by_rank[rank] != healthy)
+
+
 def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
     """State which ranks have state of another step."""
-    if len(ranks) == case.number_of_ranks:
-        return Text.OF_DIFFERENT_STEPS()
-    return Text.ON_SOME_RANKS(ranks=ranks)
+    are_all_suspect = len(ranks) == case.number_of_ranks
+    return Text.OF_DIFFERENT_STEPS() if are_all_suspect else Text.ON_SOME_RANKS(ranks=ranks)
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:

@@ -53,7 +53,7 @@ class Text(Sentence, topic=CODE):
         "another scale."
     )
     FIX = (
-        "Before scaler.step(optimizer) and after `scaler.unscale_(optimizer)`, share overflows with all ranks: for "
+        "Before `scaler.step(optimizer)` and after `scaler.unscale_(optimizer)`, share overflows with all ranks: for "
         "`found_inf` in `scaler._found_inf_per_device(optimizer).values()`: `dist.all_reduce(found_inf, "
         "op=dist.ReduceOp.MAX)`. Or use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, which does "
         "this, or train in bfloat16 without a scaler. Then restart from a checkpoint in which the ranks agree."

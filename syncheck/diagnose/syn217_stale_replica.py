@@ -8,8 +8,9 @@ the forward pass returned values from before the step, or the rank was set back 
 counts agree and the optimizer state is old too, the rank ran the forward pass and skipped the step. This is SYN214, or
 SYN216 if its loss scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
 
-Fix: compare the step in each file with the time of its last change, and let no rank continue before all ranks have
-written their files (`dist.barrier()`). Wait for the gather (the handle's `wait()`) before saving. Look for code that
+Fix: write each checkpoint to a new path, and let no rank continue before all ranks have written their files
+(`dist.barrier()`), so that no older file remains in place. Compare the step in each file with the time of its last
+change. Wait for the gather (the handle's `wait()`) before saving. Look for code that
 loads an earlier state on some ranks.
 
 Incidents: NVIDIA/Megatron-LM#663, #950, #7131, #4609 and #3693 (parameters of the previous step, from an overlapped
@@ -51,9 +52,9 @@ class Text(Sentence, topic=CODE):
         "or the rank was set back or not updated since."
     )
     FIX = (
-        "Write each checkpoint to a new path and call dist.barrier() after saving, so no older file remains in place. "
-        "Wait for an overlapped parameter gather (handle.wait()) before `state_dict()`. Look for code that loads an "
-        "earlier state, or skips updates, on some ranks only."
+        "Write each checkpoint to a new path and call `dist.barrier()` after saving, so no older file remains in "
+        "place. Wait for an overlapped parameter gather (`handle.wait()`) before `state_dict()`. Look for code that "
+        "loads an earlier state, or skips updates, on some ranks only."
     )
     STALE = "Rank {rank} holds the values of step {earlier} in a checkpoint of step {step}"
     STALE_STEP_UNKNOWN = "Rank {rank} holds the values of step {earlier}"

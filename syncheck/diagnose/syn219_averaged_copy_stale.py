@@ -2,6 +2,7 @@
 
 Signature: tensors of an averaged copy (torch's AveragedModel, ema-pytorch, torch-ema, timm, diffusers, Lightning, or a
 copy of the model below a key like `ema`) differ, while the parameters and the optimizer state were compared and agree.
+Ranks whose copies follow from another cause (scaled gradients) do not count: the model of the remaining ranks agrees.
 Differences in only the BatchNorm buffers of the copy do not match, because they depend on each rank's batches.
 
 Cause: there are several. Counts of updates that differ (`n_averaged`, `num_updates`) show that the ranks updated the
@@ -34,6 +35,7 @@ from syncheck.diagnose.history import difference_ratios
 from syncheck.diagnose.measures import TOUCHED, is_share_below, median, values_by_rank
 from syncheck.diagnose.selection import (
     ends_with_number,
+    holders_of,
     last_part,
     list_names,
     out_of_sync,
@@ -64,9 +66,9 @@ class Text(Sentence, topic=CODE):
         "additional update, another decay), or was unequal when it was created; the model itself agrees."
     )
     FIX = (
-        "Update the copy on every rank once after each optimizer.step(), with one decay and not under 'if rank == 0': "
-        "`ema.update_parameters(model)` with torch's AveragedModel. Load it on every rank when resuming, and create it "
-        "after DDP has wrapped the model. Then copy it once from a rank with the right copy: `state = "
+        "Update the copy on every rank once after each `optimizer.step()`, with one decay and not under 'if rank == "
+        "0': `ema.update_parameters(model)` with torch's AveragedModel. Load it on every rank when resuming, and "
+        "create it after DDP has wrapped the model. Then copy it once from a rank with the right copy: `state = "
         "[ema.state_dict()]`; `torch.distributed.broadcast_object_list(state, rank)`; `ema.load_state_dict(state[0])`."
     )
     CAUSE_UPDATES = (
@@ -84,7 +86,7 @@ class Text(Sentence, topic=CODE):
     )
     FIX_START = (
         "Create the copy after DDP has wrapped the model, load it on every rank when resuming, and update it on every "
-        "rank once after each optimizer.step(). Make the copies equal now: `state = [ema.state_dict()]`; "
+        "rank once after each `optimizer.step()`. Make the copies equal now: `state = [ema.state_dict()]`; "
         "`torch.distributed.broadcast_object_list(state, 0)`; `ema.load_state_dict(state[0])`."
     )
     CAUSE_STATISTICS = (
@@ -94,6 +96,7 @@ class Text(Sentence, topic=CODE):
     FIX_STATISTICS = "Broadcast the buffers of the copy too: `for b in ema.buffers(): dist.broadcast(b, 0)`."
     COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor} ({names:names}), {size}"
     MODEL_AGREES = "all {count:count parameter} of the model agree"
+    MODEL_AGREES_ON = "all {count:count parameter} of the model agree on {ranks:ranks}"
     UPDATES = "{name:name} is {values:by_rank}"
     EQUAL_UPDATES = "all ranks updated the copy equally often"
     SHRINKS = (
@@ -136,7 +139,7 @@ def apply(case: Case) -> Match | None:
         return _match_statistics(case, copies)
     # Other modules may be named ema too.
     weights = _select_copies(case, weights)
-    if not weights or not _model_agrees(case):
+    if not weights or not _model_agrees(case, weights):
         return None
     # A few differing elements are damage; a missed update changes all elements.
     if _are_damage(weights):
@@ -170,9 +173,16 @@ def _select_copies(case: Case, weights: Sequence[TensorDiff]) -> list[TensorDiff
     return [diff for diff in weights if _is_copy(diff, model)]
 
 
-def _model_agrees(case: Case) -> bool:
-    """Whether the parameters were compared and agree, and so does the optimizer."""
-    return case.is_in_sync("parameter") and case.agrees("optimizer", "optimizer_step")
+def _model_agrees(case: Case, copies: Sequence[TensorDiff]) -> bool:
+    """Whether the parameters were compared, and agree with the optimizer on the ranks whose copies are unexplained."""
+    ranks = holders_of(copies)
+    differing = out_of_sync(case.group, "parameter", "optimizer", "optimizer_step")
+    return case.compared("parameter") > 0 and all(_agree_on(diff, ranks) for diff in differing)
+
+
+def _agree_on(diff: TensorDiff, ranks: Collection[int]) -> bool:
+    """Whether some ranks hold the same bytes of a tensor."""
+    return any(set(ranks).issubset(cluster) for cluster in diff.clusters)
 
 
 def _are_damage(weights: Sequence[TensorDiff]) -> bool:
@@ -187,7 +197,11 @@ def _describe_copies(case: Case, copies: Sequence[TensorDiff]) -> list[Message]:
         names=list_names(copies),
         size=largest_difference(copies),
     )
-    return [summary, Text.MODEL_AGREES(count=case.compared("parameter"))]
+    ranks = tuple(sorted(holders_of(copies)))
+    count = case.compared("parameter")
+    if len(ranks) < case.number_of_ranks:
+        return [summary, Text.MODEL_AGREES_ON(count=count, ranks=ranks)]
+    return [summary, Text.MODEL_AGREES(count=count)]
 
 
 def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
@@ -289,7 +303,7 @@ def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, 
     """State that too few copies or elements differ for an update, which changes all; empty if enough differ."""
     if is_share_below(exclude_numbers(weights), TOUCHED):
         return (Text.FEW_ELEMENTS(),)
-    # Copies of frozen parameters agree after any update, and those of a list have no names.
+    # Copies of frozen parameters agree after any update, and copies in a list have no names.
     trained = _without_dots(case.trained_parameters())
     copies = {name for name in case.names_of("ema") if _ends_with(name.split(".")[1:], trained)}
     differing = select_names(weights, copies)

@@ -24,7 +24,8 @@ hook, on some ranks only. A flip before gradients are averaged reaches all ranks
 Fix: if more bits differ, look first for code that clips, masks or edits elements on some ranks, because a copy of the
 values does not repair that. Then copy the parameters and optimizer state of a rank in the majority (load its file), and
 test the memory of the host. Without a majority, compare both values with the last checkpoint in sync, or test the
-memory of both hosts. If the same rank fails again, exclude the host.
+memory of both hosts. If the same rank fails again, exclude the host. If ranks hold different shards, copy only the
+damaged tensors, because the checkpoint of another rank has other shards.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
 isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
@@ -37,10 +38,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import select_codes, state_if
-from syncheck.diagnose.features import extents_of, hits_of
+from syncheck.diagnose.features import agreeing_along_tensor_parallel, extents_of, hits_of
 from syncheck.diagnose.localized import MOST, find_flipped, follower_facts, localized_damage, rest_facts
 from syncheck.diagnose.measures import evidence_of, is_at_least, parameters_of
 from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_names
+from syncheck.diagnose.sentences import choose_unsure_fix
 from syncheck.diagnose.statements import element_name, index_text
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
@@ -73,8 +75,15 @@ class Text(Sentence, topic=CODE):
     )
     IN_A_JOB_UNSURE = (
         "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
-        "memory of the odd host. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a "
+        "memory of the odd host. Then call `syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, with a "
         "healthy rank."
+    )
+    FIX_PARTS_UNSURE = (
+        "Look for code that clips, masks or edits gradients or weights on some ranks only. Otherwise test the "
+        "memory of the odd host. Then copy only the named tensors and optimizer state from the file of a "
+        "healthy rank that must hold the same values: "
+        "`model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards."
     )
     DIFF_CAUSE = "A single value was changed in one of the models: a bit flipped in memory or on disk."
     DIFF_FIX = "Convert or copy the model again, and test the memory of the host that wrote the odd file."
@@ -84,8 +93,20 @@ class Text(Sentence, topic=CODE):
         "host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
+        "Copy the values of a rank in the majority: `syncheck.live.resync(model, optimizer)` on all ranks. "
         "Test the memory of the odd host."
+    )
+    FIX_PARTS = (
+        "Copy only the named tensors and optimizer state from the file of a rank in the majority: "
+        "`model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards. Test the memory of the odd host."
+    )
+    FIX_PARTS_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
+        "changes a value by orders of magnitude), or test the memory of both hosts. Then copy only the named tensors "
+        "and optimizer state from the file of the healthy rank: "
+        "`model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards."
     )
     FIX_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
@@ -96,7 +117,7 @@ class Text(Sentence, topic=CODE):
     IN_A_JOB_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
         "changes a value by orders of magnitude), or test the memory of both hosts. Then call "
-        "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy rank."
+        "`syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, with the healthy rank."
     )
     FLIPPED = "A single bit of {element:name} differs: {bit}"
     FLIPPED_EARLIER = "at step {step} a single bit of {element:name} differed: {bit}"
@@ -209,8 +230,10 @@ def _doubt(match: Match, case: Case) -> Match:
         "SYN225": not states_agree,
         # A mask sets elements to zero.
         "SYN226": any(0 in evidence_of(diff).values.values() for diff in match.tensors),
+        # Each tensor-parallel rank may have computed its own gradient of a replicated tensor.
+        "SYN231": bool(agreeing_along_tensor_parallel(match.tensors, case)),
     }
-    fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
+    fix = choose_unsure_fix(Text, case)
     return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*select_codes(fits))
 
 

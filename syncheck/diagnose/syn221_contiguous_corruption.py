@@ -16,7 +16,8 @@ tokens), or if a hook or a mask on some ranks sets their gradients to zero.
 Fix: unless the finding is likely, look first for code that masks, fills or edits the elements on some ranks. Copy the
 parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer to the last
 checkpoint in sync. Compare right after loading and after the first steps, to see when the difference returns. Check the
-memory, links and local storage of the odd host. Broadcast new rows (`dist.broadcast(weight.data, 0)`).
+memory, links and local storage of the odd host. Broadcast new rows (`dist.broadcast(weight.data, 0)`). If
+ranks hold different shards, copy only the damaged tensors, because the checkpoint of another rank has other shards.
 
 Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
 """
@@ -27,10 +28,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import running_statistics
-from syncheck.diagnose.features import extents_of, hits_of, kinds_of, owners_of_states
+from syncheck.diagnose.features import agreeing_along_tensor_parallel, extents_of, hits_of, kinds_of, owners_of_states
 from syncheck.diagnose.localized import Localized, follower_facts, localized_damage, rest_facts
 from syncheck.diagnose.measures import count_mismatched, evidence_of
 from syncheck.diagnose.selection import has_kind, minorities_of
+from syncheck.diagnose.sentences import choose_unsure_fix
 from syncheck.diagnose.statements import element_name, largest_difference
 from syncheck.messages import Message, Sentence
 
@@ -65,7 +67,25 @@ class Text(Sentence, topic=CODE):
     IN_A_JOB_UNSURE = (
         "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Without such "
         "code, check the memory, links and storage of the odd host. Then call "
-        "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a healthy rank."
+        "`syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, with a healthy rank."
+    )
+    FIX_PARTS_UNSURE = (
+        "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Otherwise "
+        "check the memory, links and storage of the odd host. Then copy only the named tensors and optimizer "
+        "state from the file of a healthy rank that must hold the same values: "
+        "`model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards."
+    )
+    FIX_PARTS = (
+        "Copy only the named tensors and optimizer state from the file of a rank in the majority: "
+        "`model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards. Check the memory, links and storage of the odd host."
+    )
+    FIX_PARTS_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
+        "is closer to it. Then copy only the named tensors and optimizer state from the file of the healthy "
+        "rank: `model.get_parameter(NAME).data.copy_(torch.load(FILE)['model'][NAME])`. The whole checkpoint has "
+        "other shards. Check memory, links and storage."
     )
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
@@ -73,7 +93,7 @@ class Text(Sentence, topic=CODE):
         "storage of the odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
+        "Copy the values of a rank in the majority: `syncheck.live.resync(model, optimizer)` on all ranks. "
         "Check the memory, links and storage of the odd host."
     )
     FIX_NO_MAJORITY = (
@@ -84,8 +104,8 @@ class Text(Sentence, topic=CODE):
     )
     IN_A_JOB_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
-        "is closer to it. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy "
-        "rank. Check memory, links and storage."
+        "is closer to it. Then call `syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, with the "
+        "healthy rank. Check memory, links and storage."
     )
     RUN = "{length} adjacent elements of {name:name} differ ({numel} in total)"
     POSITION = "they are elements {first} to {last} in C order"
@@ -114,7 +134,7 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(tensors, [*facts, *rest_facts(case)])
     if len(damages) == 1 and _is_likely(damages[0], case):
         return match
-    fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
+    fix = choose_unsure_fix(Text, case)
     return match.with_cause(Text.CAUSE_UNSURE, fix).as_consistent(*_list_alternatives(tensors, case))
 
 
@@ -157,7 +177,9 @@ def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, 
     # A gradient of zero in some steps changes the optimizer state. Without state, nothing excludes it.
     may_have_changed_gradients = "optimizer" in kinds or not case.compared("optimizer")
     if may_have_changed_gradients:
-        return ("SYN225", "SYN213", "SYN210")
+        # Each tensor-parallel rank may have computed its own gradient of a replicated tensor.
+        unsynchronized = ("SYN231",) if agreeing_along_tensor_parallel(tensors, case) else ()
+        return ("SYN225", "SYN213", "SYN210", *unsynchronized)
     return ("SYN210",)
 
 

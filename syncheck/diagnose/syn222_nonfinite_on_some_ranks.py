@@ -49,9 +49,9 @@ class Text(Sentence, topic=CODE):
         "or a failing device. No step with averaged gradients has spread them since."
     )
     FIX = f"{_CHECK_TOGETHER} Resume from checkpoints in which the ranks agree."
-    IN_A_JOB = f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
+    IN_A_JOB = f"{_CHECK_TOGETHER} To continue this run: `syncheck.live.resync(model, optimizer)` on all ranks."
     IN_A_JOB_NO_MAJORITY = (
-        f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        f"{_CHECK_TOGETHER} To continue this run: `syncheck.live.resync(model, optimizer, source=RANK)` on all ranks, "
         "with a rank whose values are finite."
     )
     MORE_NONFINITE = (

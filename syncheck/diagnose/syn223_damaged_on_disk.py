@@ -49,6 +49,10 @@ class Text(Sentence, topic=CODE):
         "Replace the file: copy it again, or use the file of a rank that the finding does not name. "
         "python -m zipfile -t FILE checks a file. Check the disk too."
     )
+    FIX_PARTS = (
+        "Replace the file: copy it again. The files of ranks with other shards cannot replace it. python -m zipfile -t "
+        "FILE checks a file. Check the disk too."
+    )
     CHANGED = "The {paths:verb file|files} {paths:names} changed after torch.save wrote {paths:verb it|them}"
     CHECKSUMS = "{count:count tensor} of {ranks:ranks} {count:verb does|do} not match the stored CRC-32: {names:names}"
 

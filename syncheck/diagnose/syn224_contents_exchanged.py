@@ -56,7 +56,7 @@ class Text(Sentence, topic=CODE):
         "and optimizer state by name. Then load a checkpoint in which the ranks agree."
     )
     FIX = (
-        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
+        "Register parameters and buffers in the same order on every rank: iterate over a list or `sorted(names)`, not "
         "over a set. Load optimizer state by name, with `torch.distributed.checkpoint.state_dict`. Then load a "
         "checkpoint in which the ranks agree."
     )

@@ -54,6 +54,11 @@ class Text(Sentence, topic=CODE):
         "[model.state_dict(), optimizer.state_dict()]`; `torch.distributed.broadcast_object_list(state, rank)`; "
         "`model.load_state_dict(state[0])`; `optimizer.load_state_dict(state[1])`."
     )
+    FIX_PARTS = (
+        "Compute the mask once, or from values that are equal on all ranks that hold the same shard, before the model "
+        "is wrapped. Prune and clamp on all ranks with this shard. Then copy only the named tensors and the optimizer "
+        "state from a rank with the right values and the same shard. The whole state of another rank has other shards."
+    )
     ZEROS = (
         "{count:count parameter} {count:verb differs|differ} only in elements that are zero on {ranks:ranks} "
         "({names:names}), {elements} of {total:count element}, {size}"

@@ -55,7 +55,7 @@ class Text(Sentence, topic=CODE):
 
     CAUSE = "Gradients are reduced, or the initial model is broadcast, within each node only."
     FIX = (
-        "Reduce over all ranks: DistributedDataParallel(model, `process_group=None`), or a mesh with a dimension "
+        "Reduce over all ranks: `DistributedDataParallel(model, process_group=None)`, or a mesh with a dimension "
         'across the nodes: `init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))`. Then '
         "restart from a checkpoint in which the ranks agree."
     )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import requires
-from syncheck.diagnose.features import agreeing_within
+from syncheck.diagnose.features import agreeing_along_tensor_parallel
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.selection import list_names
 from syncheck.diagnose.statements import largest_difference
@@ -53,10 +53,10 @@ class Text(Sentence, topic=CODE):
         "Usually, a gradient was not reduced over the group, or some ranks clipped or scaled it."
     )
     FIX = (
-        "Before optimizer.step(), call for each unpartitioned parameter p: `dist.all_reduce(p.grad, group=tp_group)`. "
-        "If each rank computes the whole gradient, and not a part of it as under sequence parallelism, also "
-        "`p.grad.div_(tp_group.size())`. Clip by the same norm on all ranks of the group. Initialize and load these "
-        "tensors alike on all ranks of the group. Repair parameters, fp32 masters and optimizer state."
+        "Before `optimizer.step()`, call for each unpartitioned parameter p: `dist.all_reduce(p.grad, "
+        "group=tp_group)`. If each rank computes the whole gradient, and not a part of it as under sequence "
+        "parallelism, also `p.grad.div_(tp_group.size())`. Clip by the same norm on all ranks of the group. Initialize "
+        "and load these tensors alike on all ranks of the group. Repair parameters, fp32 masters and optimizer state."
     )
     RANKS_DIFFER = (
         "Tensor-parallel ranks differ in {count:count tensor} that should be replicated ({names:names}), {size}"
@@ -68,17 +68,12 @@ class Text(Sentence, topic=CODE):
 _KINDS = ("parameter", "optimizer", "buffer", "ema")
 
 
-def _has_several_coordinates(case: Case) -> bool:
-    """Whether the ranks are known to have different tensor-parallel coordinates."""
-    return len(set(case.coordinates(TENSOR_PARALLEL).values())) > 1
-
-
 def _find_replicated(case: Case) -> tuple[TensorDiff, ...]:
     """Return the tensors with equal values exactly on the ranks of the same tensor-parallel coordinate."""
-    return tuple(agreeing_within(case.differing(*_KINDS), case.coordinates(TENSOR_PARALLEL)))
+    return tuple(agreeing_along_tensor_parallel(case.differing(*_KINDS), case))
 
 
-@requires(_has_several_coordinates, _find_replicated)
+@requires(_find_replicated)
 def apply(case: Case) -> Match | None:
     """Match tensors that differ between tensor-parallel coordinates only."""
     tensors = _find_replicated(case)
@@ -87,7 +82,7 @@ def apply(case: Case) -> Match | None:
         names=list_names(tensors),
         size=largest_difference(tensors),
     )
-    # Without two ranks of one coordinate, nothing shows that these agree.
+    # Without two ranks of one coordinate, nothing shows an agreement.
     sets_of_ranks = group_ranks(case.coordinates(TENSOR_PARALLEL)).values()
     groups = tuple(tuple(ranks) for ranks in sets_of_ranks if len(ranks) > 1)
     agreement = (Text.COORDINATES_AGREE(groups=groups),) if groups else case.agreement_facts(tensors)

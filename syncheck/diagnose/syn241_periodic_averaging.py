@@ -8,6 +8,9 @@ parameters right after an average, during the warm-up, or when an average is ove
 
 Cause: by design. The files are not replicas nevertheless: which model remains depends on the rank whose file is kept.
 
+The finding remains after an average if the optimizer state differs: a run that resumes all ranks from a single file
+takes other steps than a run that continues.
+
 Fix: save right after an averaging step, and evaluate and keep this checkpoint. Or average once more before the last
 save. (`averager.average_parameters()` averages only when its own count requires it, not at every call.) To let a check
 pass: `--allow SYN241`. The momentum may be averaged too, but most recipes do not.
@@ -45,9 +48,18 @@ class Text(Sentence, topic=CODE):
 
     CAUSE = "Local SGD, as the metadata says: the ranks train on their own between two averages of the parameters."
     FIX = (
-        "Save right after an averaging step: if (averager.step - 1 - `averager.warmup_steps`) % averager.period == 0: "
-        "torch.save(...). Or average before the last save: `for p in model.parameters(): "
+        "Save right after an averaging step: `if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
+        "torch.save(...)`. Or average before the last save: `for p in model.parameters(): "
         "dist.all_reduce(p.data.div_(dist.get_world_size()))`. To accept the finding: {allow:option=SYN241}."
+    )
+    CAUSE_STATE = (
+        "Local SGD, as the metadata says: the parameters are averaged, and each rank keeps its own optimizer state, by "
+        "design."
+    )
+    FIX_STATE = (
+        "All files have the same parameters. Resume each rank from its own file, because the optimizer state of one "
+        "file changes the next steps of the other ranks. To average it too, call `dist.all_reduce` on the tensors of "
+        "`optimizer.state`. To accept the finding: {allow:option=SYN241}."
     )
     IN_A_JOB = (
         "No fix is needed; to accept the finding: {allow:option=SYN241}. Parameters are equal only right after an "
@@ -97,6 +109,9 @@ def apply(case: Case) -> Match | None:
         *state_if(have_equal, Text.SOME_EQUAL()),
     ]
     match = Match((*parameters, *state, *statistics), case.group.ranks, facts)
+    saved_after_average = averaging.just_averaged and not case.in_memory
+    if saved_after_average:
+        match = match.with_cause(Text.CAUSE_STATE, Text.FIX_STATE)
     return match.as_consistent("SYN211", "SYN213") if have_equal else match
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.conditions import requires, state_if
-from syncheck.diagnose.features import agreeing_within, kinds_of
+from syncheck.diagnose.features import agreeing_within, kinds_of, single_out_ranks, with_agreeing_ranks
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.measures import median_cosine
 from syncheck.diagnose.moments import only_decay
@@ -59,8 +59,8 @@ class Text(Sentence, topic=CODE):
         "causes. SGD without momentum has none; then compare two neighbouring steps."
     )
     CAUSE_COUNTED = (
-        "The gradients of the ranks differed in some step, and the optimizer counted equal steps: no step was skipped, "
-        "and no optimizer state was lost."
+        "The gradients of the ranks differed in some step, or code changed the optimizer state of some ranks. The "
+        "optimizer counted equal steps: no step was skipped, and the state was not lost as a whole."
     )
     FIX_COUNTED = (
         "Compare a second step: if the first moments differ more and more, gradients are not averaged; if they "
@@ -77,8 +77,18 @@ class Text(Sentence, topic=CODE):
         "Only RNG states differ: each rank draws its own random numbers, as is usual under data parallelism, or some "
         "ranks drew more of them."
     )
+    CAUSE_RNG_PARTLY = (
+        "Some ranks have one RNG stream in common, and different streams remain: usually all streams of data-parallel "
+        "ranks differ, or all are equal."
+    )
+    FIX_RNG_PARTLY = (
+        "Ranks with equal streams draw the same numbers, for example the same dropout masks, augmentations or batches. "
+        "If streams must differ, seed the ranks differently, `torch.manual_seed(seed + rank)`. If all must be "
+        "equal, seed all ranks alike."
+    )
+    EQUAL_STREAMS = "the streams of {groups:sets} are equal"
     FIX_RNG = (
-        "If the ranks must draw equal numbers, seed all of them alike: random.seed(seed); numpy.random.seed(seed); "
+        "If the ranks must draw equal numbers, seed all of them alike: `random.seed(seed)`; `numpy.random.seed(seed)`; "
         "`torch.manual_seed(seed)`. Otherwise compare without the RNG states."
     )
     CAUSE_EVENT = (
@@ -86,8 +96,8 @@ class Text(Sentence, topic=CODE):
         "rate."
     )
     FIX_EVENT = (
-        "Look for code that changes parameters outside optimizer.step() on the suspects, and check that all ranks have "
-        "the same learning rate."
+        "Look for code that changes parameters outside `optimizer.step()` on the suspects, and check that all ranks "
+        "have the same learning rate."
     )
     CAUSE_UNCOUNTED = (
         "A rank took another step than the other ranks. The optimizer counts no steps, so a skipped step, a lost "
@@ -102,8 +112,8 @@ class Text(Sentence, topic=CODE):
         "gradients are not added over the stages."
     )
     FIX_STAGES = (
-        "Broadcast the weight between the stages that hold a copy once, before training. Before each optimizer.step(), "
-        "add the gradients of all copies: `dist.all_reduce(p.grad, group=group_of_the_copies)`."
+        "Broadcast the weight between the stages that hold a copy once, before training. Before each "
+        "`optimizer.step()`, add the gradients of all copies: `dist.all_reduce(p.grad, group=group_of_the_copies)`."
     )
     CAUSE_DIGESTS = (
         "Digests show differing bytes, but neither the size nor the direction of a difference, which the rules require."
@@ -242,8 +252,26 @@ def _diagnose_single_kind(case: Case, since: tuple[Message, ...]) -> _Remainder 
     if kind not in _KINDS_ALONE or not _is_kind_alone(case, kind):
         return None
     remainder = _KINDS_ALONE[kind]
+    common_streams = _list_common_streams(case)
+    if common_streams:
+        fact = Text.EQUAL_STREAMS(groups=common_streams)
+        return _Remainder(Text.CAUSE_RNG_PARTLY, Text.FIX_RNG_PARTLY, (fact, *since))
     # The course of the difference says more than that the rest agrees.
     return remainder._replace(facts=since or remainder.facts)
+
+
+def _list_common_streams(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks with equal RNG states beside different RNG states; empty if other tensors differ too."""
+    streams = case.of_kind("rng")
+    sets: dict[tuple[int, ...], None] = {}
+    if len(streams) < len(case.tensors):
+        return ()
+    for diff in with_agreeing_ranks(streams):
+        for ranks in diff.clusters:
+            # A rank alone has nothing in common.
+            if len(ranks) > 1:
+                sets[ranks] = None
+    return tuple(sets)
 
 
 def _is_kind_alone(case: Case, kind: str) -> bool:
@@ -304,9 +332,11 @@ def _diagnose_gradients(case: Case, since: tuple[Message, ...]) -> _Remainder:
 
 def _list_stateless_alternatives(case: Case) -> tuple[str, ...]:
     """Return the causes that parameters alone do not exclude."""
-    if not _is_whole_model(case):
-        return ("SYN212", "SYN225", "SYN210")
     differing = case.differing_parameters().values()
+    if not _is_whole_model(case):
+        # Ranks that agree had averaged gradients, unlike a part outside of the wrapper.
+        own_gradients = "SYN211" if single_out_ranks(case, differing) else "SYN212"
+        return (own_gradients, "SYN225", "SYN210")
     # A skipped step leaves all other ranks equal.
     all_differ = case.number_of_ranks > 2 and case.ranks_differ(differing)
     return ("SYN211", "SYN213") if all_differ else ("SYN213", "SYN214", "SYN211")
@@ -344,6 +374,9 @@ def _describe_value(diff: ValueDiff) -> Message:
 
 def _find_suspects(case: Case) -> tuple[int, ...]:
     """Return the suspects of the tensors. If only values differ, return the ranks outside their majority."""
+    if _list_common_streams(case):
+        # The majority of RNG streams is not right: nothing shows if they must be equal.
+        return case.group.ranks
     if case.tensors:
         return suspects(case.tensors, case.group)
     deviating_ranks: set[int] = set()

@@ -55,16 +55,7 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     """
     from syncheck.diagnose.rules import diagnose_difference
 
-    findings = diagnose_difference(comparison, allow)
-    group = with_findings(_as_group(comparison), findings)
-    doubts = (
-        comparison.evidence.inferred,
-        comparison.evidence.guessed,
-        _has_uncompared(group),
-    )
-    if group.verdict == "in_sync" and any(doubts):
-        return replace(group, verdict="undecided")
-    return group
+    return with_findings(_as_group(comparison), diagnose_difference(comparison, allow))
 
 
 def _as_group(comparison: Comparison) -> Group:
@@ -74,37 +65,40 @@ def _as_group(comparison: Comparison) -> Group:
     return Group(**content)
 
 
-def _has_uncompared(group: Group) -> bool:
-    """Whether a tensor of two models could not be compared."""
+def _has_doubt(group: Group, findings: Sequence[Finding]) -> bool:
+    """Whether the comparison of two models rests on a guess, or is not complete. findings: of the group."""
+    doubts = (group.evidence.inferred, group.evidence.guessed, _has_uncompared(group, findings))
+    return any(doubts)
+
+
+def _has_uncompared(group: Group, findings: Sequence[Finding]) -> bool:
+    """Whether a tensor of two models could not be compared, and no finding that a user accepted explains it."""
     from syncheck.diagnose.measures import relation_of
 
-    allowed_names = _list_allowed(group)
-    uncompared = [diff for diff in group.tensors if diff.uncompared]
-    for diff in uncompared:
-        has_relation = relation_of(diff) is not None
-        # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
-        is_explained = has_relation and diff.name in allowed_names
-        if not is_explained:
-            return True
-    return False
+    uncompared_names = {diff.name for diff in group.tensors if diff.uncompared}
+    related_names = {diff.name for diff in group.tensors if relation_of(diff) is not None}
+    # A baseline lists the tensors of its findings, and each of them was accepted.
+    accepted_names = _list_names([finding for finding in findings if finding.accepted])
+    # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
+    allowed_names = _list_names([finding for finding in findings if finding.allowed])
+    return not uncompared_names <= accepted_names | (allowed_names & related_names)
 
 
-def _list_allowed(group: Group) -> frozenset[str]:
-    """Return the names of the tensors of allowed findings."""
+def _list_names(findings: Sequence[Finding]) -> set[str]:
+    """Return the names of the tensors of findings."""
     names: set[str] = set()
-    for finding in group.findings:
-        if finding.allowed:
-            names.update(finding.tensors)
-    return frozenset(names)
+    for finding in findings:
+        names.update(finding.tensors)
+    return names
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with findings and the resulting verdict."""
+    """Return a group of several replicas, or of two models, with findings and the resulting verdict."""
     verdict: Verdict = "in_sync"
     fails = any(finding.fails for finding in findings)
     if fails:
         verdict = "out_of_sync"
-    elif _is_undecided(group):
+    elif _is_undecided(group, findings):
         verdict = "undecided"
     return replace(
         group,
@@ -113,14 +107,16 @@ def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
     )
 
 
-def _is_undecided(group: Group) -> bool:
-    """Whether too little was compared to show that the replicas are in sync."""
+def _is_undecided(group: Group, findings: Sequence[Finding]) -> bool:
+    """Whether too little was compared to show that the replicas are in sync. findings: of the group."""
     doubts = (
+        group.is_pair and _has_doubt(group, findings),
         # Step counters alone do not show a model in sync.
         group.compared_kinds <= {"optimizer_step"},
         group.uncompared,
         # Equal files that claim to be one rank may be one file and its copy.
         group.evidence.claimed_twice,
+        group.evidence.doubt is not None,
     )
     if any(doubts):
         return True

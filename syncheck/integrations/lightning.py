@@ -11,11 +11,11 @@ package, which importing this module imports.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
 from syncheck.integrations.session import MonitorSession
+from syncheck.loaded import find_loaded
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -23,7 +23,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def _bases() -> tuple[type, ...]:
     """Return the Callback class of each loaded package, or else of the first installed package."""
     # A program may use both packages, and each accepts only callbacks of its own class.
-    loaded = [sys.modules[name].Callback for name in _PACKAGES if sys.modules.get(name) is not None]
+    loaded = [module.Callback for module in map(find_loaded, _PACKAGES) if module is not None]
     if loaded:
         return tuple(loaded)
 

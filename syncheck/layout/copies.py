@@ -15,8 +15,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
+from syncheck.findings import UnclearParts
 from syncheck.layout.boxes import is_in_file
-from syncheck.layout.replica_groups import PIPELINE, coordinates_in, get_parameter
+from syncheck.layout.replica_groups import MODEL_PARALLEL, PIPELINE, coordinates_in, get_parameter
 from syncheck.records import Counts, Reason, Tie
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
@@ -309,6 +310,17 @@ def _find_lacking_ranks(diff: TensorDiff) -> set[int]:
     return expected_ranks.difference(*diff.clusters)
 
 
+def _list_of_stages(snapshots: Sequence[Snapshot], copies: Comparison) -> Sequence[str]:
+    """Return the names that several pipeline stages have for different tensors; empty if other meshes divide them."""
+    unclear = copies.evidence.unclear_parts or UnclearParts()
+    for snapshot in snapshots:
+        # Parts of one tensor have a common name.
+        if coordinates_in(snapshot, MODEL_PARALLEL - PIPELINE):
+            return ()
+    # Equal copies show that the stages number their layers alike.
+    return () if unclear.equal else unclear.different
+
+
 def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
     """Raise UsageError if files of different tensors have other data under all of their common names of layers.
 
@@ -317,6 +329,7 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
     copies: the comparison of the tensors that several files have.
     """
     differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
+    differing += _list_of_stages(snapshots, copies)
     # Equal data under any common name shows that the files number their layers alike.
     if len(differing) < 2 or copies.counts.compared > len(differing):
         return

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Limit of the dimensions of a mesh. Untrusted files can claim thousands of dimensions, all of size 1.
 _MOST_DIMS = 8
+# What the parts of a tensor add up to, by the operation of their placement; a sum by default.
+_REDUCTIONS = {"avg": "an average", "product": "a product", "max": "a maximum", "min": "a minimum"}
 # S(0), or _S(0, 2) for a strided shard. The digits are those of str.isdecimal().
 _SPLIT = r"_?S\((\d+)(?:,\s*(\d+)\s*)?\)?"
 
@@ -236,13 +238,19 @@ def _describe_placement(placement: str, size: int, name: str) -> str:
 
     letter, _, argument = placement.rstrip(")").partition("(")
     if letter == "P":
-        return f"{size} parts of a {argument or 'sum'}{along}"
+        return f"{size} parts of {_REDUCTIONS.get(argument, 'a sum')}{along}"
 
     dimension, _, stripes = argument.partition(",")
     if stripes:
         dimension = f"{dimension}, in stripes of {stripes.strip()}"
 
     return f"divided in {size}{along} (dimension {dimension})"
+
+
+def is_part_of_sum(tensor: Tensor) -> bool:
+    """Whether the whole tensor is the sum, or another reduction, of the tensors of several ranks."""
+    placements = tensor.sharding.placements if tensor.sharding else ()
+    return "P" in "".join(placements)
 
 
 def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:

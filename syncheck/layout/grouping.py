@@ -20,9 +20,17 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.layout.folders import (
+    are_folder_copies,
+    get_folder,
+    have_equal_names,
+    have_same_files,
+    hold_replicas,
+    make_relative_key,
+    number_folders,
+)
 from syncheck.layout.groups import (
     CheckpointGroup,
-    Ranked,
     are_unique,
     find_last_step,
     find_shared_numbers,
@@ -36,14 +44,14 @@ from syncheck.layout.groups import (
 )
 from syncheck.layout.joining import join_hosts
 from syncheck.layout.path_numbers import FileKey, split_path
-from syncheck.layout.refining import find_templates, find_varying, refine_paths, resolve_roles
+from syncheck.layout.refining import File, find_templates, find_varying, refine_paths, resolve_roles
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.layout.path_numbers import PathNumbers, Role
-    from syncheck.layout.refining import File, Template
+    from syncheck.layout.refining import Template
     from syncheck.messages import Message
     from syncheck.snapshots import Metadata, Snapshot
 
@@ -203,10 +211,11 @@ def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
 def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[CheckpointGroup]:
     """Group folders with equal relative paths, which are copies of each other, path by path.
 
-    Files with one name in several folders are treated likewise if the folders' names differ in words.
+    Files with one name in several folders are treated likewise if the folders' names differ in words. Folders with
+    replicas of their own are runs, which are not compared with each other.
     """
     # Both criteria need all files, because a file outside the folders contradicts copies.
-    if _have_equal_names(snapshots, roots):
+    if have_equal_names(snapshots, roots):
         path = snapshots[0].path
         step = split_path(path).number_of("step")
         return [
@@ -218,12 +227,16 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[C
             )
         ]
 
-    if not _are_folder_copies(snapshots, roots):
+    if not are_folder_copies(snapshots, roots):
         return []
 
+    groups_in_folders = _group_ranks_in_folders(snapshots, roots)
+    if hold_replicas(groups_in_folders):
+        return groups_in_folders
+
     groups = []
-    for key, members in partition_by(snapshots, partial(_make_relative_key, roots=roots)).items():
-        ranks = _number_folders(members, roots)
+    for key, members in partition_by(snapshots, partial(make_relative_key, roots=roots)).items():
+        ranks = number_folders(members, roots)
         group = CheckpointGroup(
             run=title_of(key.run),
             step=None,
@@ -235,60 +248,17 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[C
     return groups
 
 
-def _make_relative_key(snapshot: Snapshot, roots: Mapping[str, str]) -> FileKey:
-    """Return the key of a file in a copied folder: its path in the folder, with the folder starred."""
-    return FileKey(os.path.relpath(snapshot.path, roots[snapshot.path]))
+def _group_ranks_in_folders(snapshots: Iterable[Snapshot], roots: Mapping[str, str]) -> list[CheckpointGroup]:
+    """Group the files in each folder that the user passed by the ranks in their names."""
+    groups: list[CheckpointGroup] = []
+    for members in partition_by(snapshots, partial(get_folder, roots=roots)).values():
+        for template in find_templates(refine_paths(members)):
+            grouped = _group_template(template) if template.has_replicas else _separate_files(template)
+            for group in grouped:
+                grouping = (*group.grouping, Grouping.FOLDERS_ARE_RUNS())
+                groups.append(replace(group, grouping=grouping))
 
-
-def _have_equal_names(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
-    """Whether files that the user passed one by one have one name in several folders with ranks."""
-    names: set[str] = set()
-    moments: set[tuple[tuple[Role, int], ...]] = set()
-    texts: set[tuple[str, ...]] = set()
-    for snapshot in snapshots:
-        numbers = split_path(snapshot.path)
-        # Without ranks, the criterion of words groups them.
-        if snapshot.path in roots or "rank" not in numbers.roles:
-            return False
-
-        names.add(os.path.basename(snapshot.path))
-        moments.add(numbers.fixed())
-        texts.add(numbers.texts)
-
-    has_one_name = len(names) == len(moments) == 1
-    return has_one_name and len(texts) == len(snapshots) > 1
-
-
-def _are_folder_copies(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
-    """Whether the folders that the user passed contain all files, and have equal contents."""
-    contents: dict[str, set[str]] = defaultdict(set)
-    for snapshot in snapshots:
-        folder = roots.get(snapshot.path)
-        if folder is None:
-            return False
-
-        contents[folder].add(os.path.relpath(snapshot.path, folder))
-
-    if not _are_equal(contents):
-        return False
-
-    folders = [split_path(folder) for folder in contents]
-    have_other_words = len({numbers.texts for numbers in folders}) > 1
-    # Folders whose names differ in numbers may be steps or machines of one run.
-    moving_numbers = find_varying(folders, "step") + find_varying(folders, "node")
-    return have_other_words or not moving_numbers
-
-
-def _are_equal(contents: Mapping[str, set[str]]) -> bool:
-    """Whether there are several folders with the same files. contents: the names of files, by folder."""
-    distinct = {frozenset(names) for names in contents.values()}
-    return len(contents) > 1 and len(distinct) == 1
-
-
-def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
-    """Number files by the ranks in the names of their folders if all ranks are unique, else by position."""
-    ranks = [split_path(roots[snapshot.path]).number_of("rank") for snapshot in members]
-    return number_by_rank(members, ranks)
+    return groups
 
 
 def _group_by_names(snapshots: list[Snapshot]) -> list[CheckpointGroup]:
@@ -351,7 +321,7 @@ def _have_equal_folders(files: Iterable[File]) -> bool:
         folder, name = os.path.split(file.snapshot.path)
         contents[folder].add(name)
 
-    if not _are_equal(contents):
+    if not have_same_files(contents):
         return False
 
     # One file in each folder does not show that its name matters.
@@ -437,6 +407,7 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
     rank: position of the rank.
     grouping: how the files were found.
     """
+    files = _forget_sizes(files)
     first = files[0].numbers
     members: list[Snapshot] = []
     ranks: list[int | None] = []
@@ -456,6 +427,27 @@ def _make_group(files: Sequence[File], rank: int | None, grouping: tuple[Message
         ranks=number_by_rank(members, ranks),
         grouping=grouping,
     )
+
+
+def _forget_sizes(files: Sequence[File]) -> Sequence[File]:
+    """Return the files without the coordinates that are the size of a mesh in the name of a folder, as in `tp2/`."""
+    paths = [file.numbers for file in files]
+    first = paths[0]
+    texts = {numbers.texts for numbers in paths}
+    # Other names have other numbers, and a single file shows nothing.
+    if len(files) == 1 or len(texts) > 1:
+        return files
+
+    sizes: list[int] = []
+    for position in set(first.all_of("mesh")).difference(find_varying(paths, "mesh")):
+        # In tp_rank_00_pp_rank_001/, the other number shows that both are coordinates.
+        if first.fills_folder(position):
+            sizes.append(position)
+
+    resolved = []
+    for snapshot, numbers in files:
+        resolved.append(File(snapshot, numbers.with_role("plain", sizes)))
+    return resolved
 
 
 def _explain_counting(files: Sequence[File], grouping: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -5,6 +5,8 @@ Evidence of partitioning:
 - Each rank numbers its own parameters from 0 (ZeroRedundancyOptimizer, FairScale OSS). The shapes under one number
   differ between ranks, and the ranks together have at most the parameters of the model. If the shapes are those of
   ZeroRedundancyOptimizer's partition, its parameters get their names.
+  A rank with as many parameters as other ranks, of the same shapes, is no partition: its model lacks tensors, or has
+  more (`numbered_state`).
 - DeepSpeed folders of several nodes contain labelled partitions of the ranks of their node.
 - All ranks list all parameters, and only the owner of a parameter holds its state (`owners`).
 """
@@ -12,7 +14,6 @@ Evidence of partitioning:
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from dataclasses import field, replace
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.frozen import record
 from syncheck.layout.copies import find_shared_tensors
+from syncheck.layout.numbered_state import STATE, find_shapes, list_numbers, name_by_other_ranks, rename_parameters
 from syncheck.layout.owners import LostState, find_owners
 from syncheck.layout.zero_redundancy import repeat_partition
 from syncheck.messages import Detail
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
 
     OwnParameters = Mapping[int, AbstractSet[str]]
     _Shape = tuple[int, ...]
-
-_STATE = r"optimizer\.(\d+)\.([^.]+)"
 
 
 @record
@@ -82,7 +82,8 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> Detected:
     If each rank numbers its own parameters from 0, replace the numbers by names of parameters if the partition is
     known, and by `(rank 1).0` otherwise.
     """
-    # What files record comes before what their shapes suggest.
+    snapshots = name_by_other_ranks(snapshots)
+    # The record of a file comes before a guess from shapes.
     for detect in (_detect_by_metadata, _detect_by_label, _detect_by_numbers):
         detected = detect(snapshots)
         if detected is not None:
@@ -201,19 +202,15 @@ class _NumberedOptimizer:
 
     def rename(self, names: Sequence[str]) -> Snapshot:
         """Return the checkpoint with names for the numbers of parameters."""
-        return _rename_parameters(self.snapshot, _list_numbers(len(names)), names)
+        return rename_parameters(self.snapshot, list_numbers(len(names)), names)
 
 
 def _number_parameters(snapshot: Snapshot) -> _NumberedOptimizer:
     """Return the optimizer of a rank with numbers for all names that its shapes determined."""
     count = len(snapshot.numbered)
-    numbered = _rename_parameters(snapshot, snapshot.numbered, _list_numbers(count))
-    shapes = _find_shapes(numbered) if count else {}
+    numbered = rename_parameters(snapshot, snapshot.numbered, list_numbers(count))
+    shapes = find_shapes(numbered) if count else {}
     return _NumberedOptimizer(numbered, count, shapes)
-
-
-def _list_numbers(count: int) -> list[str]:
-    return [str(number) for number in range(count)]
 
 
 def _count_names(parameters: Iterable[str]) -> int:
@@ -240,22 +237,6 @@ def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | Non
         owned=frozenset(owners.owned),
         lost=tuple(owners.lost),
     )
-
-
-def _rename_parameters(snapshot: Snapshot, old_names: Iterable[str], new_names: Iterable[str]) -> Snapshot:
-    """Rename the parameters of the optimizer, each old name to the new name at its position."""
-    new_by_old = dict(zip(old_names, new_names, strict=True))
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in snapshot.tensors.items():
-        parameter, _, state = name.removeprefix("optimizer.").rpartition(".")
-        is_state = name.startswith("optimizer.")
-        if is_state and parameter in new_by_old:
-            name = f"optimizer.{new_by_old[parameter]}.{state}"
-            tensor = replace(tensor, name=name)
-
-        tensors[name] = tensor
-
-    return replace(snapshot, tensors=tensors)
 
 
 def _normalize_names(parameters: Iterable[str]) -> frozenset[str]:
@@ -342,7 +323,7 @@ def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     model: list[Tensor] = []
     shapes: dict[str, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        if not re.fullmatch(_STATE, name):
+        if not re.fullmatch(STATE, name):
             model.append(tensor)
             shapes[name] = tensor.full_shape
 
@@ -379,25 +360,6 @@ def _list_group_sizes(snapshot: Snapshot) -> Iterator[int]:
 
         # The text of an empty group has no position.
         yield len(positions.split(",")) if positions else 0
-
-
-def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
-    """Return the shape of each numbered parameter: the shape of its states, except step counters."""
-    shapes: dict[int, _Shape] = {}
-    for name, tensor in snapshot.tensors.items():
-        match = re.fullmatch(_STATE, name)
-        if match is None:
-            continue
-
-        # A step counter has no dimensions, whatever the shape of its parameter.
-        is_counter = tensor.shape == () and match[2] == "step"
-        if not is_counter:
-            number = int(match[1])
-            # Other states of one number per parameter have the fewest elements.
-            largest_shape = shapes.get(number, ())
-            shapes[number] = max(largest_shape, tensor.full_shape, key=math.prod)
-
-    return shapes
 
 
 def find_lost_state(optimizer: OptimizerShards, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:

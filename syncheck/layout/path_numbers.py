@@ -18,8 +18,8 @@ Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"
 _PossibleRole = Role | Literal["short", "device"]
 Use = Literal["replica", "step", "part", "run"]
 
-# What a number says about its file: which replica, which step, or which part of a checkpoint it is. Numbers without a
-# role belong to the name of the run.
+# The meaning of a number for its file: which replica, which step, or which part of a checkpoint it is. Numbers without
+# a role belong to the name of the run.
 USES: Mapping[Role, Use] = {
     "rank": "replica",
     "local": "replica",
@@ -192,6 +192,11 @@ class PathNumbers:
             coordinate[match[1].lower()] = self.numbers[position]
 
         return coordinate
+
+    def fills_folder(self, position: int) -> bool:
+        """Whether the name of a folder has no other number."""
+        is_first = position == 0 or "/" in self.texts[position]
+        return is_first and "/" in self.texts[position + 1]
 
     def is_glued(self, position: int) -> bool:
         """Whether a letter precedes the number, as in seed3: then the number is part of a name, not a step."""

@@ -145,7 +145,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
             if sharding.coordinate:
                 mesh_rank[rank] = find_mesh_rank(sharding)
 
-            if _name_dimensions(sharding) & TENSOR_PARALLEL:
+            if name_dimensions(sharding) & TENSOR_PARALLEL:
                 has_tensor_parallel_mesh = True
 
     # Without any coordinate, the ranks are in no mesh.
@@ -184,7 +184,7 @@ def _list_distinct(shardings: Iterable[Sharding | None]) -> list[Sharding]:
     return [*by_object.values()]
 
 
-def _name_dimensions(sharding: Sharding | None) -> frozenset[str]:
+def name_dimensions(sharding: Sharding | None) -> frozenset[str]:
     """Return the names of the dimensions of a mesh in lower case."""
     if sharding is None:
         return frozenset()
@@ -194,10 +194,10 @@ def _name_dimensions(sharding: Sharding | None) -> frozenset[str]:
 
 def _reduce(coordinates: Coordinates, dimensions: frozenset[str]) -> dict[int, _Coordinates]:
     """Return the coordinates of each rank without some dimensions. dimensions: in lower case."""
-    return {rank: _without(of_rank, dimensions) for rank, of_rank in coordinates.items()}
+    return {rank: exclude_dimensions(of_rank, dimensions) for rank, of_rank in coordinates.items()}
 
 
-def _without(coordinates: _Coordinates, dimensions: frozenset[str]) -> _Coordinates:
+def exclude_dimensions(coordinates: _Coordinates, dimensions: frozenset[str]) -> _Coordinates:
     """Return the coordinates in all other dimensions. dimensions: in lower case."""
     return tuple(pair for pair in coordinates if pair[0].lower() not in dimensions)
 
@@ -348,7 +348,7 @@ def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
     """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
     dimensions: list[frozenset[str]] = []
     for tensor in tensors.values():
-        dimensions.append(_name_dimensions(tensor.sharding))
+        dimensions.append(name_dimensions(tensor.sharding))
 
     copied = frozenset.intersection(*dimensions)
     # All names of the dimension mean the same.
@@ -380,7 +380,7 @@ def _find_sets_of_dtensor(
             continue
 
         outer = tuple(pair for pair in positions.sharded.get(rank, ()) if pair[0] not in sharding.names)
-        keys[rank] = (box, _without(outer, copied_dimensions))
+        keys[rank] = (box, exclude_dimensions(outer, copied_dimensions))
 
     expected = _find_expected_shards(
         shardings,

@@ -19,7 +19,7 @@ from syncheck.tensors.names import normalize_keys
 from syncheck.tensors.value_kinds import is_membership
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
     from syncheck.layout.replica_groups import ReplicaGroups
@@ -150,12 +150,15 @@ def _join_folder(snapshot: Snapshot) -> Snapshot:
 
 
 def add_tied_names(
-    models: Sequence[Snapshot], listed_ties: Iterable[tuple[str, str]] = ()
+    models: Sequence[Snapshot],
+    listed_ties: Iterable[tuple[str, str]],
+    are_separate: Sequence[Callable[[str, str], bool]],
 ) -> list[tuple[Snapshot, tuple[str, ...]]]:
     """Add the names of tied tensors that only another model stores. Return each model with the added names.
 
     torch.save stores all names of tensors that share memory, and `save_pretrained` stores one of them.
     listed_ties: pairs of tied names in the metadata of the files.
+    are_separate: for each model, whether a configuration states that two names of it are two weights.
     """
     tensors_of_models = [normalize_keys(model.tensors) for model in models]
     ties: list[Sequence[str]] = [*listed_ties]
@@ -164,8 +167,8 @@ def add_tied_names(
         ties += find_shared_tensors(renamed)
 
     completed = []
-    for model, tensors in zip(models, tensors_of_models, strict=True):
-        added_tensors = _find_tied_tensors(tensors, ties)
+    for model, tensors, is_separate in zip(models, tensors_of_models, are_separate, strict=True):
+        added_tensors = _find_tied_tensors(tensors, ties, is_separate)
         if added_tensors:
             model = replace(model, tensors=tensors | added_tensors)
 
@@ -174,8 +177,13 @@ def add_tied_names(
     return completed
 
 
-def _find_tied_tensors(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) -> dict[str, Tensor]:
-    """Return the tensors under the names that a model lacks, if it has another name of the same tie."""
+def _find_tied_tensors(
+    tensors: Mapping[str, Tensor], ties: Iterable[Sequence[str]], is_separate: Callable[[str, str], bool]
+) -> dict[str, Tensor]:
+    """Return the tensors under the names that a model lacks, if it has another name of the same tie.
+
+    is_separate: see `add_tied_names`.
+    """
     tied_tensors: dict[str, Tensor] = {}
     for tie in ties:
         present_names = [name for name in tie if name in tensors]
@@ -184,7 +192,7 @@ def _find_tied_tensors(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[st
 
         # All names of a tie stand for equal bytes, so any of them will do.
         for name in tie:
-            if name not in tensors:
+            if name not in tensors and not is_separate(name, present_names[0]):
                 tied_tensors[name] = replace(tensors[present_names[0]], name=name)
 
     return tied_tensors
@@ -202,9 +210,8 @@ def _join_tensor(
         if tensor.refused:
             return replace(tensor, name=name)
 
-    first = next(iter(by_rank.values()))
     if unclear:
-        return _refuse(first, name, replica_groups)
+        return _refuse(by_rank, name, replica_groups)
 
     whole_tensors = [tensor for tensor in by_rank.values() if not is_sharded(tensor)]
     if not whole_tensors:
@@ -217,7 +224,7 @@ def _join_tensor(
 
     # Ranks in several sets hold different parts, and files do not show the position of plain parts.
     if len(whole_tensors) == len(by_rank) and len(replica_groups.sets) > 1:
-        return _refuse(first, name, replica_groups)
+        return _refuse(by_rank, name, replica_groups)
 
     return replace(whole_tensors[0], name=name)
 
@@ -235,14 +242,14 @@ def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_groups: Replic
         shards_of_rank = find_shards(rank, tensor)
         is_same_tensor = (tensor.dtype, tensor.full_shape) == (first.dtype, first.full_shape)
         if shards_of_rank is None or not is_same_tensor:
-            return _refuse(first, name, replica_groups)
+            return _refuse(by_rank, name, replica_groups)
 
         shards += shards_of_rank
         for shard in shards_of_rank:
             box = (shard.start, shard.tensor.shape)
             # If ranks with one box are not copies of each other, they hold different tensors of this name.
             if set_of_box.setdefault(box, set_of_rank[rank]) != set_of_rank[rank]:
-                return _refuse(first, name, replica_groups)
+                return _refuse(by_rank, name, replica_groups)
 
     return combine(
         name=name,
@@ -253,9 +260,19 @@ def _join_boxes(name: str, by_rank: Mapping[int, Tensor], replica_groups: Replic
     )
 
 
-def _refuse(tensor: Tensor, name: str, replica_groups: ReplicaGroups) -> Tensor:
+def _refuse(by_rank: Mapping[int, Tensor], name: str, replica_groups: ReplicaGroups) -> Tensor:
+    """Return the first part of a tensor, refused, with the sizes of all parts: copies of a part count once."""
     layout = replica_groups.layout or replica_groups.kind
-    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=layout))
+    sizes: list[int] = []
+    for first_rank, *_ in replica_groups.sets:
+        sizes.append(by_rank[first_rank].numel)
+
+    return replace(
+        next(iter(by_rank.values())),
+        name=name,
+        refused=Refusal.UNPLACED_PARTS(layout=layout),
+        unplaced=tuple(sizes),
+    )
 
 
 def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import pickle
 import re
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.frozen import record
+from syncheck.loaded import find_loaded
 from syncheck.text import group_ranks, one_line, ranks_text
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ MAX_VALUES = 8  # distinct values in an error
 _FEW = 4
 _MARK = b"syncheck:"
 _DONE = "done"
+# The groups of each set of ranks that were created in this process.
+_groups_created: Counter[tuple[int, ...]] = Counter()
 
 
 @record
@@ -67,10 +71,31 @@ class _RequestFailed(Exception):
 
 def world_size() -> int:
     """Return the number of processes in the default process group, or 0 without a process group."""
-    dist: Any = sys.modules.get("torch.distributed")
+    dist = find_loaded("torch.distributed")
     # torch may be built without support for process groups.
     has_group = dist is not None and dist.is_available() and dist.is_initialized()
     return int(dist.get_world_size()) if has_group else 0
+
+
+def create_group(ranks: tuple[int, ...], **options: Any) -> Any:
+    """Create a gloo group of some ranks, of which no other rank need know.
+
+    torch takes the name of a group from a counter, which must be equal on all ranks: the names of the groups that the
+    program creates later depend on it. So this group has a name of its own.
+
+    options: of `torch.distributed.new_group`.
+    """
+    distributed: Any = sys.modules["torch.distributed"]
+    naming: Any = sys.modules["torch.distributed.distributed_c10d"]
+    # A second group of the same name would read the addresses of the first one.
+    _groups_created[ranks] += 1
+    name = f"syncheck-{'-'.join(map(str, ranks))}-{_groups_created[ranks]}"
+    make_name = naming._process_group_name  # noqa: SLF001 - new_group has no argument for it
+    naming._process_group_name = lambda *_, **__: name  # noqa: SLF001
+    try:
+        return distributed.new_group(list(ranks), backend="gloo", use_local_synchronization=True, **options)
+    finally:
+        naming._process_group_name = make_name  # noqa: SLF001
 
 
 class Channel:

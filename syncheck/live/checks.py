@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from syncheck.api import Options
 from syncheck.errors import UsageError
 from syncheck.live.exchange import BUDGET, compare_across_ranks
+from syncheck.loaded import find_loaded
+from syncheck.options import check_codes
 from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def exclude_from_compile(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        torch: Any = sys.modules.get("torch")
+        torch = find_loaded("torch")
         if torch is not None and torch.compiler.is_compiling():
             result: R = torch.compiler.disable(function)(*args, **kwargs)
             return result
@@ -151,9 +153,26 @@ def _is_mesh(value: Any) -> bool:
 
 
 def make_options(**arguments: Any) -> Options:
-    """Return options from arguments of `check`: None stands for (), and a string for a tuple with one element."""
+    """Return options from arguments of `check`: None stands for (), and a string for a tuple with one element.
+
+    The codes of witnesses, which no comparison finds, are left out of `allow`.
+    """
     options = {name: _make_tuple(value) for name, value in arguments.items()}
+    allow = options.get("allow")
+    if isinstance(allow, tuple):
+        from syncheck.live.witnesses.rules import WITNESS_CODES, WITNESS_RULES
+
+        # Other values than texts are refused below.
+        if all(isinstance(code, str) for code in allow):
+            check_codes(allow, {rule.slug: rule.code for rule in WITNESS_RULES})
+        options["allow"] = tuple(code for code in allow if str(code).upper() not in WITNESS_CODES)
     return Options(**options)
+
+
+def list_allowed(allow: Any) -> tuple[str, ...]:
+    """Return the codes of the argument `allow`, also of witnesses, as findings spell them. Raises UsageError."""
+    make_options(allow=allow)
+    return tuple(map(str.upper, _make_tuple(allow)))
 
 
 def _make_tuple(value: Any) -> Any:
@@ -212,7 +231,7 @@ class _GlobalStates:
             "python": torch.tensor(words, dtype=torch.int64, device="cpu"),
             "python_gauss": torch.tensor([version, *_encode_gauss(gauss)], dtype=torch.int64, device="cpu"),
         }
-        numpy: Any = sys.modules.get("numpy")
+        numpy = find_loaded("numpy")
         if numpy is not None:
             state |= _get_numpy_state(numpy)
 

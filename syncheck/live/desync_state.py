@@ -28,6 +28,12 @@ class DesyncState:
         self._reported: dict[tuple[str, tuple[int, ...]], set[str]] = {}
         self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
 
+    def continue_with_other_objects(self) -> DesyncState:
+        """Return the memory for checks of other objects: their differences have no course of earlier checks."""
+        state = DesyncState(self.last_good)
+        state.since, state._reported = self.since, self._reported
+        return state
+
     def decide(self, step: int, report: Report) -> Report:
         """Return the report; a fault that earlier checks showed keeps one code and one cause."""
         if report.verdict != "out_of_sync":

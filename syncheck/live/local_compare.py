@@ -23,9 +23,9 @@ from syncheck.live.memory.objects import (
     is_bundle,
     is_module,
     is_optimizer,
+    list_parameters,
 )
 from syncheck.live.memory.tensor_bytes import describe_tensor, is_tensor
-from syncheck.live.memory.tree import list_parameters
 from syncheck.messages import Grouping
 from syncheck.tensors.names import normalize
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import time
 from contextlib import suppress
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from syncheck.api import Options
 from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.live.channel import MAX_VALUES, Channel, world_size
-from syncheck.live.checks import check, group_of, make_options, run_check
+from syncheck.live.checks import check, group_of, list_allowed, make_options, run_check
 from syncheck.live.desync_state import DesyncState
 from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import Note
 from syncheck.records import OutOfSync, Report
 from syncheck.report.selections import find_failing
-from syncheck.text import brief, group_ranks, ranks_text
+from syncheck.text import brief, group_ranks, option_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -149,9 +150,18 @@ class SyncMonitor:
         self._check_seconds = 0.0  # seconds in checks since then
         self._state = DesyncState()
         self._reporter = Reporter(console, events, writer)
-        self._watching = _start_watching(model, witnesses, self._action, events, checking.get("allow") or ())
+        self._watching = _start_watching(model, witnesses, self._action, events, checking.get("allow"))
+        self.comparing: Any = None
+        """What explains differences by findings of witnesses, if ranks are watched: `watching.causes.Comparing`."""
+        if self._watching is not None:
+            self.comparing = self._watching.watcher.comparing
+            # A script calls `step` after the step of the optimizer.
+            self.comparing.after_step = True
         self._is_leader: bool | None = None  # whether this rank reports; None before the first check
         self._warned: set[str] = set()  # warnings already printed
+        self.most_repeated = math.inf
+        """How many checks in a row with the findings of before are printed."""
+        self._repeated = 0
         self._end_written = False  # whether the end event was written
 
     @property
@@ -227,7 +237,16 @@ class SyncMonitor:
             group=self._process_group,
             **self._checking,
         )
+        if self.comparing is not None:
+            allow = frozenset(list_allowed(self._checking.get("allow")))
+            report = self.comparing.explain(report, channel, self._objects, allow)
         return self._state.decide(self._step, report)
+
+    def continue_from(self, earlier: SyncMonitor) -> None:
+        """Continue the history of a monitor of other objects of the same run, for example when it was in sync."""
+        self._state = earlier._state.continue_with_other_objects()
+        self._warned, self._repeated = earlier._warned, earlier._repeated
+        self._first_step_end, self._check_seconds = earlier._first_step_end, earlier._check_seconds
 
     def close(self) -> None:
         """Check once more if steps followed the last check, and end the events. `with` calls this at its end."""
@@ -301,10 +320,17 @@ class SyncMonitor:
             )
             # The text of OutOfSync has the details.
             raises = self._on_desync == "raise" and self._stops(report)
-            self._reporter.report_check(record, details=not raises)
+            self._reporter.report_check(record, details=not raises, is_printed=self._is_printed(record))
+
+    def _is_printed(self, record: CheckRecord) -> bool:
+        """Count a check whose findings are all known, and return whether it is still printed."""
+        is_known = record.report.verdict == "out_of_sync" and not record.new
+        # Anything else is printed, and begins a new series.
+        self._repeated = is_known * (self._repeated + 1)
+        return self._repeated <= self.most_repeated
 
     def _print_new_facts(self, report: Report) -> None:
-        """Print what a verdict does not say: tensors that are not finite, and differences that do not count."""
+        """Print the limits of a verdict: tensors that are not finite, and differences that do not count."""
         from syncheck.report.words import describe_not_finite
 
         (group,) = report.groups
@@ -359,10 +385,11 @@ class SyncMonitor:
                     **self._checking,
                 )
         except UsageError as error:
+            action = option_text("on_desync", "resync")
             if not stops:
-                self._warn_once(f'on_desync="resync" cannot repair: {error}; these are warnings, so the run continues')
+                self._warn_once(f"{action} cannot repair: {error}; these are warnings, so the run continues")
                 return
-            text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
+            text = f"step {self._step}: {action} cannot repair: {error}"
             # The cause is of this rank; all ranks raise a UsageError with its text.
             if isinstance(error.__cause__, NoMajority):
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
@@ -393,7 +420,7 @@ class SyncMonitor:
 
 
 def _start_watching(
-    model: Any, witnesses: Sequence[str], on_desync: str, events: Any, allow: str | Sequence[str]
+    model: Any, witnesses: Sequence[str], on_desync: str, events: Any, allow: str | Sequence[str] | None
 ) -> Session | None:
     """Watch every step, if there are witnesses. model: may contain wrappers that exist already."""
     if not witnesses:
@@ -405,7 +432,7 @@ def _start_watching(
         every=0,
         witnesses=check_witnesses(witnesses),
         on_desync="raise" if on_desync == "raise" else "warn",
-        allow=make_options(allow=allow).allow,
+        allow=list_allowed(allow),
         events=None if events is None else str(events),
     )
     session = start_session(settings)
@@ -419,7 +446,11 @@ def _check_arguments(
 ) -> None:
     """Raise UsageError for invalid arguments."""
     _read_integer(every, "every", least=1)
-    _read_integer(start, "start", least=0)
+    _read_integer(
+        start,
+        "start",
+        least=0,
+    )
     is_action = callable(on_desync) or on_desync in ACTIONS
     if not is_action:
         raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")

@@ -6,19 +6,22 @@ training.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import random
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from syncheck.frozen import record
+from syncheck.live.channel import world_size
 from syncheck.readers import outputs
 from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
-from syncheck.text import brief, one_line, ranks_as_ranges
+from syncheck.text import brief, one_line, option_text, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +55,13 @@ class CheckRecord:
     new: tuple[Finding, ...]
 
 
+def _import_rich() -> None:
+    """Import rich now, in the thread of the script: its import draws a random number, which is given back."""
+    state = random.getstate()
+    importlib.import_module("rich.console")
+    random.setstate(state)
+
+
 class Reporter:
     """Reports checks on one rank of a group, and ignores output errors.
 
@@ -61,6 +71,9 @@ class Reporter:
 
     def __init__(self, console: Any = None, events: Any = None, writer: Any = None) -> None:
         self._console, self._events, self._writer = console, events, writer
+        # A console of the script draws its own progress bars around messages.
+        self._shares_line = console is None
+        _import_rich()
         self._broken: set[str] = set()
         self._protected = False  # whether the path of the events was checked
 
@@ -76,7 +89,7 @@ class Reporter:
         style = "bold red" if finding.fails else "yellow"
         rows = [
             ("what", one_line(finding.evidence)[:_SENTENCE]),
-            ("why", one_line(str(finding.cause))),
+            ("why", one_line(finding_text.cause_text(finding))),
             ("fix", one_line(str(finding.fix))),
         ]
         self._print([_make_line(Span(f"{when}: "), Span(one_line(title), style)), Labels(tuple(rows), indent=4)])
@@ -102,7 +115,7 @@ class Reporter:
         if self._events is not None:
             row = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
             # Reopened for each line, so that the line is on disk if the process dies.
-            self._try(f"events={str(self._events)!r}", lambda: self._append_event(json.dumps(row)))
+            self._try(option_text("events", str(self._events)), lambda: self._append_event(json.dumps(row)))
 
     def _append_event(self, row: str) -> None:
         path = os.fspath(self._events)
@@ -111,9 +124,10 @@ class Reporter:
             self._protected = True
         outputs.append_line(path, row)
 
-    def report_check(self, record: CheckRecord, *, details: bool) -> None:
-        """Report a check. details: print the evidence and the fix of new findings."""
-        self._print(_render_check(record, details))
+    def report_check(self, record: CheckRecord, *, details: bool, is_printed: bool = True) -> None:
+        """Report a check. details: print the evidence and the fix of new findings. is_printed: not only written."""
+        if is_printed:
+            self._print(_render_check(record, details))
         report = record.report
         self.write_event(
             "check",
@@ -148,10 +162,14 @@ class Reporter:
 
             self._console = Console(stderr=True)
         if self._console.is_terminal:
-            from syncheck.report.terminal import make_renderable
+            from syncheck.report.terminal import make_renderable, start_line
 
-            for part in parts:
-                self._console.print(make_renderable(part), highlight=False)
+            # In one piece, because other processes write to the terminal, too.
+            with self._console:
+                if self._shares_line:
+                    start_line(self._console)
+                for part in parts:
+                    self._console.print(make_renderable(part), highlight=False)
         else:
             from syncheck.report.plain import render
 
@@ -211,13 +229,17 @@ def _make_line(*spans: Span) -> Line:
 def _render_check(record: CheckRecord, details: bool) -> list[Part]:
     """Render a check: one line, and below it the new findings."""
     report = record.report
-    counts, ranks = report.counts, len(report.groups[0].ranks)
+    counts, ranks = report.counts, report.groups[0].ranks
+    # Several sets of replicas have lines of their own.
+    ranks_compared = f"{len(ranks)} ranks"
+    if len(ranks) < world_size():
+        ranks_compared = ranks_as_ranges(ranks)
     verdict, reason = _describe_verdict(record)
     parts: list[Part] = [
         _make_line(
             Span(f"step {record.step}: "),
             Span(verdict, _STYLES[report.verdict]),
-            Span(one_line(f"{reason}; {counts.compared} of {counts.tensors} tensors compared on {ranks} ranks")),
+            Span(one_line(f"{reason}; {counts.compared} of {counts.tensors} tensors compared on {ranks_compared}")),
             Span(f", {record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}", "dim"),
         )
     ]
@@ -259,17 +281,15 @@ def _format_time(record: CheckRecord) -> str:
     if not record.new:
         return f"still, {text}"
 
-    # A new finding beside earlier findings did not begin with the first of them.
-    if len(record.new) < len(record.report.findings):
-        text += f", new: {', '.join([finding.code for finding in record.new])}"
-
-    return text
+    # Findings that are new at a later step did not begin with the first ones.
+    return f"{text}, new: {', '.join([finding.code for finding in record.new])}"
 
 
 def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
+        ("why", one_line(finding_text.cause_text(finding))),
         ("fix", one_line(str(finding.fix))),
-        ("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"),
+        ("more", finding_text.more_text(finding)),
     ]
     return [line(finding_text.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

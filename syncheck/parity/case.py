@@ -28,12 +28,14 @@ class ParityCase:
     mesh_sizes: sizes of the device mesh by the names of its dimensions, outermost first; empty for one dimension `dp`
         of all ranks.
     micro_batches: of one optimizer step, in the default of `owner`.
-    max_norm: the largest gradient norm after clipping, if `finish` clips.
+    max_norm: the largest gradient norm after clipping, if `finish` clips by norm.
+    clip_value: the largest absolute value of an element after clipping, if `finish` clips by value.
     """
 
     mesh_sizes: ClassVar[Mapping[str, int]] = {}
     micro_batches: int = 1
     max_norm: float | None = None
+    clip_value: float | None = None
 
     def build(self) -> Any:
         """Return the module of one process. It must have equal parameters at each call and on each rank: seed it."""
@@ -147,6 +149,17 @@ def list_modules(model: Any) -> list[tuple[str, Any]]:
     # Stages in a list have the names of the whole model.
     modules = model if isinstance(model, (list, tuple)) else [model]
     return [("", module) for module in modules]
+
+
+def list_aliases(model: Any) -> dict[str, Any]:
+    """Return the parameters of a parallel model by all of their plain names: a tied parameter has several."""
+    aliases: dict[str, Any] = {}
+    for prefix, module in list_modules(model):
+        # Other objects with parameters may not know their second names.
+        if hasattr(module, "named_modules"):
+            aliases.update(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
+    plain = plain_names(list(aliases))
+    return {plain[name]: parameter for name, parameter in aliases.items()}
 
 
 def sampler_order(samples: int, ranks: int, micro_batches: int = 1) -> tuple[Any, Any]:

@@ -3,55 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import SyncheckError, UsageError
+import numpy as np
+
+from syncheck.errors import OptionError, UsageError
 from syncheck.findings import Finding
 from syncheck.layout.boxes import count_indices
-from syncheck.live.channel import Channel, world_size
 from syncheck.messages import Note
 from syncheck.parity.case import ParityCase
-from syncheck.parity.causes import CAUSES, Cause, Explanation
+from syncheck.parity.causes import CAUSES, Cause
+from syncheck.parity.measurements import CLEAR
 from syncheck.parity.patterns import Situation, find_patterns, find_right
-from syncheck.parity.precision import cast_batch, check_dtype
-from syncheck.parity.program import build_program
+from syncheck.parity.phases import open_channel, run_user_code
+from syncheck.parity.precision import cast_batch, check_dtype, size_of_element
+from syncheck.parity.program import build_program, list_indices
 from syncheck.parity.reference import make_reference
 from syncheck.parity.refinement import refine
-from syncheck.parity.step import explain_norm, explain_update, find_wrong_updates, take_step
+from syncheck.parity.resolution import find_doubt, list_tiny
+from syncheck.parity.scope import has_step, list_scope
+from syncheck.parity.step import explain_norm, explain_update, find_other_settings, find_wrong_updates, take_step
+from syncheck.parity.trained import explain_tied
+from syncheck.parity.validation import check_case
 from syncheck.parity.weights import Mechanism
-from syncheck.records import Counts, Group, Replica, Report, TensorDiff
+from syncheck.records import Counts, Group, GroupEvidence, Replica, Report, TensorDiff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syncheck.messages import Message
     from syncheck.parity.measurements import TensorWeights
     from syncheck.parity.patterns import Pattern
     from syncheck.parity.step import Step
+    from syncheck.parity.trained import Explanation
     from syncheck.records import Verdict
 
 
-class Alone:
-    """The channel of a program without a process group."""
-
-    rank = 0
-    ranks = (0,)
-
-    def gather(self, message: Any, _kind: str) -> dict[int, Any]:
-        """Return the message of the only rank."""
-        return {0: message}
-
-    def run_together(self, work: Callable[[], Report]) -> Report:
-        """Return the result of the work."""
-        return work()
-
-
-def check_parity(case: ParityCase, dtype: str = "float64", group: Any = None) -> Report:
+def check_parity(
+    case: ParityCase, dtype: str = "float64", group: Any = None, allow: str | Sequence[str] = ()
+) -> Report:
     """Compare one step of a parallel program with the definition of its loss. A collective: call it on all ranks.
 
     dtype: of the parameters in both programs: float64, float32 or bfloat16. group: a process group of all ranks; the
-    default group by default, and none for a program of one process.
+    default group by default, and none for a program of one process. allow: codes of findings that do not count, or one
+    code.
 
     Returns a report with one finding for each cause. All ranks raise the same error. Raises UsageError if the loss is
     not a sum of terms, if a method of the case returns an invalid result, or if the program cannot be compared.
@@ -59,10 +58,21 @@ def check_parity(case: ParityCase, dtype: str = "float64", group: Any = None) ->
     if not isinstance(case, ParityCase):
         raise UsageError(f"case of class {type(case).__name__}: expected an instance of a subclass of ParityCase")
     check_dtype(dtype)
-    channel: Any = Channel(group) if world_size() else Alone()
-    with _restored_settings():
-        report: Report = channel.run_together(lambda: _check(case, dtype, channel))
+    allowed_codes = _check_codes(allow)
+    check_case(case)
+    with _restored_settings(), open_channel(group) as channel:
+        report: Report = channel.run_together(lambda: _check(case, dtype, allowed_codes, channel))
     return report
+
+
+def _check_codes(allow: str | Sequence[str]) -> frozenset[str]:
+    """Return codes in upper case. Raises OptionError for a code that no finding of parity has."""
+    codes = [allow] if isinstance(allow, str) else list(allow)
+    known = [cause.code for cause in CAUSES]
+    for code in codes:
+        if code.upper() not in known:
+            raise OptionError(f"no such code of parity; must be one of {', '.join(sorted(known))}", allow=code)
+    return frozenset(map(str.upper, codes))
 
 
 @contextmanager
@@ -77,14 +87,14 @@ def _restored_settings() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _check(case: ParityCase, dtype: str, channel: Any) -> Report:
-    reference = _call_user(case, lambda: make_reference(case, dtype))
+def _check(case: ParityCase, dtype: str, allow: frozenset[str], channel: Any) -> Report:
+    reference = run_user_code(case, lambda: make_reference(case, dtype))
     # A rank that has failed until here sends its error, before its peers wait in collectives of the program.
     channel.gather(None, "the definition exists")
-    program = _call_user(case, lambda: build_program(reference, channel))
+    program = run_user_code(case, lambda: build_program(reference, channel))
     mechanism = Mechanism(reference, program, channel)
-    _call_user(case, mechanism.prepare)
-    _call_user(case, lambda: program.backward(cast_batch(case.batch(), dtype)))
+    run_user_code(case, mechanism.prepare)
+    run_user_code(case, lambda: program.backward(cast_batch(case.batch(), dtype)))
     tensors = mechanism.measure()
     _check_coverage(tensors, case.title)
     # From the simplest explanation to the most expensive one.
@@ -102,56 +112,63 @@ def _check(case: ParityCase, dtype: str, channel: Any) -> Report:
         counts=_list_counts(mechanism),
         divisor=reference.divisor,
         refined=refined,
+        threshold=mechanism.threshold,
     )
-    findings = []
-    for pattern in situation.patterns:
-        findings.append(explain_pattern(situation, pattern))
-    wrong_updates: list[str] = []
+    findings = _explain_ties(channel.gather(program.tied, "tied weights"), tuple(channel.ranks))
+    # All gradients may be wrong because of a tie. One that is allowed hides no other fault.
+    if not findings or "SYN445" in allow:
+        findings += map(partial(explain_pattern, situation), situation.patterns)
+    steps: dict[int, Step] = {}
     # A step with wrong gradients is wrong for a known reason.
-    if not findings and type(case).finish is not ParityCase.finish:
-        steps = channel.gather(_call_user(case, lambda: take_step(mechanism)), "steps")
-        wrong_updates = find_wrong_updates(steps)
-        findings = _explain_steps(steps, mechanism, wrong_updates)
-    return _make_report(mechanism, tensors, tuple(findings), wrong_updates)
+    if not findings and has_step(case):
+        steps = channel.gather(run_user_code(case, lambda: take_step(mechanism)), "steps")
+        findings = _explain_steps(steps, mechanism)
+    findings = [replace(finding, allowed=finding.code in allow) for finding in findings]
+    return _make_report(mechanism, tensors, tuple(findings), steps)
 
 
 def _check_coverage(tensors: Mapping[str, TensorWeights], title: str) -> None:
-    """Raise UsageError unless the ranks together hold each tensor once or several times."""
+    """Raise UsageError unless the ranks together hold each element of each tensor."""
     for name, tensor in tensors.items():
-        elements = 0
+        # Boxes may overlap, so their sizes show no hole.
+        is_held = np.zeros(tensor.shape, dtype=bool)
         # Ranks with the same box hold copies.
         for runs in set(tensor.boxes.values()):
-            elements += math.prod(map(count_indices, runs))
-        if elements < tensor.elements:
-            raise UsageError(f"{title}: no rank has the gradient of all elements of {name}")
+            is_held[np.ix_(*map(list_indices, runs))] = True
+        if not is_held.all():
+            raise UsageError(
+                f"{title}: no rank has the gradient of all elements of {name}; yield the parameter from "
+                "`named_parameters`, and return from `box` which part it is"
+            )
 
 
-def _explain_steps(steps: dict[int, Step], mechanism: Mechanism, wrong_updates: list[str]) -> list[Finding]:
+def _explain_ties(tied: dict[int, dict[str, str]], ranks: tuple[int, ...]) -> list[Finding]:
+    """Return the finding about weights that the program ties and the definition does not; none without any."""
+    if not any(tied.values()):
+        return []
+    names: dict[str, None] = {}
+    for first_names in tied.values():
+        names.update(dict.fromkeys([*first_names.values(), *first_names]))
+    return [make_finding(_find_cause("SYN445"), explain_tied(tied), list(names), ranks)]
+
+
+def _explain_steps(steps: dict[int, Step], mechanism: Mechanism) -> list[Finding]:
     """Return the finding about norm and clipping, else about the update, of a program with right gradients."""
-    names = wrong_updates or list(mechanism.reference.names)
+    names = find_wrong_updates(steps) or list(mechanism.reference.names)
     explanation = explain_norm(steps, mechanism.program.mesh, mechanism.reference.case.max_norm)
     code = "SYN446"
     # A wrong clip changes the update too.
     if explanation is None:
         explanation, code = explain_update(steps), "SYN448"
+        names = find_wrong_updates(steps) or find_other_settings(steps)
     if explanation is None:
         return []
-    cause = next(cause for cause in CAUSES if cause.code == code)
-    return [make_finding(cause, explanation, names, tuple(steps))]
+    return [make_finding(_find_cause(code), explanation, names, tuple(steps))]
 
 
-def _call_user(case: ParityCase, work: Callable[[], Any]) -> Any:
-    """Return the result of code of the user. Its errors become one line, with their class."""
-    try:
-        return work()
-    except SyncheckError:
-        raise
-    except NotImplementedError:
-        raise UsageError(
-            f"{case.title}: override build, batch, loss_terms, parallelize and backward of ParityCase"
-        ) from None
-    except Exception as error:
-        raise UsageError(f"{case.title}: {type(error).__name__}: {error}") from error
+def _find_cause(code: str) -> Cause:
+    """Return the first cause in the table with a code, for its sentences."""
+    return next(cause for cause in CAUSES if cause.code == code)
 
 
 def _list_sizes(mechanism: Mechanism) -> dict[str, float]:
@@ -184,6 +201,9 @@ def explain_pattern(situation: Situation, pattern: Pattern) -> Finding:
             continue
         explanation = cause.match(situation, pattern)
         if explanation is not None:
+            # Evidence with large rounding errors excludes no other cause.
+            if situation.is_coarse:
+                explanation = replace(explanation, certainty="consistent")
             names = situation.sort(pattern.names)
             ranks: set[int] = set()
             for name in names:
@@ -202,8 +222,8 @@ def make_finding(cause: Cause, explanation: Explanation, names: list[str], ranks
         ranks=explanation.ranks or ranks,
         tensors=tuple(names),
         facts=tuple(explanation.facts),
-        cause=members["CAUSE"](**explanation.parameters),
-        fix=members["FIX"](),
+        cause=members[f"CAUSE{explanation.variant}"](**explanation.parameters),
+        fix=members[f"FIX{explanation.variant}"](),
         certainty=explanation.certainty,
         alternatives=explanation.alternatives,
     )
@@ -213,17 +233,19 @@ def _make_report(
     mechanism: Mechanism,
     tensors: dict[str, TensorWeights],
     findings: tuple[Finding, ...],
-    wrong_updates: list[str],
+    steps: dict[int, Step],
 ) -> Report:
     """Return the report: one group, with one replica for each rank, and the tensors that differ."""
     case = mechanism.reference.case
+    dtype = mechanism.reference.dtype
+    wrong_updates = find_wrong_updates(steps)
     differing = []
     for tensor in tensors.values():
-        is_wrong = tensor.is_wrong(mechanism.threshold)
         # Either the gradient or the parameter after the step.
-        if is_wrong or tensor.name in wrong_updates:
-            description = _describe(tensor, mechanism, is_wrong=is_wrong)
-            differing.append(description)
+        if tensor.is_wrong(mechanism.threshold):
+            differing.append(_describe(tensor, dtype, mechanism.threshold))
+        elif tensor.name in wrong_updates:
+            differing.append(_describe_update(tensor, steps, dtype))
     different = len(differing)
     # Gradients of two programs are never bitwise equal for a reason, so right tensors are close.
     close = len(tensors) - different
@@ -232,20 +254,17 @@ def _make_report(
         close=close,
         different=different,
     )
-    verdict: Verdict = "out_of_sync" if findings else "in_sync"
+    is_wrong = any(finding.fails for finding in findings)
+    verdict: Verdict = "out_of_sync" if is_wrong else "in_sync"
+    doubt = None
+    # A program is right only if the dtype would have shown a fault.
+    if not is_wrong:
+        doubt = find_doubt(tensors, steps, mechanism.threshold, dtype)
+    if doubt is not None:
+        verdict = "undecided"
     replicas = _list_replicas(mechanism, tensors)
-    note: Message = Note.PARITY(
-        terms=int(mechanism.reference.masks.sum()),
-        owners=len(mechanism.reference.owners),
-        ranks=len(replicas),
-        dtype=mechanism.reference.dtype,
-        threshold=mechanism.threshold,
-        floor=mechanism.floor,
-    )
-    notes = [note]
-    # Nobody should rely on a check that was not made.
-    if mechanism.reference.separable is None:
-        notes.append(Note.PARITY_NOT_SEPARATED())
+    # Neither an allowed finding nor a case without a step may hide that nobody has looked at the step.
+    notes = (*_list_notes(mechanism, tensors, len(replicas)), *list_scope(case, steps))
     group = Group(
         name=case.title,
         run=case.title,
@@ -254,19 +273,45 @@ def _make_report(
         counts=counts,
         tensors=tuple(differing),
         kinds={"parameter": counts},
-        notes=tuple(notes),
+        notes=notes,
         verdict=verdict,
         findings=findings,
+        evidence=GroupEvidence(doubt=doubt),
     )
     return Report(verdict, (group,), command="parity")
 
 
+def _list_notes(mechanism: Mechanism, tensors: dict[str, TensorWeights], ranks: int) -> tuple[Message, ...]:
+    """Return the notes about precision and checks that were not made. ranks: number of ranks with tensors."""
+    dtype = mechanism.reference.dtype
+    note: Message = Note.PARITY(
+        terms=int(mechanism.reference.masks.sum()),
+        owners=len(mechanism.reference.owners),
+        ranks=ranks,
+        dtype=dtype,
+        threshold=mechanism.threshold,
+        floor=mechanism.floor,
+    )
+    notes = [note]
+    # Nobody should rely on a check that was not made.
+    if mechanism.reference.separable is None:
+        notes.append(Note.PARITY_NOT_SEPARATED())
+    tiny = list_tiny(tensors, mechanism.threshold)
+    if mechanism.threshold > CLEAR:
+        notes.append(Note.PARITY_COARSE(name=dtype))
+    elif tiny:
+        notes.append(Note.PARITY_TINY(count=len(tiny), names=tiny, dtype=dtype))
+    return tuple(notes)
+
+
 def _list_replicas(mechanism: Mechanism, tensors: dict[str, TensorWeights]) -> tuple[Replica, ...]:
     """Return one record for each rank with tensors."""
-    counts: dict[int, int] = {}
+    counts: dict[int, int] = defaultdict(int)
+    elements: dict[int, int] = defaultdict(int)
     for tensor in tensors.values():
         for rank in tensor.solutions:
-            counts[rank] = counts.get(rank, 0) + 1
+            counts[rank] += 1
+            elements[rank] += math.prod(map(count_indices, tensor.boxes[rank]))
     title = mechanism.reference.case.title
     replicas = []
     for rank, count in sorted(counts.items()):
@@ -275,27 +320,46 @@ def _list_replicas(mechanism: Mechanism, tensors: dict[str, TensorWeights]) -> t
             rank=rank,
             format="memory",
             tensors=count,
-            bytes=0,
+            bytes=elements[rank] * size_of_element(mechanism.reference.dtype),
         )
         replicas.append(replica)
     return tuple(replicas)
 
 
-def _describe(tensor: TensorWeights, mechanism: Mechanism, *, is_wrong: bool) -> TensorDiff:
-    """Return the record of a wrong tensor. Its largest difference is that of the gradient."""
-    ranks_of_result: dict[bool, list[int]] = {}
-    for rank, solution in tensor.solutions.items():
-        is_right = solution.error <= mechanism.threshold
-        ranks_of_result.setdefault(is_right, []).append(rank)
-    clusters = [tuple(ranks) for _, ranks in sorted(ranks_of_result.items(), reverse=True)]
+def _describe(tensor: TensorWeights, dtype: str, threshold: float) -> TensorDiff:
+    """Return the record of a tensor with a wrong gradient. The largest difference is of the gradient."""
+    wrong_ranks = tensor.list_wrong_ranks(threshold)
+    largest = tensor.max_error if tensor.is_finite else None
+    return _make_record(tensor, dtype, wrong_ranks, tensor.differing, largest)
+
+
+def _describe_update(tensor: TensorWeights, steps: Mapping[int, Step], dtype: str) -> TensorDiff:
+    """Return the record of a tensor with a right gradient and a wrong update."""
+    wrong_ranks = set()
+    differing, largest = 0, 0.0
+    for rank, step in steps.items():
+        if tensor.name in step.errors:
+            wrong_ranks.add(rank)
+            differing_on_rank, largest_on_rank = step.errors[tensor.name]
+            differing = max(differing, differing_on_rank)
+            largest = max(largest, largest_on_rank)
+    return _make_record(tensor, dtype, wrong_ranks, differing, largest)
+
+
+def _make_record(
+    tensor: TensorWeights, dtype: str, wrong_ranks: set[int], differing: int, largest: float | None
+) -> TensorDiff:
+    """Return the record of a wrong tensor. Right and wrong ranks are two clusters, or wrong ranks are the only one."""
+    right_ranks = tensor.solutions.keys() - wrong_ranks
+    clusters = tuple(sorted(right_ranks)), tuple(sorted(wrong_ranks))
     return TensorDiff(
         name=tensor.name,
         kind="parameter",
-        dtype=mechanism.reference.dtype,
+        dtype=dtype,
         shape=tensor.shape,
         status="different",
-        mismatched=tensor.differing,
+        mismatched=differing,
         numel=tensor.elements,
-        max_abs=tensor.max_error if is_wrong else None,
-        clusters=tuple(clusters) if len(clusters) > 1 else (),
+        max_abs=largest,
+        clusters=tuple(filter(None, clusters)),
     )

@@ -26,12 +26,19 @@ class Owner:
 
     terms: their number.
     samples: of the terms.
+    share_of_count: part of the divisor, if the case counts other amounts than terms.
     """
 
     rank: int
     micro_batch: int
     terms: int
     samples: tuple[int, ...]
+    share_of_count: float | None = None
+
+    @property
+    def amount(self) -> float:
+        """The part of the divisor that the terms contribute."""
+        return self.terms if self.share_of_count is None else self.share_of_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +46,14 @@ class Solution:
     """A rank's copy of a gradient as a combination of the owners' gradients.
 
     weights: by owner, NaN if the copy does not determine it.
-    residual: relative norm of the part that no weights explain.
+    residual: relative norm of the part that no weights explain, for each unit of the largest weight above 1.
     error: relative distance to the definition.
     doubt: the largest error of a weight.
     assumed: whether one factor for all owners was assumed, because the tensor has too few elements.
     size: relative norm of the definition.
+    not_finite: number of elements of the copy that are NaN or infinite.
+    missing: whether the rank has no gradient.
+    frozen: whether the program freezes the parameter on the rank.
     """
 
     weights: tuple[float, ...]
@@ -52,6 +62,9 @@ class Solution:
     doubt: float
     assumed: bool = False
     size: float = 0.0
+    not_finite: int = 0
+    missing: bool = False
+    frozen: bool = False
 
     @property
     def is_determined(self) -> bool:
@@ -78,6 +91,9 @@ class TensorWeights:
 
     boxes: the runs that each rank holds. placements: of a DTensor on its first rank. partial: see `Partial`.
     max_error: largest absolute error of an element. differing: elements with an error, on the rank with most of them.
+    is_extra: whether the program trains the parameter, and `build` freezes it.
+    untied: names of the program's parameters, if `build` ties them and their gradients differ on some rank.
+    split: mesh dimensions along which copies of an unexplained tensor differ, although their ranks have equal samples.
     """
 
     name: str
@@ -88,6 +104,9 @@ class TensorWeights:
     partial: Partial | None = None
     max_error: float = 0.0
     differing: int = 0
+    is_extra: bool = False
+    untied: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
     @property
     def doubt(self) -> float:
@@ -110,6 +129,24 @@ class TensorWeights:
         return bool(self._find_largest("assumed"))
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all copies are finite."""
+        return not self._find_largest("not_finite")
+
+    def list_ranks(self, flag: str) -> tuple[int, ...]:
+        """Return the ranks for whose solution a flag is set."""
+        return tuple(rank for rank, solution in self.solutions.items() if getattr(solution, flag))
+
+    def list_wrong_ranks(self, threshold: float) -> set[int]:
+        """Return the ranks whose copy differs from the definition by more than rounding."""
+        ranks = set()
+        for rank, solution in self.solutions.items():
+            # A NaN is never within the threshold.
+            if not solution.error <= threshold:
+                ranks.add(rank)
+        return ranks
+
+    @property
     def elements(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
@@ -122,16 +159,19 @@ class TensorWeights:
 
     def is_wrong(self, threshold: float) -> bool:
         """Whether some rank's copy differs from the definition by more than rounding."""
-        # A NaN is never within the threshold.
-        return not self._find_largest("error") <= threshold
+        return bool(self.list_wrong_ranks(threshold))
 
     def is_explained(self, threshold: float) -> bool:
         """Whether each rank's copy is a combination of the owners' gradients, with known weights."""
         return self.residual <= threshold and self.doubt < float("inf")
 
     def is_open(self, threshold: float) -> bool:
-        """Whether some copy is wrong, and neither weights nor partial sums explain the copies."""
-        return self.is_wrong(threshold) and not self.is_explained(threshold) and self.partial is None
+        """Whether some copy is wrong, and weights or partial sums may explain the copies, and do not yet."""
+        # A gradient that should not exist, that consists of two, or that has a NaN, is no sum of others.
+        if self.is_extra or self.untied or not self.is_finite:
+            return False
+        is_settled = self.partial is not None or self.is_explained(threshold)
+        return self.is_wrong(threshold) and not is_settled
 
 
 @dataclass(frozen=True, slots=True)

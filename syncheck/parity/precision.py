@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import OptionError, UsageError
+from syncheck.messages import Usage
 from syncheck.parity.case import map_tensors
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 DTYPES = ("float64", "float32", "bfloat16")
 # Bits of the significand, with the leading one.
 _PRECISIONS = {"float64": 53, "float32": 24, "bfloat16": 8}
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 # A tensor is wrong if it differs by more than this many times the measured floor. Chosen by benchmarks/parity.py: right
 # programs have errors below 0.4 floors.
 FLOORS = 8
@@ -22,6 +24,11 @@ FLOORS = 8
 def unit_roundoff(dtype: str) -> float:
     """Return the largest relative error of rounding a number to a dtype: 2**-53 for float64."""
     return float(2.0 ** -_PRECISIONS[dtype])
+
+
+def size_of_element(dtype: str) -> int:
+    """Return the bytes of a number of a dtype."""
+    return _SIZES[dtype]
 
 
 def check_dtype(dtype: str) -> None:
@@ -94,10 +101,7 @@ def refuse_mixed_precision(modules: list[Any]) -> None:
             policy = _find_policy(module)
             # The module is named by its class, because paths of wrappers help nobody.
             if policy:
-                raise UsageError(
-                    f"{type(module).__name__}: mixed precision ({policy}) computes another gradient than one "
-                    "process; for the check, remove the policy, and pass --dtype for a check in low precision"
-                )
+                raise UsageError(Usage.MIXED_PRECISION(module=type(module).__name__, policy=policy))
 
 
 def _find_policy(module: Any) -> str:

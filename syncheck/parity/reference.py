@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
 from syncheck.parity.case import count_samples
 from syncheck.parity.measurements import Owner
 from syncheck.parity.precision import cast_batch, cast_model, unit_roundoff, without_autocast
+from syncheck.parity.validation import check_built, check_count, check_ignored, check_owners, check_terms, require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from syncheck.parity.case import ParityCase
 
@@ -23,8 +24,8 @@ _SEPARABLE = 1e-6
 class Reference:
     """The model, the batch and the terms of one process. Every rank has the same one.
 
-    names: of the parameters with gradients.
-    aliases: the name in `names` of each parameter, tied parameters included.
+    names: of the parameters with gradients, and of `extra`.
+    aliases: the name of the first of all tied parameters by each of their names, frozen parameters included.
     owners: of the terms, in order.
     masks: of the terms of each owner, [owners, *shape of the terms].
     divisor: of the sum of all terms.
@@ -32,6 +33,7 @@ class Reference:
     samples: size of the first dimension of the terms.
     separable: whether no term depends on other samples; None if this could not be checked.
     order: names in the order in which modules run.
+    extra: names of parameters that `build` freezes and the program trains. Their gradient is zero.
     """
 
     case: ParityCase
@@ -47,6 +49,13 @@ class Reference:
     samples: int
     separable: bool | None
     order: tuple[str, ...] = field(default=())
+    extra: frozenset[str] = frozenset()
+
+    def add_frozen(self, names: Collection[str]) -> None:
+        """Add parameters that `build` freezes to the compared parameters, in the order of the model."""
+        self.extra = frozenset(names)
+        chosen = self.extra.union(self.names)
+        self.names = tuple(filter(chosen.__contains__, dict(self.model.named_parameters())))
 
     def differentiate(self, mask: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the gradient of the sum of some terms divided by `divisor`, by name. mask: of the terms."""
@@ -105,42 +114,45 @@ class Reference:
 
 
 def differentiate(total: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradient by name, zeros for parameters that do not affect the total."""
+    """Return the gradient by name, zeros for parameters that are frozen or do not affect the total."""
     import torch
 
-    if not total.requires_grad:
-        return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    result = {}
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-        result[name] = torch.zeros_like(parameter) if gradient is None else gradient.detach()
-    return result
+    gradients = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if not (trained and total.requires_grad):
+        return gradients
+    results = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    for name, gradient in zip(trained, results, strict=True):
+        # None: the total does not depend on the parameter.
+        if gradient is not None:
+            gradients[name] = gradient.detach()
+    return gradients
 
 
 def make_reference(case: ParityCase, dtype: str) -> Reference:
     """Build the model and the batch, and check that the loss is a sum of terms. Raises UsageError with the reason."""
     import torch
 
-    model = cast_model(case.build(), dtype)
+    model = cast_model(check_built(case, case.build()), dtype)
     batch = cast_batch(case.batch(), dtype)
     order: list[str] = []
     with torch.no_grad(), without_autocast():
         hooks = _record_order(model, order)
         terms = case.loss_terms(model, batch)
+        check_terms(case, terms, batch)
         for hook in hooks:
             hook.remove()
         again = case.loss_terms(model, batch)
-    if not isinstance(terms, torch.Tensor) or terms.ndim == 0:
-        raise UsageError(f"{case.title}.loss_terms: must return one loss per sample or token, not a mean of them")
-    if not _are_close(terms, again, 1e-4):
-        raise UsageError(
-            f"{case.title}.loss_terms: two calls with the same batch return different losses, for example because of "
-            "dropout; disable it in `build`, with p=0 or model.eval()"
-        )
+    require(
+        _are_close(terms, again, 1e-4),
+        f"{case.title}.loss_terms: two calls with the same batch return different losses, for example because of "
+        "dropout; disable it in `build`, with p=0 or model.eval()",
+    )
     counted = _find_counted(case, batch, terms)
     samples = int(terms.shape[0])
     owners, masks = _list_owners(case, batch, counted)
-    divisor = case.count(batch)
+    divisor = check_count(case, case.count(batch), counted)
+    owners = _share_count(case, batch, owners, divisor)
     named = dict(model.named_parameters())
     names = tuple(name for name, parameter in named.items() if parameter.requires_grad)
     return Reference(
@@ -149,14 +161,14 @@ def make_reference(case: ParityCase, dtype: str) -> Reference:
         model=model,
         batch=batch,
         names=names,
-        aliases=_find_aliases(model, names),
+        aliases=_find_aliases(model),
         owners=owners,
         masks=masks,
-        divisor=float(counted.sum()) if divisor is None else float(divisor),
+        divisor=divisor,
         positions=counted.numel(),
         samples=samples,
         separable=_is_separable(case, model, batch, terms, counted),
-        order=tuple(name for name in dict.fromkeys(order) if name in names),
+        order=tuple(dict.fromkeys(order)),
     )
 
 
@@ -192,11 +204,11 @@ def _find_counted(case: ParityCase, batch: Any, terms: Any) -> Any:
     ignored = case.ignored(batch)
     counted = torch.ones(terms.shape, dtype=torch.bool)
     if ignored is not None:
+        check_ignored(case, ignored, terms.shape)
         counted &= ~ignored.view(ignored.shape + (1,) * (terms.ndim - ignored.ndim))
-    if not counted.any():
-        raise UsageError(f"{case.title}: the batch has no terms that count")
-    if not torch.isfinite(terms[counted]).all():
-        raise UsageError(f"{case.title}.loss_terms: some terms are NaN or infinite")
+    require(bool(counted.any()), f"{case.title}: the batch has no terms that count")
+    is_finite = bool(torch.isfinite(terms[counted]).all())
+    require(is_finite, f"{case.title}.loss_terms: some terms are NaN or infinite")
     return counted
 
 
@@ -204,17 +216,11 @@ def _list_owners(case: ParityCase, batch: Any, counted: Any) -> tuple[tuple[Owne
     """Return the owners with terms, in order, and the mask of each. Owners without terms are dropped."""
     import torch
 
-    ranks, micro_batches = case.owner(batch)
+    ranks, micro_batches = check_owners(case, case.owner(batch), counted.shape)
     dimensions = counted.ndim
-    try:
-        ranks = ranks.view(ranks.shape + (1,) * (dimensions - ranks.ndim)).expand(counted.shape)
-        micro_batches = micro_batches.view(micro_batches.shape + (1,) * (dimensions - micro_batches.ndim))
-        micro_batches = micro_batches.expand(counted.shape)
-    except RuntimeError:
-        raise UsageError(
-            f"{case.title}.owner: returned {list(ranks.shape)} and {list(micro_batches.shape)}, which do not fit terms "
-            f"of shape {list(counted.shape)}"
-        ) from None
+    ranks = ranks.view(ranks.shape + (1,) * (dimensions - ranks.ndim)).expand(counted.shape)
+    micro_batches = micro_batches.view(micro_batches.shape + (1,) * (dimensions - micro_batches.ndim))
+    micro_batches = micro_batches.expand(counted.shape)
     owners = []
     masks = []
     pairs = torch.unique(torch.stack((ranks[counted], micro_batches[counted])), dim=1).T.tolist()
@@ -224,6 +230,26 @@ def _list_owners(case: ParityCase, batch: Any, counted: Any) -> tuple[tuple[Owne
         owners.append(Owner(rank, micro_batch, int(mask.sum()), tuple(samples)))
         masks.append(mask)
     return tuple(owners), torch.stack(masks)
+
+
+def _share_count(case: ParityCase, batch: Any, owners: tuple[Owner, ...], divisor: float) -> tuple[Owner, ...]:
+    """Return the owners with shares of `count`, for example sums; unchanged unless the shares add up."""
+    import torch
+
+    # Samples that cannot be selected cannot be counted alone.
+    if count_samples(batch) <= max(max(owner.samples) for owner in owners):
+        return owners
+    shares = []
+    for owner in owners:
+        share = case.count(case.select(batch, torch.tensor(owner.samples)))
+        # The default: the number of terms.
+        if share is None:
+            return owners
+        shares.append(float(share))
+    # A number of the whole batch has no shares.
+    if not math.isclose(sum(shares), divisor, rel_tol=_SEPARABLE):
+        return owners
+    return tuple(replace(owner, share_of_count=share) for owner, share in zip(owners, shares, strict=True))
 
 
 def _is_separable(case: ParityCase, model: Any, batch: Any, terms: Any, counted: Any) -> bool | None:
@@ -242,12 +268,10 @@ def _is_separable(case: ParityCase, model: Any, batch: Any, terms: Any, counted:
     return _are_close(among_all, torch.where(counted[samples], alone, 0), tolerance)
 
 
-def _find_aliases(model: Any, names: tuple[str, ...]) -> dict[str, str]:
+def _find_aliases(model: Any) -> dict[str, str]:
     """Return the name of the first of all tied parameters by each of their names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    name_of_parameter = {id(parameters[name]): name for name in names}
+    name_of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {}
-    for name, parameter in parameters.items():
-        if id(parameter) in name_of_parameter:
-            aliases[name] = name_of_parameter[id(parameter)]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases[name] = name_of_parameter[id(parameter)]
     return aliases

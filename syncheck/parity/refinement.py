@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncheck.parity.measurements import CLOSE, Refined
-from syncheck.parity.weights import take_columns
+from syncheck.parity.weights import find_growth, take_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MOST_UNITS = 512
 # The largest tensors determine the weights of many units best.
 _TENSORS = 3
+# Bytes of the gradients of all units, which each rank holds in float64.
+_MOST_BYTES = 1 << 30
 
 
 def refine(mechanism: Mechanism, tensors: dict[str, TensorWeights]) -> Refined | None:
@@ -63,7 +65,7 @@ class _Refinement:
         small: tensors with too few elements to determine weights, which may be explained too.
         """
         channel = self.mechanism.channel
-        largest = sorted(tensors, key=attrgetter("elements"), reverse=True)[:_TENSORS]
+        largest = self._choose(tensors)
         rows: list[Any] = []
         for rows_of_rank in channel.gather(self._solve(largest), "weights of samples").values():
             rows += rows_of_rank
@@ -76,6 +78,17 @@ class _Refinement:
             return None
         units = tuple(map(tuple, self.units.tolist()))
         return Refined(self.level, units, tuple(self.counts), rows[0], tuple(sorted(explained)))
+
+    def _choose(self, tensors: list[TensorWeights]) -> list[TensorWeights]:
+        """Return the largest tensors whose gradients of all units fit into memory, at most `_TENSORS`."""
+        chosen: list[TensorWeights] = []
+        room = _MOST_BYTES
+        for tensor in sorted(tensors, key=attrgetter("elements"), reverse=True):
+            size = 8 * len(self.units) * tensor.elements
+            if size <= room and len(chosen) < _TENSORS:
+                chosen.append(tensor)
+                room -= size
+        return chosen
 
     def _solve(self, tensors: Sequence[TensorWeights]) -> list[tuple[float, ...]]:
         """Return the weights of the units for each tensor of this rank that they explain."""
@@ -132,6 +145,6 @@ class _Refinement:
             if local is not None:
                 error = float((local.gradient - local.take(predicted[tensor.name].double())).norm())
             # The weights have an error themselves.
-            if error <= 4 * mechanism.threshold * mechanism.scale:
+            if error <= 4 * mechanism.threshold * mechanism.scale * find_growth(weights):
                 names.append(tensor.name)
         return names

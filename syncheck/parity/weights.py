@@ -3,10 +3,14 @@
 For the copy `g` of a tensor on a rank, least squares solve `g = sum over owners o of W[o] * g[o]`, where `g[o]` is the
 gradient of the sum of o's terms, divided by the number of all terms, as one process computes it. The right weights are
 1. The residual is the part of `g` that no weights explain, and the error is the distance to the definition. Both are
-relative to the sum over owners of the norm of g[o] over the whole model, in which rounding errors are measured.
+relative to the sum over owners of the norm of g[o] over the whole model, in which rounding errors are measured. The
+residual is also divided by the largest weight above 1: a copy that is eight times too large has eight times the
+rounding errors.
 
-Memory: each rank holds the gradients of its own share of the owners, two reference gradients while the floor is
-measured, and of one tensor at a time the gradients of all owners in float64.
+Memory of each rank: the model twice, as `build` and `parallelize` return it; the gradients of its own share of the
+owners; its copies of values and gradients in float64; two more gradients while the floor is measured, and four in
+float64 while a step is compared; of one tensor at a time the gradients of all owners in float64. `refinement` states
+its own limit.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import UsageError
+from syncheck.parity.case import DATA_DIMENSIONS
 from syncheck.parity.measurements import CLEAR, UNKNOWN, Partial, Solution, TensorWeights
 from syncheck.parity.precision import find_threshold
 
@@ -97,23 +102,28 @@ class Mechanism:
             gradients = self.gather_gradients(name)
             local = self.program.tensors.get(name)
             if local is not None:
+                self.program.choose_copies(name, local.take(gradients.sum(0)))
                 columns = take_columns(gradients, local)
                 solution = self.solve(columns, local.gradient.flatten())
+                solution = replace(solution, missing=local.missing, frozen=local.frozen)
                 errors = (local.gradient.flatten() - columns.sum(0)).abs()
-                largest = float(errors.max()) if errors.numel() else 0.0
-                differing = int((errors > self.threshold * self.scale).sum())
+                finite_errors = errors[errors.isfinite()]
+                largest = float(finite_errors.max()) if finite_errors.numel() else 0.0
+                # A NaN is never within the threshold.
+                differing = int((~(errors <= self.threshold * self.scale)).sum())
                 solutions[name] = (solution, local.without_values(), largest, differing)
         by_rank = self.channel.gather(solutions, "weights")
         shapes = {name: tuple(p.shape) for name, p in self.reference.model.named_parameters()}
         tensors: dict[str, TensorWeights] = {}
         for name in self.reference.names:
-            tensor = TensorWeights(name, shapes[name], {}, {})
+            tensor = TensorWeights(name, shapes[name], {}, {}, is_extra=name in self.reference.extra)
             for rank, of_rank in by_rank.items():
                 if name in of_rank:
                     solution, layout, largest, differing = of_rank[name]
                     tensor.solutions[rank] = solution
                     tensor.boxes[rank] = layout.runs
                     tensor.placements = tensor.placements or layout.placements
+                    tensor.untied = tensor.untied or layout.names
                     tensor.max_error = max(tensor.max_error, largest)
                     tensor.differing = max(tensor.differing, differing)
             tensors[name] = tensor
@@ -124,6 +134,12 @@ class Mechanism:
         import torch
 
         owners, elements = columns.shape
+        not_finite = int((~torch.isfinite(local)).sum())
+        # No weights give NaN, and the solvers fail.
+        if not_finite:
+            size = float(columns.sum(0).norm()) / self.scale
+            infinite = float("inf")
+            return Solution((UNKNOWN,) * owners, infinite, infinite, infinite, size=size, not_finite=not_finite)
         definition = columns.sum(0)
         error = float((local - definition).norm()) / self.scale
         size = float(definition.norm()) / self.scale
@@ -150,6 +166,7 @@ class Mechanism:
         doubts = inverse.norm(dim=1) * self.threshold * self.scale / norms[used]
         clear = doubts <= CLEAR
         weights[used] = torch.where(clear, solved / norms[used], UNKNOWN)
+        residual /= find_growth(weights.tolist())
         doubt = float(doubts[clear].max()) if clear.any() else float("inf")
         return Solution(tuple(weights.tolist()), residual, error, doubt, size=size)
 
@@ -169,7 +186,7 @@ class Mechanism:
                     candidates[solution.weights] = None
                 elif not solution.is_determined and solution.error <= self.threshold:
                     tensor.solutions[rank] = replace(solution, weights=ones, residual=0.0, doubt=CLEAR)
-            if tensor.doubt == float("inf"):
+            if tensor.doubt == float("inf") and tensor.is_finite and not tensor.is_extra:
                 small.append(tensor.name)
         if small:
             self._settle_wrong(tensors, small, list(candidates))
@@ -213,7 +230,7 @@ class Mechanism:
         constant = (factor,) * len(columns)
         for row in ((1.0,) * len(columns), *rows, constant):
             weights = torch.tensor(row, dtype=torch.float64)
-            residual = float((weights @ columns - local).norm()) / self.scale
+            residual = float((weights @ columns - local).norm()) / self.scale / find_growth(row)
             if residual <= self.threshold:
                 return replace(solution, weights=row, residual=residual, doubt=CLEAR, assumed=row is constant)
         return replace(solution, residual=max(solution.residual, solution.error))
@@ -229,8 +246,26 @@ class Mechanism:
                     copy = Copy(
                         self.program.coordinate, str(local.runs), local.gradient.flatten(), local.take(total).flatten()
                     )
-                copies = self.channel.gather(copy, "copies").values()
-                tensor.partial = self._find_dimensions([copy for copy in copies if copy is not None])
+                # A rank of another stage has none.
+                copies = list(filter(None, self.channel.gather(copy, "copies").values()))
+                tensor.partial = self._find_dimensions(copies)
+                tensor.split = self._find_split(copies)
+
+    def _find_split(self, copies: Sequence[Copy]) -> tuple[str, ...]:
+        """Return the mesh dimensions without data along which copies of one box differ."""
+        names = tuple(self.program.mesh)
+        split = []
+        for dimension in names:
+            firsts: dict[Any, Copy] = {}
+            largest = 0.0
+            for copy in copies:
+                place = (drop_dimensions(copy.coordinate, names, (dimension,)), copy.box)
+                first = firsts.setdefault(place, copy)
+                largest = max(largest, float((copy.gradient - first.gradient).norm()))
+            # Ranks with other samples may have other gradients for many reasons.
+            if dimension.lower() not in DATA_DIMENSIONS and largest > self.threshold * self.scale:
+                split.append(dimension)
+        return tuple(split)
 
     def _find_dimensions(self, copies: Sequence[Copy]) -> Partial | None:
         """Return the fewest mesh dimensions with a sum of `factor` times the definition."""
@@ -256,12 +291,13 @@ class Mechanism:
         definition = copies[0].definition
         total = sum(copy.gradient for copy in copies)
         square = float(definition @ definition)
-        if square**0.5 <= self.threshold * self.scale:
+        # Rounding would change the factor.
+        if CLEAR * square**0.5 <= self.threshold * self.scale * len(copies):
             return UNKNOWN
         factor = float(total @ definition) / square
         residual = float((total - factor * definition).norm()) / self.scale
         # Each copy has an error of its own.
-        return factor if residual <= self.threshold * len(copies) else UNKNOWN
+        return factor if residual <= self.threshold * len(copies) * find_growth([factor]) else UNKNOWN
 
 
 def take_columns(gradients: Any, local: LocalTensor) -> Any:
@@ -269,6 +305,15 @@ def take_columns(gradients: Any, local: LocalTensor) -> Any:
     import torch
 
     return torch.stack([local.take(gradient).flatten() for gradient in gradients])
+
+
+def find_growth(weights: Sequence[float]) -> float:
+    """Return how many times the rounding errors of a copy exceed the errors of a right copy.
+
+    The result is the largest known weight, at least 1.
+    """
+    known = [abs(weight) for weight in weights if not math.isnan(weight)]
+    return max([1.0, *known])
 
 
 def norm_of(tensors: Mapping[str, Any]) -> float:

@@ -74,8 +74,9 @@ class ModelsItem(pytest.Item):
         from syncheck.api import diff
         from syncheck.errors import SyncheckError
         from syncheck.report import failure
+        from syncheck.text import TYPED_IN_PYTEST, options_as_typed
 
-        with contextlib.chdir(self.config.invocation_params.dir):
+        with contextlib.chdir(self.config.invocation_params.dir), options_as_typed(TYPED_IN_PYTEST):
             try:
                 report = diff(self.a, self.b, options=_read_options(self.config))
             except SyncheckError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncheck import options
+from syncheck.text import to_flag
 
 if TYPE_CHECKING:
     import pytest
@@ -35,7 +36,7 @@ def add(parser: pytest.Parser) -> None:
     )
     pytest_options = options.list_options(options.PYTEST, options.Options, options.DiffOptions, options.RunOptions)
     for name, declaration in pytest_options.items():
-        group.addoption(options.to_flag(name, "--syncheck-"), **declaration.argparse_settings())
+        group.addoption(to_flag(name, "--syncheck-"), **declaration.argparse_settings())
     group.addoption(
         "--syncheck-timeout",
         type=float,

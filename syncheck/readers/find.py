@@ -6,13 +6,13 @@ import contextlib
 import glob
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.readers.formats import EXTENSIONS, SETTINGS, is_recognizable
 from syncheck.readers.open import describe_unread, read, sniff_folder
+from syncheck.readers.opened import NOTES, Opened
 from syncheck.readers.untrusted import open_regular_file
 from syncheck.records import Alias, Unreadable
 from syncheck.text import names_text
@@ -26,25 +26,9 @@ if TYPE_CHECKING:
 
 _DIGITS = re.compile(r"\d+")
 _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
-# Extensions of files beside checkpoints: notes and pictures.
-_NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
 # Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
 _TEXT_LINE = r"(?i)\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*"
 _MOST_TEXT = 1 << 16
-
-
-@dataclass
-class Opened:
-    """Checkpoints found under the given paths."""
-
-    snapshots: list[Snapshot] = field(default_factory=list)
-    unreadable: list[Unreadable] = field(default_factory=list)
-    roots: dict[str, str] = field(default_factory=dict)
-    """The folder in which a checkpoint was found, by its path."""
-    skipped: int = 0
-    """Number of files in folders that are not checkpoints."""
-    aliases: list[Alias] = field(default_factory=list)
-    """Links to folders that were also reached by another path."""
 
 
 def open_checkpoints(paths: Sequence[str]) -> Opened:
@@ -325,11 +309,11 @@ def _open_checkpoint(path: str, opened: Opened) -> set[str]:
 def _open_folder_file(path: str, opened: Opened) -> bool:
     """Open a file of a folder if its extension or content is a checkpoint's; return whether it is a checkpoint."""
     if os.path.basename(path) in SETTINGS:
-        opened.skipped += 1
+        opened.skip(path)
         return False
     if path.lower().endswith(EXTENSIONS):
         if is_text_state(path):
-            opened.skipped += 1
+            opened.skip(path)
             return False
         _open_checkpoint(path, opened)
         return True
@@ -345,7 +329,7 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
         opened.unreadable.append(Unreadable(path, error.reason))
         return True
 
-    opened.skipped += 1
+    opened.skip(path)
     return False
 
 
@@ -406,7 +390,7 @@ def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
     """Return the names by which a file or folder may be like a checkpoint; none for notes and pictures."""
     if is_folder:
         return {f"{relative}/"}
-    if relative.lower().endswith(_NOTES):
+    if relative.lower().endswith(NOTES):
         return set()
 
     stem = _SUFFIX.sub("", relative)

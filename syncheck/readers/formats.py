@@ -9,6 +9,7 @@ from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.untrusted import open_regular_file
+from syncheck.suggestions import find_similar_path
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -104,5 +105,14 @@ def read_head(path: str, size: int = HEAD) -> bytes:
             # Kernel files such as /proc/kmsg have size 0, and reading them can block.
             return file.read(size) if os.fstat(file.fileno()).st_size else b""
     except (OSError, ValueError) as error:
-        hint = "check the path" if isinstance(error, FileNotFoundError) else ""
+        hint = _advise_missing(path) if isinstance(error, FileNotFoundError) else ""
         raise UnreadableFile.because(path, error, hint) from None
+
+
+def _advise_missing(path: str) -> str:
+    """Return what to check if the file of a path is missing."""
+    # The name exists, so that no other name was meant.
+    if os.path.islink(path):
+        return f"it is a link to {os.readlink(path)}, which is missing: copy the target, or remove the link"
+    similar = find_similar_path(path)
+    return f"did you mean {similar}?" if similar else "check the path"

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
+from syncheck.loaded import find_loaded
 from syncheck.readers.untrusted import are_strings
 from syncheck.snapshots import Metadata
 from syncheck.text import brief
@@ -283,8 +284,9 @@ def _list_versions() -> dict[str, str]:
 
     versions = {"python": ".".join(str(number) for number in sys.version_info[:3])}
     for name in ("torch", "numpy"):
-        if name in sys.modules:
-            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+        module = find_loaded(name)
+        if module is not None:
+            versions[name] = str(getattr(module, "__version__", "unknown"))
 
     try:
         versions["syncheck"] = distributions.version("syncheck")

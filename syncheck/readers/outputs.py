@@ -66,7 +66,7 @@ class _Output:
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise OptionError for this path."""
-        raise OptionError(f"{self.option} {self.path}: {problem}; pass another path")
+        raise OptionError(f"{problem}; pass another path", **{self.option: self.path})
 
 
 def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) -> None:

@@ -90,6 +90,7 @@ def read(path: str) -> Snapshot:
         stubs=tuple(sorted(stubs)),
         metadata=flat.metadata,
         numbered=flat.numbered,
+        matched=flat.matched,
         model_values=flat.model_values,
     )
 

@@ -60,6 +60,7 @@ def read(path: str) -> Snapshot:
         stubs=pickled.stubs,
         metadata=flat.metadata,
         numbered=flat.numbered,
+        matched=flat.matched,
         model_values=flat.model_values,
     )
 

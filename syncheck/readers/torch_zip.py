@@ -39,6 +39,7 @@ def read(path: str) -> Snapshot:
             stubs=pickled.stubs,
             metadata=flat.metadata,
             numbered=flat.numbered,
+            matched=flat.matched,
             model_values=flat.model_values,
         )
         if torchscript.is_script(archive):

@@ -369,7 +369,7 @@ def is_pickle(name: str) -> bool:
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a directory, and what was expected."""
+    """The fault of a directory, and the expectation."""
 
     problem: str
     needed: str

@@ -51,6 +51,7 @@ def read(directory: Directory, format_name: str) -> Snapshot:
         metadata=flat.metadata,
         notes=_note_unread_records(directory, files),
         numbered=flat.numbered,
+        matched=flat.matched,
         model_values=flat.model_values,
     )
 

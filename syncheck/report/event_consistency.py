@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.diagnose.selection import select_out_of_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from syncheck.records import Finding, Group
 
@@ -109,6 +109,12 @@ def _compare_counts(check: Group, event: Mapping[str, Any]) -> dict[str, bool]:
         problems[f"{counts.tensors} tensors of kind {kind:.40}, but {results} results"] = results != counts.tensors
 
     return problems
+
+
+def find_softened(findings: Iterable[Finding]) -> str:
+    """Return which findings claim to be mere information, although their codes never are, or an empty text."""
+    softened = [finding.code for finding in findings if _is_softened(finding)]
+    return _first_problem({f"severity info contradicts the code {', '.join(softened)}": bool(softened)})
 
 
 def _is_softened(finding: Finding) -> bool:

@@ -7,7 +7,6 @@ fields.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.diagnose.history import trend_of
 from syncheck.diagnose.selection import list_names, select_names, select_out_of_sync
 from syncheck.diagnose.series import follow_not_finite
+from syncheck.diagnose.syn107_settings_differ import CODE as SETTINGS_DIFFER
 from syncheck.diagnose.verdicts import overall
 from syncheck.errors import UsageError
 from syncheck.messages import Fact, Note
@@ -30,21 +30,27 @@ from syncheck.records import (
     Report,
     TensorDiff,
 )
-from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.report.selections import SEVERITIES, Item, list_codes
+from syncheck.report.event_consistency import find_contradicted_check, find_contradiction, find_softened
+from syncheck.report.event_values import (
+    read_choice,
+    read_index,
+    read_list,
+    read_natural,
+    read_naturals,
+    read_sets,
+    read_size,
+)
+from syncheck.report.selections import SEVERITIES, find_failing, list_codes
 from syncheck.report.tables import sort_worst_first
-from syncheck.snapshots import MOST_ELEMENTS, are_naturals
-from syncheck.text import brief
-
-if TYPE_CHECKING:
-    from syncheck.messages import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from syncheck.messages import Message
+
 ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
-_MOST_TENSORS, _MOST_NAMES = 40, 8
+_MOST_TENSORS = 40
 _MOST_NOTE = 1000  # characters
 # A file that is no event file may have a line of gigabytes.
 _MOST_LINE = 1 << 22  # characters
@@ -60,10 +66,11 @@ def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[
     for group in report.groups:
         for diff in select_out_of_sync(group.tensors):
             differences[diff.name] = diff.max_abs
-    return [_describe_finding(finding, differences) for finding in findings]
+    return [describe_finding(finding, differences) for finding in findings]
 
 
-def _describe_finding(finding: Finding, differences: Mapping[str, float | None]) -> dict[str, Any]:
+def describe_finding(finding: Finding, differences: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return a finding as JSON values. differences: the largest one of each tensor, by name."""
     return {
         "code": finding.code,
         "slug": finding.slug,
@@ -74,7 +81,7 @@ def _describe_finding(finding: Finding, differences: Mapping[str, float | None])
         "alternatives": list(finding.alternatives),
         "ranks": list(finding.ranks),
         "tensors": len(finding.tensors),
-        "names": list(finding.tensors[:_MOST_NAMES]),
+        "names": list(finding.tensors[:_MOST_TENSORS]),
         "max_abs": _find_largest([differences.get(name) for name in finding.tensors]),
         "evidence": finding.evidence,
         "cause": str(finding.cause),
@@ -132,16 +139,44 @@ def read_events(paths: Sequence[Any]) -> Report:
     event file, has no check, or contradicts itself: a verdict always follows from its findings and counts.
     """
     runs: dict[str, list[Group]] = {}
+    witnessed: list[tuple[str, Finding]] = []
     for path in paths:
-        for group in _EventFile(str(path)).read():
-            runs.setdefault(group.run, []).append(group)
+        file = _EventFile(str(path))
+        for check in file.read():
+            runs.setdefault(check.run, []).append(check)
+        witnessed += file.witnessed
 
     groups: list[Group] = []
-    for steps in runs.values():
-        groups += [*steps[:-1], _add_history(steps[-1], steps)]
+    for run, steps in runs.items():
+        last = _add_history(steps[-1], steps)
+        groups += [*steps[:-1], add_witnessed(last, list_witnessed(witnessed, run))]
 
     followed = follow_not_finite(groups)
     return Report(overall(followed, ()), tuple(followed))
+
+
+def list_witnessed(witnessed: Iterable[tuple[str, Finding]], run: str) -> list[Finding]:
+    """Return the findings of a run, of pairs of a run and a finding."""
+    return [finding for name, finding in witnessed if name == run]
+
+
+def add_witnessed(check: Group, findings: Iterable[Finding]) -> Group:
+    """Return the last check of a run with what the witnesses found, which no check compares.
+
+    The check is out of sync if a finding fails.
+    """
+    compared = {(finding.code, finding.ranks) for finding in check.findings}
+    # A fault that lasts has an event at each of its steps. Each kind of setting has a cause of its own.
+    first: dict[tuple[str, tuple[int, ...], str], Finding] = {}
+    for finding in findings:
+        # The finding of a comparison has more evidence.
+        if (finding.code, finding.ranks) not in compared:
+            cause = str(finding.cause) if finding.code == SETTINGS_DIFFER else ""
+            first.setdefault((finding.code, finding.ranks, cause), finding)
+    all_findings = (*check.findings, *first.values())
+
+    verdict = "out_of_sync" if find_failing(all_findings) else check.verdict
+    return replace(check, findings=all_findings, verdict=verdict)
 
 
 class _EventFile:
@@ -152,8 +187,11 @@ class _EventFile:
         self.run = Path(path).stem
         self.ranks: tuple[int, ...] = ()
         self.checks: list[Group] = []
-        # The last check of the current run, and the highest step of its checks.
+        # What the witnesses of `syncheck watch` found, each with its run.
+        self.witnessed: list[tuple[str, Finding]] = []
+        # The last check of the current run, the codes of all of its checks, and their highest step.
         self.last_check: Group | None = None
+        self.codes: set[str] = set()
         self.last_step = 0
 
     def read(self) -> list[Group]:
@@ -171,8 +209,7 @@ class _EventFile:
                 )
 
         if not self.checks:
-            raise UsageError(f"{self.path}: no check in it; pass the file that SyncMonitor(events=...) has written")
-
+            self._add_unchecked()
         return self.checks
 
     def _add_event(self, event: Mapping[str, Any], number: int) -> str:
@@ -184,20 +221,37 @@ class _EventFile:
             check = _make_group(event, self.run, self.ranks, self.path)
             self.checks.append(check)
             self.last_check = check
+            self.codes.update(list_codes(check.findings))
             self.last_step = max(check.step or 0, self.last_step)
             return find_contradiction(check, event)
+        elif kind == "witness":
+            finding = _make_finding(event)
+            codes = [*list_codes(list_witnessed(self.witnessed, self.run)), *self.codes]
+            # Parameters that differ after a fault are its effect.
+            if event.get("effect_of") in codes:
+                return ""
+            self.witnessed.append((self.run, finding))
+            return find_softened([finding])
         elif kind in ("desync", "end") and self.last_check is not None:
             return find_contradicted_check(event, self.last_check)
 
         return ""
 
+    def _add_unchecked(self) -> None:
+        """Add the place of the findings of a run that ended before its first check. Raises UsageError without any."""
+        if not self.witnessed:
+            raise UsageError(f"{self.path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+        event = {"step": 0, "verdict": "undecided", "tensors": 0, "compared": 0, "findings": ()}
+        self.checks.append(_make_group(event, self.run, self.ranks, self.path))
+
     def _start_run(self, event: Mapping[str, Any], number: int) -> None:
-        self.ranks = tuple(sorted(_read_list(event["ranks"], _read_natural)))
-        first_step = _read_natural(event["step"])
+        self.ranks = tuple(sorted(read_list(event["ranks"], read_natural)))
+        first_step = read_natural(event["step"])
         # A resumed run starts after the last step; any other run that appended to the file does not.
         if self.last_step and self.last_step >= first_step:
             self.run = f"{Path(self.path).stem} from line {number}"
             self.last_check, self.last_step = None, 0
+            self.codes.clear()
 
 
 def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -223,9 +277,9 @@ def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
-    step = _read_natural(event["step"])
-    verdict = _read_choice("verdict", event["verdict"], _VERDICTS)
-    tensors = _read_natural(event["tensors"])
+    step = read_natural(event["step"])
+    verdict = read_choice("verdict", event["verdict"], _VERDICTS)
+    tensors = read_natural(event["tensors"])
     kinds = _read_kinds(event)
     replicas = []
     for rank in ranks:
@@ -244,28 +298,28 @@ def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path
         step=step,
         replicas=tuple(replicas),
         counts=sum(kinds.values(), Counts()),
-        tensors=_read_list(event.get("worst", ()), _make_diff),
+        tensors=read_list(event.get("worst", ()), _make_diff),
         kinds=kinds,
         verdict=verdict,
-        findings=_read_list(event["findings"], _make_finding),
+        findings=read_list(event["findings"], _make_finding),
         not_finite=_make_not_finite(event.get("not_finite")),
-        notes=_read_list(event.get("notes", ()), _make_note),
+        notes=read_list(event.get("notes", ()), _make_note),
     )
 
 
 def _read_kinds(event: Mapping[str, Any]) -> dict[str, Counts]:
     """Return the counts by kind of tensor."""
-    tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
+    tensors, compared = read_natural(event["tensors"]), read_natural(event["compared"])
     kinds = {}
     for kind, row in event.get("kinds", {}).items():
-        numbers = [_read_natural(row[field.name]) for field in fields(Counts)]
+        numbers = [read_natural(row[field.name]) for field in fields(Counts)]
         kinds[str(kind)] = Counts(*numbers)
 
     if kinds:
         return kinds
 
     # Version 0.1 wrote only how many tensors were compared.
-    reported = sum(_read_natural(row["tensors"]) for row in event["findings"])
+    reported = sum(read_natural(row["tensors"]) for row in event["findings"])
     different = min(compared, reported)
     counts = Counts(
         tensors=tensors,
@@ -282,9 +336,9 @@ def _make_note(text: Any) -> Message:
 
 def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
     """Return the tensors that are not finite; None if there are none, or if an older version wrote the event."""
-    if row is None or not _read_natural(row["count"]):
+    if row is None or not read_natural(row["count"]):
         return None
-    return NotFinite(_read_list(row["names"], str), _read_natural(row["count"]))
+    return NotFinite(read_list(row["names"], str), read_natural(row["count"]))
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
@@ -292,7 +346,7 @@ def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
     for name, read in _READERS.items():
         values[name] = read(row[name])
 
-    _read_choice("status", values["status"], _STATUSES)
+    read_choice("status", values["status"], _STATUSES)
     if row["reason"] is not None:
         values["reason"] = Reason(row["reason"])
     if row["detail"] is not None:
@@ -300,79 +354,42 @@ def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
 
     values["nonfinite"] = {}
     for rank, count in row["nonfinite"]:
-        values["nonfinite"][_read_natural(rank)] = _read_natural(count)
+        values["nonfinite"][read_natural(rank)] = read_natural(count)
 
     return TensorDiff(**values)
 
 
-def _read_list(values: Iterable[Any], read: Callable[[Any], Item]) -> tuple[Item, ...]:
-    """Return the items of a list. read: converts an item, or raises ValueError."""
-    return tuple(read(value) for value in values)
-
-
-def _read_naturals(value: Any) -> tuple[int, ...]:
-    """Return a list of ranks or sizes. Raises ValueError unless it is one."""
-    if not isinstance(value, list):
-        raise ValueError(f"{brief(value)} is not a list of numbers")
-    return _read_list(value, _read_natural)
-
-
-def _read_index(value: Any) -> tuple[int, ...] | None:
-    """Return the index of an element; None for a tensor without a measured difference."""
-    return None if value is None else _read_naturals(value)
-
-
-def _read_sets(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Return sets of ranks. Raises ValueError unless the value is a list of lists."""
-    if not isinstance(value, list):
-        raise ValueError(f"{brief(value)} is not a list of sets of ranks")
-    return _read_list(value, _read_naturals)
-
-
-def _read_natural(value: Any) -> int:
-    """Return a step, rank or count. Raises ValueError for numbers that are infinite, negative, or above any run."""
-    if not are_naturals([value]):
-        raise ValueError(f"{brief(value)} is not a number from 0 to {MOST_ELEMENTS}")
-    return int(value)
-
-
-def _read_size(value: Any) -> Any:
-    """Return the size of a difference, None if it is unknown. Raises ValueError unless it is a finite number."""
-    if value is None:
-        return None
-    # `True` is an integer of Python, and its JSON may have NaN and Infinity.
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{brief(value)} is not a finite number")
-    return value
-
-
-def _read_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
-    """Return a value of a field. Raises ValueError unless it is one of the choices."""
-    # The file may be of a later version, or no file of a monitor.
-    if value not in choices:
-        raise ValueError(f"{name} {brief(value)}")
-    return value
-
-
 def _make_finding(row: Mapping[str, Any]) -> Finding:
-    severity = _read_choice("severity", row["severity"], SEVERITIES)
+    severity = read_choice("severity", row["severity"], SEVERITIES)
     code = str(row["code"])
     advice = f"see: syncheck explain {code}"
+    names = read_list(row.get("names", ()), str)
+    facts: list[Message] = [Fact.TEXT(text=str(row["evidence"]))]
+    if 0 < len(names) < row.get("tensors", 0):
+        facts.append(Fact.NAMED(count=len(names), total=read_natural(row["tensors"])))
     return Finding(
         code=code,
         slug=str(row["slug"]),
         severity=severity,
-        ranks=_read_list(row["ranks"], _read_natural),
-        tensors=_read_list(row.get("names", ()), str),
-        facts=(Fact.TEXT(text=str(row["evidence"])),),
+        ranks=read_list(row["ranks"], read_natural),
+        tensors=names,
+        facts=tuple(facts),
         cause=Fact.TEXT(text=str(row.get("cause", advice))),
-        fix=Fact.TEXT(text=str(row.get("fix", advice))),
+        fix=_restore_fix(code, str(row.get("fix", advice))),
         allowed=bool(row["allowed"]),
         counts=bool(row.get("counts", True)),
         # Versions before 0.3 wrote no certainty.
-        certainty=_read_choice("certainty", row.get("certainty", "likely"), _CERTAINTIES),
-        alternatives=_read_list(row.get("alternatives", ()), str),
+        certainty=read_choice("certainty", row.get("certainty", "likely"), _CERTAINTIES),
+        alternatives=read_list(row.get("alternatives", ()), str),
     )
+
+
+def _restore_fix(code: str, text: str) -> Message:
+    """Return the fix of a finding, with its code marked as code if it is a fix of this version."""
+    # Nothing else needs the sentences of all rules.
+    from syncheck.diagnose.rules import find_sentence
+
+    return find_sentence(code, text) or Fact.TEXT(text=text)
 
 
 def _add_history(last: Group, steps: Sequence[Group]) -> Group:
@@ -419,10 +436,7 @@ def _follow(finding: Finding, steps: Sequence[Group]) -> History:
 
 def _find_suspects(finding: Finding, check: Group) -> tuple[int, ...]:
     """Return the ranks of the same finding at an earlier check; without it, its own ranks."""
-    for earlier in check.findings:
-        if earlier.code == finding.code:
-            return earlier.ranks
-    return finding.ranks
+    return next((earlier.ranks for earlier in check.findings if earlier.code == finding.code), finding.ranks)
 
 
 def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group) -> int:
@@ -433,18 +447,13 @@ def _count_differing(finding: Finding, diffs: Sequence[TensorDiff], group: Group
     """
     if diffs:
         return len(diffs)
-    if finding.code in list_codes(group.findings):
-        return 1
-
     lists_all_tensors = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
-    if group.verdict == "in_sync" or lists_all_tensors:
-        return 0
-
-    return 1
+    shows_others = group.verdict == "in_sync" or lists_all_tensors
+    return int(finding.code in list_codes(group.findings) or not shows_others)
 
 
 def _find_largest(sizes: Sequence[float | None]) -> float | None:
-    """Return the largest difference; None if there is none, or if one is unknown."""
+    """Return the largest difference; None without a difference, or if a size is unknown."""
     largest = 0.0
     for size in sizes:
         if size is None:
@@ -459,14 +468,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "kind": str,
     "dtype": str,
     "status": str,
-    "mismatched": _read_size,
-    "numel": _read_size,
-    "max_abs": _read_size,
-    "max_rel": _read_size,
-    "max_ulp": _read_size,
-    "shape": _read_naturals,
-    "index": _read_index,
-    "minority": _read_naturals,
-    "clusters": _read_sets,
-    "replica_groups": _read_sets,
+    "mismatched": read_size,
+    "numel": read_size,
+    "max_abs": read_size,
+    "max_rel": read_size,
+    "max_ulp": read_size,
+    "shape": read_naturals,
+    "index": read_index,
+    "minority": read_naturals,
+    "clusters": read_sets,
+    "replica_groups": read_sets,
 }

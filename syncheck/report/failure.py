@@ -6,7 +6,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
-from syncheck.messages import Hint, Undecided
+from syncheck.messages import Hint, Note, Undecided
 from syncheck.records import Reason, Report
 from syncheck.report import plain, tables, words
 from syncheck.report import text as text_of
@@ -14,9 +14,10 @@ from syncheck.report.selections import find_failing, list_codes
 from syncheck.text import logged, names_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from syncheck.records import Finding, Group, TensorDiff, ValueDiff
+    from syncheck.sentences import Message
 
     Named = TypeVar("Named", TensorDiff, ValueDiff)
 
@@ -125,11 +126,19 @@ def _cut_group(group: Group, limit: int) -> Group:
         group,
         name=shorten(group.name, _NAME),
         replicas=tuple(replicas),
-        notes=group.notes[:MOST_FINDINGS],
+        notes=_cut_notes(group.notes),
         tensors=(*_shorten_names(worst), *beyond_limit),
         findings=tuple(_cut_findings(group.findings)),
         values=tuple(_shorten_names(group.values)),
     )
+
+
+def _cut_notes(notes: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the first notes, then how many more there are: a map to review must not look complete."""
+    omitted = len(notes) - MOST_FINDINGS
+    if omitted <= 0:
+        return tuple(notes)
+    return (*notes[:MOST_FINDINGS], Note.MORE_NOTES(count=omitted))
 
 
 def _shorten_names(records: Iterable[Named]) -> list[Named]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.report.deciding import Decision, list_decisions
 from syncheck.report.tables import difference_text
 from syncheck.report.words import SITE
 from syncheck.sentences import Sentence, write_plain
@@ -15,7 +16,7 @@ from syncheck.text import one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Finding, History
+    from syncheck.records import Finding, Group, History
     from syncheck.sentences import Message, Writer
 
 # The findings that name no cause.
@@ -62,7 +63,7 @@ def finding_title(finding: Finding, write: Writer = write_plain) -> str:
         slug=finding.slug,
         severity=finding.severity,
         certainty=finding.certainty,
-        ignored=_why_ignored(finding),
+        ignored=why_ignored(finding),
     )
     if finding.ranks:
         title = Title.ON_RANKS(title=title, ranks=finding.ranks)
@@ -70,7 +71,8 @@ def finding_title(finding: Finding, write: Writer = write_plain) -> str:
     return title.render(write)
 
 
-def _why_ignored(finding: Finding) -> str:
+def why_ignored(finding: Finding) -> str:
+    """Return why a finding does not fail, after a comma; empty if it fails, or is only information."""
     if not finding.counts:
         return ", does not fail"
     if finding.allowed:
@@ -79,16 +81,36 @@ def _why_ignored(finding: Finding) -> str:
 
 
 def more_text(finding: Finding) -> str:
-    """Return the page of a finding on the documentation site."""
+    """Return the command that explains a finding, and its page if the project has a site."""
+    command = f"syncheck explain {finding.code}"
+    address = find_page(finding)
+    if not address:
+        return command
+    return f"{command}, or {address}"
+
+
+def find_page(finding: Finding) -> str:
+    """Return the address of a finding's page; empty without a site."""
+    if not SITE:
+        return ""
     return f"{SITE}/reference/findings/{finding.code.lower()}/"
 
 
-def finding_rows(finding: Finding, write: Writer = write_plain) -> list[tuple[str, str]]:
-    """Return labels and texts: what happened, when if there is a history, why, and the fix."""
+def finding_rows(finding: Finding, group: Group, write: Writer = write_plain) -> list[tuple[str, str]]:
+    """Return labels and texts: what happened, when if there is a history, why, the fix, and what would decide."""
     rows = [("what", When.ALL(facts=finding.facts).render(write))]
     if finding.history is not None:
         rows.append(("when", describe_history(finding, write)))
-    return [*rows, ("why", cause_text(finding, write)), ("fix", finding.fix.render(write))]
+    rows += [("why", cause_text(finding, write)), ("fix", finding.fix.render(write))]
+    decisions = decision_text(finding, group, write)
+    if decisions:
+        rows.append(("next", decisions))
+    return rows
+
+
+def decision_text(finding: Finding, group: Group, write: Writer = write_plain) -> str:
+    """Return what would decide between the causes of a finding; empty if nothing is known or due."""
+    return Decision.ALL(sentences=list_decisions(finding, group)).render(write)
 
 
 def cause_text(finding: Finding, write: Writer = write_plain) -> str:
@@ -180,16 +202,15 @@ def _first_difference(history: History) -> Message:
 
 def _steps_in_sync(history: History) -> list[Message]:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
-    steps: dict[When, list[int]] = {When.IN_SYNC_AGAIN: [], When.EQUAL_AGAIN: []}
+    steps: dict[When, list[int]] = {}
     for point in history.points:
         if point.step > history.since and not point.differing:
             sentence = When.EQUAL_AGAIN if point.others_differ else When.IN_SYNC_AGAIN
-            steps[sentence].append(point.step)
+            steps.setdefault(sentence, []).append(point.step)
 
     facts = []
     for sentence, numbers in steps.items():
-        if numbers:
-            facts.append(sentence(count=len(numbers), steps=numbers))
+        facts.append(sentence(count=len(numbers), steps=numbers))
 
     return facts
 

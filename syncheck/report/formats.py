@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
+from syncheck.errors import OptionError
 from syncheck.options import EXTENSIONS
+from syncheck.suggestions import suggest
 from syncheck.versions import list_versions, version
 
 if TYPE_CHECKING:
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def check_extensions(paths: Sequence[str]) -> None:
-    """Raise UsageError for an output file with an unknown extension."""
+    """Raise OptionError for an output file with an unknown extension."""
     for path in paths:
         if _extension(path) not in EXTENSIONS:
-            raise UsageError(f"output {path}: unknown file extension; use one of {', '.join(EXTENSIONS)}")
+            extensions = ", ".join(EXTENSIONS)
+            suggestion = suggest(_extension(path), EXTENSIONS)
+            raise OptionError(f"unknown file extension; use one of {extensions}{suggestion}", output=path)
 
 
 def needs_histograms(paths: Sequence[str]) -> bool:
@@ -30,12 +33,22 @@ def needs_histograms(paths: Sequence[str]) -> bool:
 def write_file(path: str, report: Report, settings: Any = None) -> None:
     """Replace a file atomically by a report in the format of its extension.
 
-    settings: the `Options` of the comparison, for an HTML page. Raises UsageError if the file cannot be written; its
+    settings: the `Options` of the comparison in an HTML page. Raises UsageError if the file cannot be written; its
     folder must exist.
     """
     from syncheck.readers import outputs  # most runs only print
 
     outputs.write(path, render_format(EXTENSIONS[_extension(path)], report, settings))
+
+
+def describe_file(path: str) -> str:
+    """Return 'wrote report.html, 46.8 kB' for a file that was just written; empty for a stream such as /dev/stdout."""
+    if not os.path.isfile(path):
+        return ""
+    # Only runs with a written file need it.
+    from syncheck.report.words import bytes_text
+
+    return f"wrote {path}, {bytes_text(os.path.getsize(path))}"
 
 
 def _extension(path: str) -> str:
@@ -91,9 +104,9 @@ def _describe_settings(settings: Any) -> str:
 
 
 def render_format(name: str, report: Report, settings: Any = None) -> str:
-    """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all tensors.
+    """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all groups and tensors.
 
-    settings: the `Options` of the comparison, for an HTML page.
+    settings: the `Options` of the comparison in an HTML page.
     """
     render = _RENDERERS.get(name, _render_text)
     return render(report, settings)
@@ -132,7 +145,7 @@ def _render_html(report: Report, settings: Any) -> str:
 def _render_text(report: Report, _settings: Any) -> str:
     from syncheck.report import plain, text
 
-    return plain.render(text.comparison(report, 0))
+    return plain.render(text.comparison(report, 0, verbose=True))
 
 
 _RENDERERS: dict[str, Callable[[Report, Any], str]] = {

@@ -89,7 +89,7 @@ def _limit(annotations: list[Annotation]) -> list[Annotation]:
 
 def _problems(report: Report) -> Iterator[Annotation]:
     """Yield annotations for a model that is not finite, unreadable files, missing verdicts and uncompared files."""
-    facts = words.not_finite_lines(report)
+    facts = words.one_sided_lines(report) + words.not_finite_lines(report)
     if facts:
         yield Annotation("warning", "syncheck: not finite", tuple(facts))
 
@@ -108,7 +108,16 @@ def _problems(report: Report) -> Iterator[Annotation]:
         names = write_first(undecided, MOST, attrgetter("name"))
         yield Annotation("warning", "syncheck: could not tell for some groups", tuple(names))
 
-    omitted = words.omission_lines(report)
+    yield from _omissions(report)
+
+
+def _omissions(report: Report) -> Iterator[Annotation]:
+    """Yield annotations for folders that were not compared with each other, and for files that were not compared."""
+    folders = words.folder_lines(report)
+    if folders:
+        yield Annotation("warning", "syncheck: folders were not compared with each other", tuple(folders))
+
+    omitted = words.file_lines(report)
     if omitted:
         paths = list_first_paths(find_groups(report.groups, "alone"))
         for alias in report.aliases:
@@ -117,7 +126,7 @@ def _problems(report: Report) -> Iterator[Annotation]:
             level="warning",
             title="syncheck: some files were not compared",
             text=tuple(omitted),
-            # Files that are not checkpoints have no paths in a report.
+            # Files that are not checkpoints get no annotation.
             file=paths[0] if paths else "",
         )
 
@@ -216,6 +225,7 @@ def _text(occurrence: _Occurrence) -> tuple[str, ...]:
         *tables.place_lines(worst[:_MOST_TENSORS], group),
         finding_text.cause_text(finding),
         f"Fix: {finding.fix}",
+        finding_text.decision_text(finding, group),
         f"syncheck explain {finding.code}",
     ]
     return tuple(line for line in lines if line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
-from html import escape
 from importlib import resources
 from itertools import count
 from operator import attrgetter
@@ -17,16 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
-from syncheck.report import finding_text, tables, words
-from syncheck.report.page_data import (
-    bin_counts,
-    bin_titles,
-    bins_in_use,
-    encode,
-    find_histograms,
-    make_curves,
-    make_data,
-)
+from syncheck.report import elements, finding_text, page_tables, tables, words
+from syncheck.report.elements import Definition, escape_line, paragraphs
+from syncheck.report.page_data import compares_drift, encode, make_data
 from syncheck.report.selections import SEVERITIES, join_runs, join_shown_steps, list_codes, write_first
 from syncheck.text import make_unique_name, one_line, ranks_as_ranges
 
@@ -37,16 +29,11 @@ if TYPE_CHECKING:
 
     Steps = Mapping[str, Sequence[Group]]
 
-# Rows of a table without JavaScript.
-MOST_ROWS = 200
 # Steps of all runs with a row of counts; beyond it only the steps with findings.
 _MOST_STEPS = 500
 # Tensors of a finding with a link.
 _MOST_LINKS = 8
-# Tensors of two models with the files that hold their largest difference.
-_MOST_PLACES = 10
 _DOT = " \u00b7 "
-_COUNTS = ("identical", "equal", "close", "different", "not_compared")
 
 
 class _FindingOfRun(NamedTuple):
@@ -61,14 +48,6 @@ class _FindingOfRun(NamedTuple):
         return _rank(self.finding)
 
 
-class _Definition(NamedTuple):
-    """A label with a text."""
-
-    label: str
-    text: str
-    is_copyable: bool = False
-
-
 def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page. about: labels and texts on how it was made. All texts from files are escaped."""
     runs = by_run(report.groups)
@@ -78,7 +57,7 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
         *_head(report, runs, properties.get("written", "")),
         *_findings(runs, numbers),
         *_steps(report, runs),
-        *_drift(report),
+        *_drift(report, runs),
     ]
     # The run that matters most is open, the others are folded.
     opened_run = min(runs, key=lambda run: _importance(runs[run]), default="")
@@ -87,15 +66,15 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
 
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
-        body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
+        body += ['<h2 id="unreadable">Unreadable files</h2>', elements.table(("file", "reason"), rows)]
 
-    body += _paragraphs(words.omission_lines(report), "note")
-    about_definitions = [_Definition(label, text) for label, text in properties.items() if text]
-    body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
+    body += paragraphs([*words.scope_lines(report), *words.omission_lines(report)], "note")
+    about_definitions = [Definition(label, escape_line(text)) for label, text in properties.items() if text]
+    body += ['<h2 id="about">About this report</h2>', elements.definitions(about_definitions)]
     title = ", ".join([f"syncheck: {words.VERDICTS[report.verdict].lower()}", *list(runs)[:1]])
     data = make_data(report, runs)
     encoded = "" if data is None else encode(data)
-    return _page(_escape(title), body, encoded)
+    return _page(escape_line(title), body, encoded)
 
 
 @cache
@@ -144,32 +123,44 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
     groups = join_runs(runs)
     lines = [
         f'<header class="{report.verdict}">',
-        f"<h1>{_escape(words.verdict_line(report))}</h1>",
-        *_paragraphs(words.first_lines(report)),
+        *_verdict(report),
+        *paragraphs(words.first_lines(report)),
         _origin(runs, groups, written),
     ]
     if len(groups) <= 1:
-        lines += _paragraphs([words.counts_line(report)])
+        lines += paragraphs([words.counts_line(report)])
     elif len(runs) == 1:
         # A sum over steps would count each tensor several times.
         last = groups[-1]
-        lines += _paragraphs([f"{words.step_text(last)}: {words.counts_text(last.counts)}"])
+        lines += paragraphs([f"{words.step_text(last)}: {words.counts_text(last.counts)}"])
     if report.verdict == "in_sync" and not any(group.findings for group in groups):
-        compared = max((group.counts.compared for group in groups), default=0)
-        lines += _paragraphs([f"No difference was found in {compared} compared tensors."])
+        lines += paragraphs(_compared(groups))
 
     return [
         *lines,
         "</header>",
-        *_paragraphs([closure.sentence for closure in report.closures], "closure"),
-        *_paragraphs(words.fixed_lines(report.groups)),
+        *paragraphs([closure.sentence for closure in report.closures], "closure"),
+        *paragraphs(words.fixed_lines(report.groups)),
     ]
 
 
-def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
-    """Return texts as paragraphs of a class."""
-    start = f'<p class="{css_class}">' if css_class else "<p>"
-    return [f"{start}{_escape(text)}</p>" for text in texts]
+def _verdict(report: Report) -> list[str]:
+    """Return the verdict as the heading. The reason of an undecided verdict is a paragraph below."""
+    if report.verdict != "undecided":
+        return [f"<h1>{escape_line(words.verdict_line(report))}</h1>"]
+
+    reason = str(words.undecided_reason(report))
+    return [f"<h1>{words.VERDICTS[report.verdict]}</h1>", *paragraphs([reason])]
+
+
+def _compared(groups: Sequence[Group]) -> list[str]:
+    """Return how many tensors of each kind the group with most of them has; empty without groups."""
+    if not groups:
+        return []
+
+    group = max(groups, key=attrgetter("counts.compared"))
+    kinds = [f"{counts.compared} {kind}" for kind, counts in group.kinds.items() if counts.compared]
+    return [f"No difference was found in {group.counts.compared} compared tensors: {', '.join(kinds)}."]
 
 
 def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
@@ -203,8 +194,8 @@ def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
 
 def _where(texts: Iterable[str]) -> str:
     """Return the texts that are not empty on one line in HTML; empty if all are."""
-    line = _DOT.join(text for text in texts if text)
-    return f'<p class="where">{escape(line)}</p>' if line else ""
+    line = _DOT.join(filter(None, texts))
+    return f'<p class="where">{elements.break_paths(line)}</p>' if line else ""
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
@@ -245,47 +236,36 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
 
 def _finding(entry: _FindingOfRun, anchor: str, number: int, *, is_one_of_many_runs: bool) -> str:
     finding, group = entry
-    title = _escape(finding_text.finding_title(finding))
+    title = escape_line(finding_text.finding_title(finding))
     origin = []
     if is_one_of_many_runs:
         origin.append(group.run)
     if group.step is not None:
         origin.append(words.step_text(group))
 
-    note = f'<p class="note">{_escape(", ".join(origin))}</p>' if origin else ""
-    rows = [_Definition(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
-    rows.append(_Definition("more", finding_text.more_text(finding)))
+    note = f'<p class="note">{escape_line(", ".join(origin))}</p>' if origin else ""
+    rows = []
+    for label, content in finding_text.finding_rows(finding, group, elements.write):
+        rows.append(Definition(label, content, label))
+    rows.append(Definition("more", f"<code>syncheck explain {finding.code}</code>"))
+    address = finding_text.find_page(finding)
+    if address:
+        rows.append(Definition("page", elements.link_address(address)))
+    if finding.tensors:
+        rows.append(Definition("tensors", _tensor_links(finding, number)))
     return (
         f'<article class="finding {finding.severity}" id="{anchor}"><h2><a href="#{anchor}">{title}</a></h2>'
-        f"{note}{_definitions(rows, _tensor_links(finding, number))}</article>"
+        f"{note}{elements.definitions(rows)}</article>"
     )
 
 
 def _tensor_links(finding: Finding, number: int) -> str:
-    """Return the definition of the tensors of a finding. number: of the run."""
-    if not finding.tensors:
-        return ""
+    """Return the tensors of a finding as links to their rows. number: of the run."""
 
     def link(name: str) -> str:
-        return f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
+        return f'<a href="#tensor{number}={elements.quote(name)}">{elements.breakable(name)}</a>'
 
-    links = write_first(finding.tensors, _MOST_LINKS, link)
-    return f"<dt>tensors</dt><dd>{', '.join(links)}</dd>"
-
-
-def _definitions(rows: Iterable[_Definition], more: str = "") -> str:
-    """Return labels with texts. more: further definitions in HTML."""
-    lines = []
-    for row in rows:
-        attribute = " class=copy" if row.is_copyable else ""
-        lines.append(f"<dt>{_escape(row.label)}</dt><dd{attribute}>{_linked(one_line(row.text))}</dd>")
-    return f"<dl>{''.join(lines)}{more}</dl>"
-
-
-def _linked(text: str) -> str:
-    """Return an escaped text, as a link if it is an address of the documentation."""
-    escaped = escape(text)
-    return f'<a href="{escaped}">{escaped}</a>' if text.startswith(words.SITE) else escaped
+    return ", ".join(write_first(finding.tensors, _MOST_LINKS, link))
 
 
 def _steps(report: Report, runs: Steps) -> list[str]:
@@ -297,14 +277,27 @@ def _steps(report: Report, runs: Steps) -> list[str]:
         groups = join_shown_steps(runs)
 
     kinds = tables.list_kinds(groups)
-    totals = sum((group.counts for group in groups), Counts())
-    statuses = [name for name in _COUNTS if getattr(totals, name)]
+    statuses = page_tables.list_statuses(groups)
     rows = [_step_row(group, statuses, kinds) for group in groups]
     # Long titles wrap at spaces only.
     titles = [title.replace("_", " ") for title in ("ranks", *statuses, *kinds)]
     counted = titles[: len(statuses) + 1]
-    table = _table(["run", "step", "verdict", "findings", *titles], rows, numbers=("step", *counted))
-    return [_open_part("steps", "Steps"), f'<div class="steps">{table}</div></details>']
+    columns = ["run", "step", "verdict", "findings", *titles]
+    # The header has the name of the only run, and its ranks.
+    _drop_constant_columns(columns, rows, ("run", "ranks"))
+    table = elements.table(columns, rows, numbers=("step", *counted))
+    return [elements.open_part("steps", "Steps"), f'<div class="steps">{table}</div></details>']
+
+
+def _drop_constant_columns(columns: list[str], rows: Sequence[list[str]], titles: Iterable[str]) -> None:
+    """Remove the columns with these titles if they have the same cell in all rows."""
+    for title in titles:
+        position = columns.index(title)
+        cells = {row[position] for row in rows}
+        if len(cells) > 1:
+            continue
+        for row in (columns, *rows):
+            del row[position]
 
 
 def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> list[str]:
@@ -324,157 +317,29 @@ def _step_row(group: Group, statuses: Sequence[str], kinds: Sequence[str]) -> li
     return cells
 
 
-def _open_part(name: str, title: str, *, is_open: bool = True, kind: str = "h2") -> str:
-    return f'<details id="{name}"{" open" * is_open}><summary><{kind}>{title}</{kind}></summary>'
-
-
-def _drift(report: Report) -> list[str]:
-    if not report.drift:
+def _drift(report: Report, runs: Steps) -> list[str]:
+    """Return the drift of each run if BatchNorm's statistics have a finding in one of several runs."""
+    if not compares_drift(report, runs):
         return []
 
-    heading = _open_part("drift", "Drift of BatchNorm's running statistics")
-    if not any(point.max_abs for point in report.drift):
-        return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
-
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
-    table = _table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
-    return [heading, table, "</details>"]
+    table = elements.table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
+    return [elements.open_part("drift", "Drift of BatchNorm's running statistics"), table, "</details>"]
 
 
 def _run(groups: Sequence[Group], number: int, *, is_open: bool) -> list[str]:
     """Return the part of a run: its charts, and the tables of its last step. number: of the run, from 1."""
     group = groups[-1]
-    title = f'{_escape(words.group_title(group))}: <span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
+    verdict = f'<span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
+    title = f"{elements.break_paths(words.group_title(group))}: {verdict}"
     return [
-        _open_part(f"run{number}", title, is_open=is_open).replace("<details", '<details class="run"'),
-        *_paragraphs(words.note_lines(group), "note"),
+        elements.open_part(f"run{number}", title, is_open=is_open, css_class="run"),
+        *page_tables.make_notes(group),
+        *page_tables.make_kinds(group),
         '<div class="charts"></div>',
-        *_tensor_table(group),
-        *_histograms(group),
-        *_history(group),
-        "<h3>Files</h3>",
-        _file_table(group),
+        *page_tables.make_tensors(group),
+        *page_tables.make_histograms(group),
+        *page_tables.make_history(group),
+        *page_tables.make_files(group),
         "</details>",
     ]
-
-
-def _file_table(group: Group) -> str:
-    columns = ("file", "model" if group.is_pair else "rank", "format", "tensors", "bytes")
-    rows = []
-    for replica in group.replicas:
-        row = (
-            replica.path,
-            replica.label or str(replica.rank),
-            replica.format,
-            str(replica.tensors),
-            words.bytes_text(replica.bytes),
-        )
-        rows.append(row)
-
-    return _table(columns, rows, numbers=("rank", "tensors", "bytes"))
-
-
-def _history(group: Group) -> list[str]:
-    curves = make_curves(group)
-    if not curves:
-        return []
-
-    rows = []
-    # All curves have a point for each compared step.
-    for points in zip(*curves.values(), strict=False):
-        step, _ = points[0]
-        cells = [tables.difference_text(difference) for _, difference in points]
-        rows.append((str(step), *cells))
-
-    table = _table(("step", *curves), rows, ("step", *curves))
-    return _fold("Max abs difference of each finding at each step", table)
-
-
-def _fold(title: str, content: str) -> list[str]:
-    return [f"<details><summary>{title}</summary>\n{content}</details>"]
-
-
-def _histograms(group: Group) -> list[str]:
-    """Return the data of the histograms, worst tensor first."""
-    diffs = tables.tensors_to_list(group)
-    histograms = find_histograms(diffs)
-    if not histograms:
-        return []
-
-    bins = bins_in_use(histograms.values())
-    rows = []
-    note = ""
-    for diff in diffs:
-        histogram = histograms.get(diff.name)
-        if histogram is None:
-            continue
-        differing, max_abs, *_ = tables.difference_cells(diff)
-        counts = [str(elements) for elements in bin_counts(histogram, bins)]
-        rows.append((diff.name, differing, max_abs, *counts))
-        if histogram.elements < diff.numel:
-            note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>'
-
-    columns = ("tensor", "differing", "max abs", *bin_titles(bins))
-    table = _table(columns, rows, columns[2:])
-    return _fold("Number of elements by absolute difference", f"{note}{table}")
-
-
-def _tensor_table(group: Group) -> list[str]:
-    """Return the table of the tensors of a group, worst first; empty if there are none."""
-    diffs = tables.tensors_to_list(group)
-    if not diffs:
-        return []
-
-    rows = [tables.cells(diff, group) for diff in diffs[:MOST_ROWS]]
-    parts = [
-        "<h3>Tensors that are not identical</h3>",
-        '<div class="tensors">',
-        _table(tables.columns(group), rows, numbers=tables.NUMBERS),
-    ]
-    if len(diffs) > MOST_ROWS:
-        more = len(diffs) - MOST_ROWS
-        parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
-
-    parts += _paragraphs(tables.place_lines(diffs[:_MOST_PLACES], group), "note")
-    return [*parts, "</div>"]
-
-
-def _quote(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(one_line(name), safe="")
-
-
-def _escape(value: str) -> str:
-    """Return a text on one line, without HTML markup."""
-    return escape(one_line(value))
-
-
-def _breakable(name: str) -> str:
-    """Return an escaped name that is wrapped after a dot or a slash."""
-    return _escape(name).replace(".", ".<wbr>").replace("/", "/<wbr>")
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """Return a table of plain texts, the first column in monospace. numbers: columns aligned to the right."""
-    # page.js copies the classes of the header cells to added rows.
-    classes = ["number" if column in numbers else "" for column in columns]
-    classes[0] = "name"
-    head = ""
-    for css_class, column in zip(classes, columns, strict=True):
-        head += f'<th scope="col" class="{css_class}">{_escape(column)}</th>'
-
-    body = "\n".join(f"<tr>{_row(row, classes)}</tr>" for row in rows)
-    # A region that scrolls needs the focus of the keyboard.
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="table: {_escape(columns[0])}"><table>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
-
-
-def _row(row: Sequence[str], classes: Sequence[str]) -> str:
-    cells = []
-    for css_class, cell in zip(classes, row, strict=True):
-        content = _breakable(cell) if css_class == "name" else _escape(cell)
-        cells.append(f'<td class="{css_class}">{content}</td>')
-    return "".join(cells)

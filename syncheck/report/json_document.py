@@ -41,6 +41,7 @@ def render(report: Report, version: str) -> str:
         "groups": report.groups,
         "unreadable": report.unreadable,
         "skipped": report.skipped,
+        "skipped_paths": report.skipped_paths,
         "aliases": report.aliases,
         "quick": report.quick,
         "drift": report.drift,

@@ -67,7 +67,7 @@ def _add_unreadable(root: ET.Element, report: Report) -> None:
 
 def _add_uncompared(root: ET.Element, report: Report) -> None:
     """Add a suite for the links and other files that were not compared."""
-    if not report.aliases and not report.skipped:
+    if not report.aliases and not report.skipped_paths:
         return
 
     suite = _add_suite(root, "files that were not compared")
@@ -75,9 +75,9 @@ def _add_uncompared(root: ET.Element, report: Report) -> None:
         case = _add_case(suite, alias.path, "alias")
         _add_result(case, "skipped", "alias", f"a link to {alias.of}, which was compared instead")
 
-    if report.skipped:
+    if report.skipped_paths:
         case = _add_case(suite, "syncheck", "skipped")
-        _add_result(case, "skipped", "skipped", f"{report.skipped} files are not checkpoints")
+        _add_result(case, "skipped", "skipped", "; ".join(words.skipped_lines(report)))
 
 
 def _add_suite(root: ET.Element, name: str) -> ET.Element:

@@ -140,7 +140,7 @@ def _bold(line: str) -> str:
 
 
 def _tail(report: Report) -> list[str]:
-    """Return the lists of unreadable files, replicas in sync and uncompared files."""
+    """Return the lists of unreadable files and replicas in sync, the scope of the check, and uncompared files."""
     blocks = []
     if report.unreadable:
         blocks.append(f"Unreadable files:\n\n{_list(report.unreadable, _unreadable_file)}")
@@ -153,7 +153,7 @@ def _tail(report: Report) -> list[str]:
     if names_in_sync:
         blocks.append(f"In sync: {names_text(names_in_sync, _MOST_ITEMS)}")
 
-    return [*blocks, *words.omission_lines(report, write)]
+    return [*blocks, *words.scope_lines(report, write), *words.omission_lines(report, write)]
 
 
 def _unreadable_file(file: Unreadable) -> str:
@@ -203,7 +203,7 @@ def _with_findings(group: Group) -> str:
         files.append(f"{name(replica.path)} ({words.replica_title(replica)})")
     texts = [names_text(files, _MOST_FILES, len(group.replicas)), *words.note_lines(group, write)[:_MOST_NOTES]]
     blocks = [f"### {_title(group)}", f"Files: {'; '.join(texts)}"]
-    blocks += [_finding(finding) for finding in group.findings]
+    blocks += [_finding(finding, group) for finding in group.findings]
     return _join_blocks(blocks)
 
 
@@ -217,9 +217,9 @@ def _on_one_line(group: Group) -> str:
 _RENDERERS: tuple[tuple[Renderer, float], ...] = ((_with_table, 0.6), (_with_findings, 0.8), (_on_one_line, 1.0))
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Finding, group: Group) -> str:
     lines = [f"#### {finding_text.finding_title(finding, write)}", ""]
-    for label, sentence in finding_text.finding_rows(finding, write):
+    for label, sentence in finding_text.finding_rows(finding, group, write):
         lines.append(f"- **{label.capitalize()}:** {sentence}")
     lines.append(f"- **More:** {name(f'syncheck explain {finding.code}')}")
     return "\n".join(lines)

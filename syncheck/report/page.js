@@ -4,9 +4,13 @@
 "use strict";
 (async () => {
   const PAGE = 200; // rows per page, because 50,000 would make the browser slow
-  const MOST_BARS = 60; // rows of a map of differences
+  const MOST_BARS = 60; // rows of a chart of differences
+  const FEWEST_MODULES = 8; // rows of a chart whose tensors share rows by module, otherwise in equal parts
+  const FEW = 5; // rows of a table that needs no filter, and the first rows of a folded table
+  const NARROW = 600; // pixels; a narrower chart has the names of its bars above them
   const NAME = 0, KIND = 1, FIRST_NUMBER = 3;
   const UNKNOWN = -1; // see page_data.py
+  const COUNTERS = ["bn_count", "optimizer_step"]; // their differences are steps, on another scale
   // Okabe and Ito's palette, which most color-blind readers can distinguish, without its yellow and black.
   const COLORS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
   // viridis without its darkest part, which is invisible on a dark page.
@@ -96,19 +100,20 @@
     });
   };
 
-  const makeCopyable = (text) => {
-    const content = text.textContent;
-    const copy = button("Copy", "Copy this text", async () => {
+  const makeCopyable = (code) => {
+    const content = code.textContent;
+    const copy = button("", `Copy ${content}`, async () => {
       try {
         await navigator.clipboard.writeText(content);
         copy.textContent = "Copied";
       } catch {
-        getSelection().selectAllChildren(text); // a page without the right to copy selects the text instead
+        getSelection().selectAllChildren(code); // a page without the right to copy selects the code instead
         copy.textContent = "Selected";
       }
-      setTimeout(() => (copy.textContent = "Copy"), 2000);
+      setTimeout(() => (copy.textContent = ""), 2000);
     });
-    text.append(" ", copy);
+    Object.assign(copy, { className: "copy", ariaLabel: copy.title });
+    code.after(copy);
   };
 
   // -- charts
@@ -168,18 +173,23 @@
     const floor = logarithmic ? 10 ** (Math.floor(Math.log10(low)) - 1) : 0;
     const shown = (value) => (logarithmic && value === 0 ? floor : value);
     const steps = [...new Set(Object.values(lines).flatMap((points) => points.map(([step]) => step)))];
+    const several = Object.keys(lines).length > 1; // the heading names a single line
+    const ticks = steps.length > 16 ? {} : { customValues: steps };
     return makeChart(
-      holder, label, 300,
+      holder, label, 280,
       (text, edge) => ({
-        grid: { left: 8, right: 24, top: 56, bottom: steps.length > 30 ? 48 : 24, containLabel: true },
-        legend: { type: "scroll", textStyle: { color: text }, top: 0 },
+        grid: { left: 8, right: 24, top: several ? 56 : 32, bottom: steps.length > 30 ? 48 : 24, containLabel: true },
+        legend: { show: several, type: "scroll", textStyle: { color: text }, top: 0 },
         tooltip: {
           trigger: "axis",
           formatter: (points) =>
             tip(`step ${points[0].axisValue}`, ...points.map((p) => `${p.seriesName}: ${number(p.data[2])}`)),
         },
         dataZoom: steps.length > 30 ? [{ type: "inside" }, { type: "slider", height: 20, bottom: 4 }] : [],
-        xAxis: axis(text, edge, { type: "value", name: "step", nameLocation: "middle", nameGap: 24, minInterval: 1, min: "dataMin", max: "dataMax" }),
+        xAxis: axis(text, edge, {
+          type: "value", name: "step", nameLocation: "middle", nameGap: 24, minInterval: 1, min: "dataMin", max: "dataMax",
+          axisTick: ticks, axisLabel: { color: text, hideOverlap: true, ...ticks }, splitLine: { show: false },
+        }),
         yAxis: axis(text, edge, {
           type: logarithmic ? "log" : "value", min: floor, name: "max abs difference", nameLocation: "end",
           nameTextStyle: { color: text, align: "left" },
@@ -197,33 +207,87 @@
     );
   };
 
-  // The differences of tensors by rank, in the order of the model. More rows than fit share a row, which shows the
-  // largest of them; a click on it, the wheel and the buttons zoom.
-  const differenceMap = (holder, run, rowsOf, select) => {
+  // The rows of a chart of tensors from one position to another: first, last, and whether the row is a module. Tensors of
+  // one module share a row if there are too many tensors, or equal parts of them if no modules have the right size.
+  const divide = (names, from, to) => {
+    const count = to - from;
+    if (count <= MOST_BARS) return Array.from({ length: count }, (_, i) => [from + i, from + i + 1, false]);
+    const parts = names.map((name) => name.split("."));
+    let starts = [];
+    for (let depth = 1; ; depth++) {
+      const isFirst = (i) => i === from || parts[i].slice(0, depth).join(".") !== parts[i - 1].slice(0, depth).join(".");
+      const finer = Array.from({ length: count }, (_, i) => from + i).filter(isFirst);
+      if (finer.length > MOST_BARS || depth > 32) break;
+      starts = finer;
+    }
+    const areModules = starts.length >= FEWEST_MODULES;
+    if (!areModules) {
+      starts = Array.from({ length: MOST_BARS }, (_, i) => from + Math.round((i * count) / MOST_BARS));
+    }
+    return starts.map((start, i) => [start, starts[i + 1] ?? to, areModules]);
+  };
+  const commonName = (a, b) => {
+    const [parts, rest] = [a.split("."), b.split(".")];
+    let same = 0;
+    while (same < parts.length && parts[same] === rest[same]) same++;
+    return parts.slice(0, same).join(".");
+  };
+  // A name of at most so many characters. Words lose their ends first, because numbers distinguish layers.
+  const shorten = (name, most) => {
+    let result = name;
+    for (let letters = 12; letters > 2 && result.length > most; letters--) {
+      result = name.replace(/[a-z]+/gi, (word) => (word.length > letters + 1 ? `${word.slice(0, letters)}\u2026` : word));
+    }
+    const half = Math.floor(most / 2) - 1;
+    return result.length <= most ? result : `${result.slice(0, half)}\u2026${result.slice(-half)}`;
+  };
+  // Two lines, divided at the last dot that leaves a first line of at most so many characters.
+  const wrap = (name, most) => {
+    const dot = name.lastIndexOf(".", most - 1);
+    return name.length <= most || dot < 0 ? name : `${name.slice(0, dot + 1)}\n${name.slice(dot + 1)}`;
+  };
+  const powers = (values) => {
+    const known = values.filter((value) => value > 0).map(Math.log10);
+    const low = known.length ? Math.ceil(Math.min(...known)) - 1 : -3; // the smallest difference is visible too
+    return [low, known.length ? Math.max(Math.ceil(Math.max(...known)), low + 1) : low + 1];
+  };
+  const NO_NUMBER = "no number: missing, another shape, not finite on some ranks, or compared by digest";
+  const scaleTitle = "Largest absolute difference in a tensor, in units of its values";
+
+  // The differences of tensors in the order of the model: a map by ranks, or bars for two replicas or models. A row of
+  // several tensors shows the largest difference; a click on it, the wheel and the buttons zoom.
+  const differenceChart = (holder, run, rowsOf, select) => {
     let rows = [], from = 0, to = 0, bars = [];
+    const isMap = run.axis !== "";
     const status = element("span", { role: "status" });
-    const describe = ([first, last]) => {
+    const describe = ([first, last, isModule]) => {
       const [a, b] = [rows[first].name, rows[last - 1].name];
-      return last - first === 1 ? a : `${a} to ${b} (${last - first})`;
+      if (last - first === 1) return a;
+      return `${(isModule && commonName(a, b)) || `${a} to ${b}`} (${last - first})`;
     };
-    const aggregate = () => {
-      const count = Math.min(MOST_BARS, to - from); // 0 if all tensors agree at this step
-      bars = Array.from({ length: count }, (_, i) => [0, 1].map((k) => from + Math.round(((i + k) * (to - from)) / count)));
-      return bars.flatMap(([first, last], i) => {
+    const isWorse = ([value, kind], old) => {
+      if (!old) return true;
+      const [isCounter, wasCounter] = [kind, old[1]].map((each) => COUNTERS.includes(each));
+      if (isCounter !== wasCounter) return wasCounter;
+      return value === UNKNOWN || (old[0] !== UNKNOWN && value > old[0]);
+    };
+    // [column, row, difference, kind] of the worst tensor of each row, in each column
+    const aggregate = () =>
+      bars.flatMap(([first, last], i) => {
         const worst = new Map();
-        for (const { value, at } of rows.slice(first, last)) {
-          for (const column of at) {
-            const old = worst.get(column);
-            if (old === undefined || value === UNKNOWN || (old !== UNKNOWN && value > old)) worst.set(column, value);
-          }
+        for (const { value, at, kind } of rows.slice(first, last)) {
+          for (const column of at) if (isWorse([value, kind], worst.get(column))) worst.set(column, [value, kind]);
         }
-        return [...worst].map(([column, value]) => [column, i, value]);
+        return [...worst].map(([column, [value, kind]]) => [column, i, value, kind]);
       });
-    };
     const zoom = (a, b) => {
       from = Math.max(0, Math.min(a, rows.length - 1));
       to = Math.min(rows.length, Math.max(b, from + 1));
-      status.textContent = rows.length ? `${to - from} of ${rows.length} tensors` : "no difference at this step";
+      bars = divide(rows.map(({ name }) => name), from, to);
+      controls.hidden = rows.length <= MOST_BARS; // all tensors have a row
+      status.textContent = rows.length ? `${to - from} of ${rows.length} tensors` : "";
+      empty.hidden = rows.length > 0;
+      chart.hidden = scale.hidden = rows.length === 0;
       redraw();
     };
     const around = (share) => {
@@ -243,54 +307,96 @@
       button("Down", "Move towards the last tensor", () => move(1)),
       button("All", "Show all tensors", () => zoom(0, rows.length)), status
     );
-    holder.append(controls);
-    const short = (text) => {
-      const most = holder.clientWidth < 600 ? 18 : 48;
-      return text.length <= most ? text : `${text.slice(0, most / 2 - 2)}...${text.slice(1 - most / 2)}`;
+    const empty = element("p", { className: "note", textContent: "no difference at this step" });
+    const scale = element("div", { className: "scale" });
+    const chart = element("div");
+    holder.append(controls, empty, scale, chart);
+    const isNarrow = () => holder.clientWidth < NARROW;
+    // A narrow map has names in two lines. A narrow chart of bars has them above the bars, which then have all the width.
+    const label = (name) => (!isNarrow() ? shorten(name, 56) : isMap ? wrap(shorten(name, 52), 28) : shorten(name, 54));
+    const aboveBars = { inside: true, align: "left", verticalAlign: "bottom", margin: 0, padding: [0, 0, 7, 0] };
+    const tensorAxis = (text, edge) => axis(text, edge, {
+      type: "category", inverse: true, data: bars.map(describe), axisTick: { show: false }, z: 3,
+      axisLabel: {
+        color: text, fontSize: isNarrow() ? 11 : 12, lineHeight: 13, interval: 0, formatter: label, ...(isNarrow() && !isMap ? aboveBars : {}),
+      },
+    });
+    const rowHeight = () => (!isNarrow() ? 18 : isMap ? 28 : 32);
+    const swatch = (color, text) => element("span", {}, element("span", { className: "swatch", style: `background: ${color}` }), ` ${text}`);
+    // The scale of the colors above the map, with a title and a unit.
+    const describeScale = (low, high, cells) => {
+      const colors = element("span", { className: "colors", style: `background: linear-gradient(to right, ${SCALE})` });
+      const hasUnknown = cells.some(([, , value]) => value === UNKNOWN);
+      scale.replaceChildren(
+        element("span", {}, `${scaleTitle} (log scale): `), element("span", {}, `1e${low} `, colors, ` 1e${high}`),
+        ...(hasUnknown ? [swatch(COLORS[0], NO_NUMBER)] : [])
+      );
     };
-    const draw = makeChart(
-      holder, "Largest difference of each tensor, by rank", () => Math.max(160, 110 + 18 * Math.min(MOST_BARS, to - from)),
+    const drawMap = (text, edge, cells, [low, high]) => ({
+      grid: { left: 8, right: 16, top: 8, bottom: 32, containLabel: true },
+      xAxis: axis(text, edge, {
+        type: "category", data: run.columns, name: run.axis, nameLocation: "middle", nameGap: 28,
+        nameTextStyle: { color: text, fontSize: 12 }, axisLabel: { color: text, fontSize: 12, hideOverlap: true },
+      }),
+      yAxis: tensorAxis(text, edge),
+      tooltip: {
+        confine: true,
+        formatter: ({ data }) =>
+          tip(describe(bars[data.value[1]]), `${run.axis} ${run.columns[data.value[0]]}`, `max abs: ${number(data.raw)}`),
+      },
+      visualMap: { show: false, min: low, max: high, dimension: 2, inRange: { color: SCALE } },
+      series: {
+        type: "heatmap", itemStyle: { borderWidth: 1, borderColor: edge },
+        data: cells.map(([column, row, raw]) =>
+          raw === UNKNOWN
+            ? { value: [column, row, low], raw, visualMap: false, itemStyle: { color: COLORS[0] } }
+            : { value: [column, row, Math.log10(raw)], raw }
+        ),
+      },
+    });
+    const drawBars = (text, edge, cells, [low, high]) => {
+      const kindOf = ([, , raw, kind]) => (raw === UNKNOWN ? "no number" : kind);
+      const kinds = [...new Set(cells.map(kindOf))];
+      const colorOf = (kind, i) => (kind === "no number" ? COLORS[0] : COLORS[1 + (i % (COLORS.length - 1))]);
+      const length = (raw) => (raw === UNKNOWN ? high - low : Math.log10(raw) - low);
+      scale.replaceChildren(...(kinds.length > 1 ? kinds.map((kind, i) => swatch(colorOf(kind, i), kind)) : []));
+      // The last label stands one interval after the one before.
+      const interval = Math.ceil((high - low) / (isNarrow() ? 4 : 8));
+      return {
+        grid: { left: 8, right: 24, top: 44, bottom: 8, containLabel: true },
+        xAxis: axis(text, edge, {
+          type: "value", position: "top", min: 0, max: interval * Math.ceil((high - low) / interval), interval,
+          name: "max abs difference (log scale)", nameLocation: "middle", nameGap: 24,
+          nameTextStyle: { color: text, fontSize: 12 },
+          axisLabel: { color: text, fontSize: 12, formatter: (power) => `1e${low + power}` },
+        }),
+        yAxis: tensorAxis(text, edge),
+        tooltip: { confine: true, formatter: ({ data }) => tip(describe(bars[data.value[1]]), data.kind, `max abs: ${number(data.raw)}`) },
+        series: kinds.map((kind, i) => ({
+          name: kind, type: "bar", stack: "tensors", barWidth: isNarrow() ? 10 : "70%",
+          itemStyle: { color: colorOf(kind, i) },
+          data: cells.filter((cell) => kindOf(cell) === kind)
+            .map(([, row, raw, of]) => ({ value: [length(raw), row], raw, kind: of })),
+        })),
+      };
+    };
+    const redraw = makeChart(
+      chart, `${scaleTitle}, in the order of the model`, () => (isMap ? 90 : 86) + rowHeight() * Math.max(2, bars.length),
       (text, edge) => {
         const cells = aggregate();
-        const known = cells.map(([, , value]) => value).filter((value) => value > 0).map(Math.log10);
-        const low = known.length ? Math.floor(Math.min(...known)) : -3;
-        const high = known.length ? Math.max(Math.ceil(Math.max(...known)), low + 1) : low + 1;
-        return {
-          grid: { left: 8, right: 16, top: 8, bottom: 72, containLabel: true },
-          xAxis: axis(text, edge, { type: "category", data: run.columns, name: run.axis, nameLocation: "middle", nameGap: 24 }),
-          yAxis: axis(text, edge, {
-            type: "category", inverse: true, data: bars.map(describe),
-            axisLabel: { color: text, fontSize: 11, interval: 0, formatter: short },
-          }),
-          tooltip: {
-            confine: true,
-            formatter: ({ data }) =>
-              tip(describe(bars[data.value[1]]), `${run.axis} ${run.columns[data.value[0]]}`, `max abs: ${number(data.raw)}`),
-          },
-          visualMap: {
-            min: low, max: high, dimension: 2, orient: "horizontal", left: "center", bottom: 0, itemHeight: 160,
-            text: [`1e${high}`, `1e${low}`], textStyle: { color: text }, inRange: { color: SCALE }, itemWidth: 14,
-          },
-          series: {
-            type: "heatmap",
-            data: cells.map(([column, row, raw]) =>
-              raw === UNKNOWN
-                ? { value: [column, row, low], raw, visualMap: false, itemStyle: { color: COLORS[0] } }
-                : { value: [column, row, Math.log10(raw)], raw }
-            ),
-          },
-        };
+        const range = powers(cells.map(([, , value]) => value));
+        if (isMap) describeScale(...range, cells);
+        return (isMap ? drawMap : drawBars)(text, edge, cells, range);
       },
       ({ data }) => {
         const [first, last] = bars[data.value[1]];
         last - first > 1 ? zoom(first, last) : select(rows[first].name);
       }
     );
-    holder.lastChild.addEventListener(
+    chart.addEventListener(
       "wheel",
       (event) => event.ctrlKey && (event.preventDefault(), around(event.deltaY < 0 ? 0.7 : 1.4)), { passive: false }
     );
-    const redraw = draw;
     return () => {
       const whole = from === 0 && to === rows.length;
       rows = rowsOf();
@@ -302,16 +408,26 @@
     const options = rows.map(([name], value) => element("option", { value, textContent: name }));
     const choice = element("select", {}, ...options);
     holder.append(element("div", { className: "controls" }, element("label", {}, "Tensor ", choice)));
+    // Logarithmic, with one element at height 1, so that bars stand on the axis of no element.
+    const height = (count) => (count ? Math.log10(count) + 1 : 0);
     const at = () => Math.max(0, rows.findIndex(([name]) => name === recall("histogram", n)));
-    const draw = makeChart(holder, "Number of elements by absolute difference", 280, (text, edge) => {
-      const [name, ...counts] = rows[at()];
-      const total = counts.reduce((sum, count) => sum + count, 0);
+    const draw = makeChart(holder, "Number of elements by absolute difference", 260, (text, edge) => {
+      const [name, ...elements] = rows[at()];
+      const total = elements.reduce((sum, count) => sum + count, 0);
+      // The bins from the first to the last with an element of this tensor, between those of equal and of no number.
+      const last = elements.length - 1;
+      const used = elements.map((count, i) => (count && i && i < last ? i : 0)).filter(Boolean);
+      const isShown = (_, i) => i === 0 || i === last || (i >= used[0] && i <= used.at(-1));
+      const [counts, titles] = [elements, bins].map((list) => list.filter(isShown));
+      const interval = holder.clientWidth < NARROW ? Math.ceil(titles.length / 8) - 1 : 0;
       return {
-        tooltip: { formatter: (bar) => tip(name, bar.name, `${bar.value} of ${total} elements`) },
-        xAxis: axis(text, edge, { type: "category", data: bins, axisLabel: { color: text, hideOverlap: true, rotate: 30 } }),
-        yAxis: axis(text, edge, { type: "log", min: 0.5, name: "elements", nameTextStyle: { color: text, align: "left" },
-          axisLabel: { color: text, formatter: (value) => (value < 1 ? "0" : value + "") } }),
-        series: { type: "bar", barWidth: "90%", itemStyle: { color: COLORS[1] }, data: counts.map((count) => count || null) },
+        tooltip: { formatter: ({ dataIndex }) => tip(name, titles[dataIndex], `${counts[dataIndex]} of ${total} elements`) },
+        xAxis: axis(text, edge, { type: "category", data: titles, axisLabel: { color: text, fontSize: 12, interval, rotate: 30 } }),
+        yAxis: axis(text, edge, {
+          type: "value", min: 0, minInterval: 1, name: "elements (log scale)", nameTextStyle: { color: text, align: "left" },
+          axisLabel: { color: text, fontSize: 12, formatter: (power) => (power ? `${10 ** (power - 1)}` : "0") },
+        }),
+        series: { type: "bar", barWidth: "90%", itemStyle: { color: COLORS[1] }, data: counts.map(height) },
       };
     });
     const show = () => ((choice.value = at()), draw());
@@ -344,6 +460,12 @@
         const [height, width] = flat ? [1, of.plane[0]] : of.plane;
         const holders = [...new Set(of.boxes.map((box) => box[box.length - 1]))];
         const boxes = of.boxes.map((box) => (flat ? [0, box[0], 1, box[1], box[2]] : box));
+        // The axes have the sizes and the bounds of the parts.
+        const bounded = (i, size) => {
+          const bounds = [...new Set([0, ...boxes.map((box) => box[i] + box[i + 2]), size])];
+          const ticks = { customValues: bounds.sort((a, b) => a - b) };
+          return { axisTick: ticks, axisLabel: { color: text, fontSize: 12, hideOverlap: true, ...ticks } };
+        };
         const mark = of.worst && (flat ? [0, of.worst[0]] : of.worst);
         return {
           grid: { left: 8, right: 16, top: 8, bottom: 8, containLabel: true },
@@ -352,8 +474,8 @@
             formatter: ({ data }) =>
               tip(data.value[4] ?? "largest difference", `rows from ${data.value[0]}, columns from ${data.value[1]}`),
           },
-          xAxis: axis(text, edge, { type: "value", min: 0, max: width || 1, minInterval: 1 }),
-          yAxis: axis(text, edge, { type: "value", min: 0, max: height || 1, inverse: true, minInterval: 1 }),
+          xAxis: axis(text, edge, { type: "value", min: 0, max: width || 1, minInterval: 1, ...bounded(1, width) }),
+          yAxis: axis(text, edge, { type: "value", min: 0, max: height || 1, inverse: true, minInterval: 1, ...bounded(0, height) }),
           series: [
             {
               type: "custom", encode: { x: 1, y: 0 },
@@ -396,11 +518,16 @@
     const wide = element("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": "names in both models" }, table);
     holder.append(wide);
     makeSortable(table);
+    if (rows.length <= FEW) return;
+    table.className = "few"; // the style of the page hides the rows after the first
+    const show = () => ((table.className = ""), more.remove());
+    const more = button(`Show ${rows.length - FEW} more tensors`, "Show all rows of the table", show);
+    holder.append(element("div", { className: "controls" }, more));
   };
 
   // -- the table of tensors of a run, for the chosen step
 
-  const tensorTable = (holder, n, rowsOf, selected) => {
+  const tensorTable = (holder, n, isShort, rowsOf, selected) => {
     const table = holder.querySelector("table");
     const heads = [...table.tHead.rows[0].cells];
     const classes = heads.map((head) => head.className), titles = heads.map((head) => head.textContent);
@@ -410,8 +537,9 @@
     const back = button("Previous", "Previous page of rows", () => (page--, draw()));
     const on = button("Next", "Next page of rows", () => (page++, draw()));
     const status = element("span", { role: "status" });
-    const labels = [element("label", {}, "Filter ", filter), element("label", {}, "Kind ", kind)];
-    holder.prepend(element("div", { className: "controls" }, ...labels, back, on, status));
+    const kindLabel = element("label", {}, "Kind ", kind);
+    const controls = element("div", { className: "controls" }, element("label", {}, "Filter ", filter), kindLabel, back, on, status);
+    holder.prepend(controls);
 
     const makeRow = (index) => {
       const cells = all[index].map((cell, i) =>
@@ -435,6 +563,8 @@
       const column = titles.indexOf(sort.replace(/^-/, ""));
       const kinds = ["", ...new Set(all.map((row) => row[KIND]))];
       kind.replaceChildren(...kinds.map((value) => element("option", { value, textContent: value || "all" })));
+      kindLabel.hidden = kinds.length < 3; // all tensors have one kind
+      controls.hidden = isShort && !recall("filter", n) && !only;
       filter.value = recall("filter", n);
       kind.value = only;
       const matches = (row) => (!only || row[KIND] === only) && words.every((word) => row[NAME].toLowerCase().includes(word));
@@ -506,35 +636,45 @@
         slider.setAttribute("aria-valuetext", `step ${output.textContent}`);
       });
     }
-    if (Object.keys(run.curves).length) {
+    const curves = Object.keys(run.curves);
+    if (curves.length) {
       const nearest = (step) => steps.reduce((best, each, i) => (Math.abs(each.step - step) < Math.abs(steps[best].step - step) ? i : best), 0);
-      const body = part(charts, "Findings over the steps");
+      const body = part(charts, `${curves.length > 1 ? "Findings" : curves[0]} over the steps`);
       const draw = lineChart(body, "Largest difference of each finding by step", run.curves, () => steps[at].step, (step) => goTo(nearest(step)));
       refreshed.push(draw);
     }
-    if (run.names.length && run.columns.length) {
-      const body = part(charts, "Where the differences are");
+    // The table has the difference of a single tensor.
+    if (run.names.length > 1) {
+      const body = part(charts, run.axis ? "Where the differences are" : "Differences along the depth of the model");
       const rowsOf = () =>
         steps[at].rows
-          .map((row) => ({ position: row[NAME], name: run.names[row[NAME]], value: row.at(-2), at: run.sets[row.at(-1)] }))
+          .map((row) => ({
+            position: row[NAME], name: run.names[row[NAME]], kind: run.texts[row[KIND]], value: row.at(-2), at: run.sets[row.at(-1)],
+          }))
           .filter(({ value }) => value !== 0)
           .sort((a, b) => a.position - b.position);
-      refreshed.push(differenceMap(body, run, rowsOf, (name) => (location.hash = linkTo(n, name))));
+      refreshed.push(differenceChart(body, run, rowsOf, (name) => (location.hash = linkTo(n, name))));
       body.append(element("p", {
         className: "note",
         textContent:
-          (run.axis ? "A difference is shown on the ranks outside the majority; without a majority, on all ranks that disagree. " : "") +
-          "Tensors are in the order of the model; identical tensors are not shown. Orange: no numeric difference " +
-          "(missing, another shape, not finite on some ranks, or compared by digest).",
+          (run.axis
+            ? "Ranks that agree in all of these tensors share a column. A difference is shown on the ranks outside the " +
+              "majority; without a majority, on all ranks that disagree. "
+            : "") + "Tensors are in the order of the model; identical tensors are not shown.",
       }));
     }
     if (run.histograms.rows.length) selected.push(histogram(part(charts, "Distribution of differences over elements"), run.histograms, n));
-    if (run.stored.length) {
-      selected.push(shardMap(part(charts, "Shards"), run.stored, n));
-      nameMap(part(charts, "Names"), run.stored);
-    }
+    // Models that are stored whole, under equal names, have nothing to show here.
+    const isDivided = ({ sides }) => sides.some((side) => side && (side.boxes.length > 1 || side.unknown));
+    const isRenamed = ({ sides: [a, b] }) => a?.name !== b?.name || a?.type !== b?.type;
+    if (run.stored.some(isDivided)) selected.push(shardMap(part(charts, "Shards"), run.stored, n));
+    const renamed = run.stored.filter(isRenamed);
+    if (renamed.length) nameMap(part(charts, "Names that differ between the models"), renamed);
+    const count = steps[at].rows.length + steps[at].omitted + steps[at].identical;
+    const limit = `The page has shards and names of ${run.stored.length} of ${count} tensors.`;
+    if (run.stored.length && run.stored.length < count) charts.append(element("p", { className: "note" }, limit));
     if (tensors) {
-      refreshed.push(tensorTable(tensors, n, () => steps[at].rows.map(texts), select));
+      refreshed.push(tensorTable(tensors, n, steps.every(({ rows }) => rows.length <= FEW), () => steps[at].rows.map(texts), select));
       if (steps.some(({ omitted }) => omitted)) {
         const note = element("p", { className: "note" });
         tensors.append(note);
@@ -545,7 +685,8 @@
     refreshed.forEach((refresh) => refresh());
   };
 
-  for (const text of document.querySelectorAll("dd.copy")) makeCopyable(text);
+  // Code with a space is a command or a statement; other code is a name in a sentence.
+  for (const code of document.querySelectorAll(".finding dd code")) if (/\s/.test(code.textContent)) makeCopyable(code);
   for (const table of document.querySelectorAll("table")) {
     if (!table.closest(".tensors")) makeSortable(table);
   }

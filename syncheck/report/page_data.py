@@ -6,14 +6,14 @@ import base64
 import gzip
 import json
 import math
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.diagnose.selection import list_names
 from syncheck.records import DECADES
 from syncheck.report import tables
-from syncheck.report.selections import join_runs
-from syncheck.text import Side, one_line, ranges_text, ranks_text
+from syncheck.report.selections import join_runs, list_codes
+from syncheck.text import Side, one_line, ranges_text, ranks_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -27,6 +27,12 @@ MOST_ROWS = 100_000
 MOST_COLUMNS = 64
 # More lines in one chart could not be distinguished.
 _MOST_CURVES = 6
+# With fewer steps, the sentences of a finding have all the points of its curve.
+_LEAST_POINTS = 3
+# Characters of the title of a column.
+_MOST_TITLE = 40
+# Findings on the running statistics of BatchNorm, whose drift has a chart.
+_BATCHNORM = ("SYN201", "SYN202", "SYN203", "SYN204", "SYN205")
 # Boxes in the map of one tensor's shards.
 _MOST_BOXES = 1024
 # The powers of ten between the bins of a histogram.
@@ -41,7 +47,7 @@ UNKNOWN = -1
 def make_data(report: Report, runs: Mapping[str, Sequence[Group]]) -> dict[str, Any] | None:
     """Return the data of the page, None if there is nothing to draw. runs: the groups of each run by step."""
     most = MOST_ROWS // max(1, len(join_runs(runs)))
-    drift = _make_drift(report)
+    drift = _make_drift(report) if compares_drift(report, runs) else {}
     drawings = list(drift)
     data_of_runs = []
     for groups in runs.values():
@@ -52,8 +58,18 @@ def make_data(report: Report, runs: Mapping[str, Sequence[Group]]) -> dict[str, 
     return {"runs": data_of_runs, "drift": drift} if drawings else None
 
 
+def compares_drift(report: Report, runs: Mapping[str, Sequence[Group]]) -> bool:
+    """Whether a page has the drift of BatchNorm's statistics: if a finding is about them, in one of several runs.
+
+    The curve of the finding has the same numbers for a single run.
+    """
+    if len(runs) < 2 or not report.drift:
+        return False
+    return not set(_BATCHNORM).isdisjoint(list_codes(report.findings))
+
+
 def _make_drift(report: Report) -> dict[str, list[list[float]]]:
-    """Return steps with the drift of each run that has any."""
+    """Return steps with the drift of each run that has any; empty for one run, whose finding has the same curve."""
     points_of_run: dict[str, list[list[float]]] = {}
     largest_of_run: dict[str, float] = {}
     for point in report.drift:
@@ -68,7 +84,7 @@ def _make_drift(report: Report) -> dict[str, list[list[float]]]:
         if not largest:
             del points_of_run[run]
 
-    return points_of_run
+    return points_of_run if len(points_of_run) > 1 else {}
 
 
 def encode(data: dict[str, Any]) -> str:
@@ -89,12 +105,13 @@ class _Index:
 
 
 class _Columns(NamedTuple):
-    """The columns of a map of differences."""
+    """The columns of a map of differences, each for ranks that agree in every listed tensor."""
 
     titles: list[str]
     axis: str
+    """The title of all columns; empty for two replicas or models: each difference is between the two."""
     ranks: list[Sequence[int]]
-    """The ranks of each column; empty for two models, whose map has one column."""
+    """The ranks of each column; empty for two replicas or models, which share one column."""
 
 
 class _Rows:
@@ -123,7 +140,7 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
     for diffs in diffs_of_steps:
         names.update(list_names(diffs[:most]))
 
-    columns = _list_columns(groups)
+    columns = _list_columns(groups, diffs_of_steps)
     rows = _Rows(_model_order(groups, names), columns)
     steps = []
     for group, diffs in zip(groups, diffs_of_steps, strict=True):
@@ -149,30 +166,56 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
     }
 
 
-def _list_columns(groups: Sequence[Group]) -> _Columns:
-    """Return the columns of a run; of many ranks, several share a column."""
-    if groups[-1].is_pair:
-        return _Columns(["difference"], "", [])
-
+def _list_columns(groups: Sequence[Group], diffs_of_steps: Iterable[Iterable[TensorDiff]]) -> _Columns:
+    """Return the columns of a run: one for each set of ranks that agree; of many sets, several share a column."""
     all_ranks: set[int] = set()
     for group in groups:
         all_ranks.update(group.ranks)
 
-    ranks = sorted(all_ranks)
-    size = math.ceil(len(ranks) / MOST_COLUMNS)
-    columns = _Columns([], "rank", [])
-    for start in range(0, len(ranks), size):
-        ranks_of_column = ranks[start : start + size]
-        columns.titles.append(ranges_text(ranks_of_column))
+    if groups[-1].is_pair or len(all_ranks) <= 2:
+        return _Columns(["difference"], "", [])
+
+    agreeing = _group_agreeing(sorted(all_ranks), diffs_of_steps)
+    size = math.ceil(len(agreeing) / MOST_COLUMNS)
+    columns = _Columns([], "ranks", [])
+    for start in range(0, len(agreeing), size):
+        ranks_of_column = sorted(chain.from_iterable(agreeing[start : start + size]))
+        columns.titles.append(shorten(ranges_text(ranks_of_column), _MOST_TITLE))
         columns.ranks.append(ranks_of_column)
 
     return columns
 
 
+def _group_agreeing(ranks: Sequence[int], diffs_of_steps: Iterable[Iterable[TensorDiff]]) -> list[list[int]]:
+    """Return the sets of ranks that agree in every listed tensor of every step, by their first rank."""
+    # Thousands of tensors divide the ranks in the same few ways.
+    divisions: dict[tuple[tuple[int, ...], ...], None] = {}
+    for diffs in diffs_of_steps:
+        for diff in diffs:
+            divisions[*diff.clusters, diff.minority] = None
+
+    set_of_rank = dict.fromkeys(ranks, 0)
+    for division in divisions:
+        cluster_of_rank: dict[int, int] = {}
+        for number, cluster in enumerate(division):
+            cluster_of_rank.update(dict.fromkeys(cluster, number))
+
+        # Each set of ranks is divided by the clusters of this tensor.
+        numbers = _Index()
+        for rank, previous in set_of_rank.items():
+            set_of_rank[rank] = numbers[previous, cluster_of_rank.get(rank)]
+
+    ranks_of_set: dict[int, list[int]] = {}
+    for rank, number in set_of_rank.items():
+        ranks_of_set.setdefault(number, []).append(rank)
+
+    return list(ranks_of_set.values())
+
+
 def _differing_columns(diff: TensorDiff, group: Group, columns: _Columns) -> tuple[int, ...]:
     """Return the columns of the ranks outside the majority; without a majority, of all compared ranks."""
-    # A map of two models has one column.
-    if group.is_pair:
+    # Two replicas or models share one column.
+    if not columns.ranks:
         return (0,)
 
     compared = set(group.ranks)
@@ -194,14 +237,33 @@ def _model_order(groups: Sequence[Group], names: Container[str]) -> list[str]:
     for group in reversed(groups):
         order.update(dict.fromkeys(group.evidence.names))
         order.update(dict.fromkeys(list_names(group.tensors)))
-    return [name for name in order if name in names]
+    return _sort_layers([name for name in order if name in names])
+
+
+def _sort_layers(names: Iterable[str]) -> list[str]:
+    """Return names in their order, except that layers are sorted by number: layer 2 before layer 10.
+
+    Some formats, for example safetensors, store names in the order of their texts.
+    """
+    # The numbered parts of a module share the position of the first numbered part.
+    positions: dict[str, int] = {}
+    keys: dict[str, list[tuple[int, int, str]]] = {}
+    for position, name in enumerate(names):
+        module = ""
+        key = []
+        for part in name.split("."):
+            if part.isdecimal():
+                # Compared as texts, because a name may have thousands of digits.
+                key.append((positions.setdefault(module, position), len(part), part))
+            module += f".{part}"
+        keys[name] = [*key, (position, 0, "")]
+
+    return sorted(keys, key=keys.__getitem__)
 
 
 def difference_of(diff: TensorDiff) -> float:
     """Return the largest difference of a tensor: 0 if it agrees, UNKNOWN if it differs without a number."""
-    if diff.status == "not_compared":
-        return UNKNOWN if diff.out_of_sync else 0
-    if diff.status == "equal":
+    if diff.status in ("equal", "not_compared") and not diff.out_of_sync:
         return 0
 
     is_partly_nonfinite = len(set(diff.nonfinite.values())) > 1
@@ -214,16 +276,19 @@ def difference_of(diff: TensorDiff) -> float:
 def make_curves(group: Group) -> dict[str, Curve]:
     """Return the largest difference of each finding at every step. group: the last step of a run.
 
-    Findings without a history have no curve.
+    Findings without a history have no curve, and findings with equal curves share one.
     """
-    curves: dict[str, Curve] = {}
-    drawn_count = 0
+    titles_of_curve: dict[Curve, list[str]] = {}
     for finding in group.findings:
-        if finding.history is None or drawn_count == _MOST_CURVES:
+        if finding.history is None or len(finding.history.points) < _LEAST_POINTS:
             continue
         title = f"{finding.code} on {ranks_text(finding.ranks)}"
-        curves[title] = tuple((point.step, point.max_abs) for point in finding.history.points)
-        drawn_count += 1
+        curve = tuple((point.step, point.max_abs) for point in finding.history.points)
+        titles_of_curve.setdefault(curve, []).append(title)
+
+    curves: dict[str, Curve] = {}
+    for curve, titles in list(titles_of_curve.items())[:_MOST_CURVES]:
+        curves[", ".join(titles)] = curve
 
     return curves
 

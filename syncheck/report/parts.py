@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.frozen import record
-from syncheck.text import one_line
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,8 @@ class Grid:
         spans = []
         for cell in cells:
             if isinstance(cell, str):
-                cell = Span(one_line(cell), style)
+                # Escaped before the columns are measured, because escapes are longer.
+                cell = Span(logged(one_line(cell)), style)
             spans.append(cell)
         self.rows.append(tuple(spans))
 

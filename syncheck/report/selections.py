@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 # The most severe first.
 SEVERITIES = ("error", "warning", "info")
+_WITHOUT_DETAILS = ("in_sync", "alone")
 
 
 def find_failing(findings: Iterable[Finding]) -> list[Finding]:
@@ -32,6 +33,15 @@ def list_codes(findings: Iterable[Finding]) -> list[str]:
 def find_groups(groups: Iterable[Group], verdict: str) -> list[Group]:
     """Return the groups with a verdict."""
     return [group for group in groups if group.verdict == verdict]
+
+
+def split_groups(groups: Sequence[Group], *, verbose: bool) -> tuple[list[Group], list[Group]]:
+    """Return the groups with details in a text, and the other groups, whose verdicts need no details."""
+    if verbose or len(groups) < 2:
+        return list(groups), []
+    detailed = [group for group in groups if group.verdict not in _WITHOUT_DETAILS]
+    other_groups = [group for group in groups if group.verdict in _WITHOUT_DETAILS]
+    return detailed, other_groups
 
 
 def list_first_paths(groups: Iterable[Group]) -> list[str]:

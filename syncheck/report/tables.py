@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from syncheck.records import sets_within
+from syncheck.records import MEASURED, sets_within
 from syncheck.report.selections import write_first
 from syncheck.sentences import Sentence, write_plain
-from syncheck.text import Side, brief, one_line, owner_text, ranges_text
+from syncheck.text import Side, brief, one_line, owner_text, ranges_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,11 +19,27 @@ if TYPE_CHECKING:
 
 # Columns of `difference_cells`, besides the number of differing elements.
 NUMBERS = ("max abs", "max rel", "max ulp")
+# The largest difference relative to the root mean square of the tensor, which is its scale.
+SCALE = "max/rms"
+# Rounding explains at most this number of representable values between two replicas.
+_FEW_ULP = 64
 # Values, and ranks of each value.
 _MOST_VALUES, _MOST_RANKS = 5, 4
 _MOST_SETS = 4
 # Tensors whose differences matter less, or are on another scale, follow the others.
 _ORDER_OF_KINDS = {"bn_mean": 1, "bn_var": 1, "bn_count": 2, "optimizer_step": 2}
+# The order of a reader: the model before the optimizer, and values before counters. Further kinds come last.
+_READING_ORDER = {
+    "parameter": 0,
+    "buffer": 1,
+    "bn_mean": 1,
+    "bn_var": 1,
+    "bn_count": 2,
+    "ema": 3,
+    "optimizer": 4,
+    "optimizer_step": 5,
+}
+_LAST = 6
 # Reasons of tensors that are counted but not listed: RNG states differ by design, and B may lack tensors of A.
 _UNLISTED = ("rng", "subset")
 
@@ -115,6 +132,23 @@ def _describe_mismatches(diff: TensorDiff, count: int) -> Message:
     return cell
 
 
+def scale_cell(diff: TensorDiff) -> str:
+    """Return the largest difference divided by the root mean square of the tensor, or a dash if either is unknown."""
+    if diff.evidence is None or diff.max_abs is None:
+        return "-"
+    # The majority has the right scale: the values of another rank may have exploded.
+    norm = diff.evidence.norms.get(diff.clusters[0][0])
+    if not norm:
+        return "-"
+    rms = norm / math.sqrt(min(diff.numel, MEASURED))
+    return difference_text(diff.max_abs / rms)
+
+
+def are_few_ulp(diffs: Iterable[TensorDiff]) -> bool:
+    """Whether so few representable values separate the replicas of a tensor that rounding explains its difference."""
+    return any(0 < (diff.max_ulp or 0) <= _FEW_ULP for diff in diffs)
+
+
 def difference_text(difference: float | None) -> str:
     """Return a difference with three digits, or a dash if it is unknown."""
     return number_cell(difference, ".3g")
@@ -173,6 +207,15 @@ def _importance(diff: TensorDiff) -> tuple[object, ...]:
     is_nonfinite = len(set(diff.nonfinite.values())) > 1
     order = _ORDER_OF_KINDS.get(diff.kind, 0)
     return not diff.out_of_sync, diff.status != "not_compared", not is_nonfinite, order, -(diff.max_abs or 0)
+
+
+def sort_by_kind(diffs: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Sort tensors for a reader: out of sync first, then by kind, and the worst of each kind first."""
+    return sorted(diffs, key=_reading_order)
+
+
+def _reading_order(diff: TensorDiff) -> tuple[object, ...]:
+    return not diff.out_of_sync, _READING_ORDER.get(diff.kind, _LAST), _importance(diff)
 
 
 def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
@@ -239,4 +282,4 @@ def _value_text(value: ValueDiff) -> str:
     texts = []
     for rank, content in list(value.by_rank.items())[:_MOST_RANKS]:
         texts.append(f"{brief(content, 40)} {owner_text((rank,))}")
-    return f"{value.name}: {', '.join(texts)}"
+    return f"{shorten(value.name)}: {', '.join(texts)}"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
+from rich.control import Control
 from rich.padding import Padding
-from rich.segment import Segment, Segments
+from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from syncheck.report.parts import Grid, Labels, Line, Span
 from syncheck.text import logged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from rich.console import ConsoleOptions, RenderableType, RenderResult
     from rich.measure import Measurement
@@ -66,6 +67,19 @@ def render(parts: Iterable[Part], width: int | None, color: bool, *, ascii_only:
         lines = [line.rstrip() for line in lines]
 
     return logged("\n".join(lines))
+
+
+def start_line(console: Console) -> None:
+    """Go to the start of a line without text: a progress bar, or a text without end, stays in the line before.
+
+    Nobody knows the column of the cursor. Spaces for one line end in the same line if it is the first column, else in
+    the next line; zsh starts its prompt in this way. Does nothing in a file.
+    """
+    # A variable of the environment may demand colors in a file, and a script may replace stderr by any object.
+    is_terminal = getattr(console.file, "isatty", bool)
+    if is_terminal() and not console.is_dumb_terminal:
+        console.print(Segments([Segment(" " * console.width)]), end="")
+        console.control(Control(ControlType.CARRIAGE_RETURN))
 
 
 def _print_table(console: Console, grid: Grid, ascii_only: bool) -> None:
@@ -258,7 +272,8 @@ def _table(grid: Grid, ruled: bool, ascii_only: bool, min_name_width: int = 0) -
     for row in grid.rows:
         cells: list[RenderableType] = []
         for title, cell in zip(grid.columns, row, strict=True):
-            cells.append(_TensorName(cell) if title == "tensor" else _text(cell))
+            draw = _DRAWN_CELLS.get(title, _text)
+            cells.append(draw(cell))
         table.add_row(*cells)
 
     return table
@@ -305,3 +320,7 @@ class _TensorName:
         fits = len(parts) < _MOST_LINES and cell_len(name) <= width
         broken = "\n".join([*parts, name]) if fits else self.cell.text
         yield Text(broken, style=self.cell.style)
+
+
+# How cells are drawn in columns that need more than their text.
+_DRAWN_CELLS: dict[str, Callable[[Span], RenderableType]] = {"tensor": _TensorName}

@@ -1,4 +1,4 @@
-"""Text output of `syncheck compare`, `report`, `show` and `explain`, as parts for `plain` and `terminal`."""
+"""Text output of `syncheck compare`, `report` and `show`, as parts for `plain` and `terminal`."""
 
 from __future__ import annotations
 
@@ -8,44 +8,77 @@ from typing import TYPE_CHECKING, Any
 from syncheck.diagnose.series import by_run
 from syncheck.messages import Hint
 from syncheck.records import Counts
-from syncheck.report import finding_text, tables, words
+from syncheck.report import finding_text, summary, tables, words
+from syncheck.report.long_names import shorten_name, write_names
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, Sparkline, line, lines
-from syncheck.report.selections import find_groups, join_runs, join_shown_steps, write_first
+from syncheck.report.selections import (
+    find_groups,
+    join_runs,
+    join_shown_steps,
+    split_groups,
+    write_first,
+)
+from syncheck.report.summary import STYLES, WIDTH
 from syncheck.text import names_text, one_line, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.diagnose.rule import Rule
     from syncheck.records import Finding, Group, History, HistoryPoint, Report, TensorDiff
 
-STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _MOST_REPLICAS = 8
+_MOST_TITLES = 8
 _MOST_RUNS = 3
 _MOST_NOTES = 6
 # Columns of the table of tensors that are dropped if they are empty.
-_OPTIONAL_TITLES = {*tables.NUMBERS, "worst at"}
+_OPTIONAL_TITLES = {*tables.NUMBERS, tables.SCALE, "worst at"}
 _MOST_PLACES = 3
 # A difference this many times the last one is stated beside a curve.
 _PEAK = 1.1
 _STATISTICS = ("min", "max", "mean", "std")
 
 
-def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
-    """Return each group with its findings and worst tensors, then the verdict.
+def comparison(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
+    """Return the groups that are not in sync with their findings and worst tensors, then the summary.
 
-    limit: tensors listed per group, 0 for all. all_rows: the hint printed if tensors are omitted.
+    limit: tensors listed per group, 0 for all. width: columns of the summary. verbose: whether to print all groups, and
+    all columns of differences.
     """
-    return [*comparison_body(report, limit, all_rows), *_verdict(report)]
+    detailed, other_groups = split_groups(report.groups, verbose=verbose)
+    parts = _list_titles(other_groups)
+    # The summary has the verdict of the only group.
+    several = len(report.groups) > 1
+    printed = _Printed()
+    for group in detailed:
+        parts += _group(group, limit, Hint.ALL_ROWS_OF_COMMAND, printed, has_verdict=several, verbose=verbose)
+
+    parts += [*_suggest_report(report), *_fixed(report)]
+    return [*parts, *summary.summarize(report, width=width, verbose=verbose)]
 
 
 def comparison_body(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
-    """Return the parts of `comparison` above the verdict."""
-    parts = _first_lines(report)
+    """Return every group of a report with its verdict, and no summary, for texts with another end.
+
+    limit: tensors listed per group, 0 for all. all_rows: the hint printed if tensors are omitted.
+    """
+    parts = _paragraph(words.first_lines(report), summary.style_of_first_lines(report))
+    printed = _Printed()
     for group in report.groups:
-        parts += _group(group, limit, all_rows)
-    return [*parts, *_suggest_report(report), *_omissions(report)]
+        parts += _group(group, limit, all_rows, printed)
+
+    parts += [*_suggest_report(report), *_fixed(report)]
+    return [*parts, *_paragraph([*words.scope_lines(report), *words.omission_lines(report)], "dim")]
+
+
+def _list_titles(groups: Sequence[Group]) -> list[Part]:
+    """Return the titles of groups without details; empty without groups."""
+    if not groups:
+        return []
+    titles: list[Part] = [_title(group) for group in groups[:_MOST_TITLES]]
+    if len(groups) > _MOST_TITLES:
+        titles.append(line(f"... and {len(groups) - _MOST_TITLES} more groups; -v lists all", "dim"))
+    return [*titles, BLANK]
 
 
 def _suggest_report(report: Report) -> list[Part]:
@@ -58,10 +91,7 @@ def _suggest_report(report: Report) -> list[Part]:
     if not runs:
         return []
 
-    names = ", ".join(runs[:_MOST_RUNS])
-    if len(runs) > _MOST_RUNS:
-        names += " and others"
-
+    names = ", ".join(write_first(runs, _MOST_RUNS, ending="and {} more"))
     return _paragraph([f"several steps of {names}: syncheck report shows the first step that differs"], "dim")
 
 
@@ -72,9 +102,13 @@ def _paragraph(texts: Sequence[str], style: str) -> list[Part]:
     return [*lines(texts, style), BLANK]
 
 
-def overview(report: Report, limit: int) -> list[Part]:
-    """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the verdict."""
-    parts = _first_lines(report)
+def overview(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
+    """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the summary.
+
+    limit: tensors listed per group, 0 for all. width: columns of the summary. verbose: whether to print all columns of
+    differences.
+    """
+    parts: list[Part] = []
     runs = by_run(report.groups)
     groups = join_shown_steps(runs)
     has_several_steps = len(join_runs(runs)) > len(runs)
@@ -83,24 +117,25 @@ def overview(report: Report, limit: int) -> list[Part]:
     if report.drift and has_several_steps:
         parts += [_drift(report), BLANK]
 
+    printed = _Printed()
     for group in groups:
-        parts += _findings(group, limit)
+        parts += _findings(group, limit, printed, has_verdict=len(groups) > 1, verbose=verbose)
 
     parts += _notes(groups)
     for closure in report.closures:
         parts += [line(closure.sentence, "bold"), BLANK]
 
-    return [*parts, *_omissions(report), *_verdict(report)]
+    return [*parts, *_fixed(report), *summary.summarize(report, width=width, verbose=verbose)]
 
 
-def _findings(group: Group, limit: int) -> list[Part]:
+def _findings(group: Group, limit: int, printed: _Printed, *, has_verdict: bool, verbose: bool) -> list[Part]:
     """Return the findings and tensors of a group of an overview; empty without findings."""
     if not group.findings:
         return []
-    parts: list[Part] = [_title(group)]
+    parts: list[Part] = [_title(group, has_verdict=has_verdict)]
     for finding in group.findings:
-        parts += _finding(finding, curve=True)
-    return parts + _tensors(group, limit, Hint.ALL_ROWS)
+        parts += _finding(finding, group, printed, curve=True)
+    return parts + _tensors(group, limit, Hint.ALL_ROWS_OF_COMMAND, verbose=verbose)
 
 
 def _notes(groups: Sequence[Group]) -> list[Part]:
@@ -114,38 +149,37 @@ def _notes(groups: Sequence[Group]) -> list[Part]:
     return _paragraph(write_first(list(notes), _MOST_NOTES, ending=ending), "dim")
 
 
-def _first_lines(report: Report) -> list[Part]:
-    style = "bold red" if words.not_finite_lines(report) else "bold yellow"
-    return _paragraph(words.first_lines(report), style)
+def _title(group: Group, *, has_verdict: bool = True) -> Line:
+    title = Span(words.group_title(group), "bold")
+    verdict = Span(": "), Span(words.VERDICTS[group.verdict], STYLES[group.verdict])
+    return Line((title, *verdict) if has_verdict else (title,))
 
 
-def _title(group: Group) -> Line:
-    return Line(
-        (
-            Span(words.group_title(group), "bold"),
-            Span(": "),
-            Span(words.VERDICTS[group.verdict], STYLES[group.verdict]),
-        )
-    )
-
-
-def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
-    files = write_first(group.replicas, _MOST_REPLICAS, words.replica_text, ending="... and {} more replicas")
-    notes = words.note_lines(group)
-    parts = [_title(group), *lines(files, indent=2), *lines(notes, "dim", 2), BLANK]
-    if group.verdict == "alone":
-        return parts
-    if group.kinds:
-        parts += [_kinds(group), BLANK]
-
+def _group(
+    group: Group,
+    limit: int,
+    all_rows: Hint,
+    printed: _Printed,
+    *,
+    has_verdict: bool = True,
+    verbose: bool = False,
+) -> list[Part]:
+    """Return the findings of a group, then its files, and the tables last."""
+    parts: list[Part] = [_title(group, has_verdict=has_verdict)]
     for finding in group.findings:
-        parts += _finding(finding)
+        parts += _finding(finding, group, printed)
 
     values = tables.values_text(group.values)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
 
-    return parts + _tensors(group, limit, all_rows)
+    files = write_first(group.replicas, _MOST_REPLICAS, words.replica_text, ending="... and {} more replicas")
+    parts += [*lines(files, indent=2), *lines(words.note_lines(group, write_names), "dim", 2), BLANK]
+    # A checkpoint without a replica has no results.
+    if group.kinds:
+        parts += [_kinds(group), BLANK]
+
+    return parts + _tensors(group, limit, all_rows, verbose=verbose)
 
 
 def _kinds(group: Group) -> Grid:
@@ -162,15 +196,33 @@ def _style_of(counts: Counts) -> str:
     return "red" if counts.different else ""
 
 
-def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
+class _Printed:
+    """The advice of one report so far: several findings, and groups, often have the same."""
+
+    _LABELS = ("fix", "next")
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[str, str], str] = {}
+        """The finding that was printed with a text, by label and text."""
+
+    def shorten(self, label: str, text: str, finding: Finding, group: Group) -> str:
+        """Return the text of a row, or a reference if it is advice that an earlier finding has."""
+        owner = f"{finding.code} of {group.name}"
+        earlier = self._owners.setdefault((label, text), owner)
+        if label not in self._LABELS or earlier == owner:
+            return text
+        return f"as for {earlier}, above"
+
+
+def _finding(finding: Finding, group: Group, printed: _Printed, *, curve: bool = False) -> list[Part]:
     rows: list[tuple[str, str | Sparkline]] = []
-    for label, sentence in finding_text.finding_rows(finding):
-        rows.append((label, one_line(sentence)))
+    for label, sentence in finding_text.finding_rows(finding, group, write_names):
+        rows.append((label, one_line(printed.shorten(label, sentence, finding, group))))
 
     if curve and finding.history is not None:
         rows.insert(2, ("drift", _curve(finding.history)))
 
-    rows.append(("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"))
+    rows.append(("more", finding_text.more_text(finding)))
     return [
         line(finding_text.finding_title(finding), SEVERITIES[finding.severity], 2),
         Labels(tuple(rows), indent=4),
@@ -195,13 +247,13 @@ def _size_of(point: HistoryPoint) -> float:
     return point.max_abs or 0
 
 
-def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
+def _tensors(group: Group, limit: int, all_rows: Hint, *, verbose: bool = False) -> list[Part]:
     # SYN104 summarizes shards in one sentence, so only a complete list has them.
-    worst = tables.tensors_to_list(group, shards=not limit)
+    worst = tables.sort_by_kind(tables.tensors_to_list(group, shards=not limit))
     parts: list[Part] = []
     if worst:
-        parts.append(_tensor_grid(worst[: limit or None], group))
-        parts += lines(tables.place_lines(worst[:_MOST_PLACES], group), indent=2)
+        parts.append(_tensor_grid(worst[: limit or None], group, verbose=verbose))
+        parts += lines(tables.place_lines(worst[:_MOST_PLACES], group, write_names), indent=2)
 
     hidden = []
     if 0 < limit < len(worst):
@@ -218,22 +270,25 @@ def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
     return parts
 
 
-def _tensor_grid(diffs: Sequence[TensorDiff], group: Group) -> Grid:
+def _tensor_grid(diffs: Sequence[TensorDiff], group: Group, *, verbose: bool) -> Grid:
     rows = [tables.cells(diff, group) for diff in diffs]
     columns = dict(zip(tables.columns(group), zip(*rows, strict=True), strict=True))
-    # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
-    optional_titles = columns.keys() & _OPTIONAL_TITLES
-    optional_cells: set[str] = set()
-    for title in optional_titles:
-        optional_cells.update(columns[title])
+    columns[tables.SCALE] = tuple(tables.scale_cell(diff) for diff in diffs)
+    # Numbers of representable values are noise, unless so few separate the replicas that rounding explains them.
+    if not verbose and not tables.are_few_ulp(diffs):
+        del columns["max ulp"]
+        # One number relative to the tensor suffices: its scale is unknown for some kinds.
+        if set(columns[tables.SCALE]) != {"-"}:
+            del columns["max rel"]
 
-    if optional_cells <= {"", "-"}:
-        for title in optional_titles:
+    # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
+    for title in _OPTIONAL_TITLES & columns.keys():
+        if set(columns[title]) <= {"", "-"}:
             del columns[title]
 
-    grid = Grid(tuple(columns), right=tables.NUMBERS, indent=2)
-    for cells in zip(*columns.values(), strict=True):
-        grid.add(*cells)
+    grid = Grid(tuple(columns), right=(*tables.NUMBERS, tables.SCALE), indent=2)
+    for name, *cells in zip(*columns.values(), strict=True):
+        grid.add(shorten_name(name), *cells)
 
     return grid
 
@@ -241,46 +296,49 @@ def _tensor_grid(diffs: Sequence[TensorDiff], group: Group) -> Grid:
 def _matrix(groups: Sequence[Group]) -> Grid:
     kinds = tables.list_kinds(groups)
     # With a space the longest heading can wrap on a narrow terminal.
-    titles = [kind.replace("optimizer_step", "optimizer step") for kind in kinds]
-    grid = Grid(("run", *titles, "verdict"))
+    titles = ["run", *[kind.replace("optimizer_step", "optimizer step") for kind in kinds]]
+    # The summary has the verdict of the only group.
+    several = len(groups) > 1
+    if several:
+        titles.append("verdict")
+    grid = Grid(tuple(titles))
     for group in groups:
         cells = []
         for kind in kinds:
             counts = group.kinds.get(kind, Counts())
             cells.append(Span(tables.kind_cell(counts), _style_of(counts)))
-        grid.add(group.name, *cells, Span(words.VERDICTS[group.verdict], STYLES[group.verdict]))
+        if several:
+            cells.append(Span(words.VERDICTS[group.verdict], STYLES[group.verdict]))
+        grid.add(group.name, *cells)
 
     return grid
 
 
 def _drift(report: Report) -> Grid:
     grid = Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
-    for row in tables.drift_rows(report):
-        grid.add(*row)
+    for run, step, drift, tensor in tables.drift_rows(report):
+        grid.add(run, step, drift, shorten_name(tensor))
     return grid
 
 
-def _omissions(report: Report) -> list[Part]:
-    """Return the findings of the baseline that were fixed, and the paths that were not compared."""
-    fixed = words.fixed_lines(report.groups)
-    omitted = words.omission_lines(report)
-    return [*_paragraph(fixed, "green"), *_paragraph(omitted, "dim")]
+def _fixed(report: Report) -> list[Part]:
+    """Return the findings of the baseline that no longer occur."""
+    return _paragraph(words.fixed_lines(report.groups), "green")
 
 
-def _verdict(report: Report) -> list[Part]:
-    return [line(words.verdict_line(report), STYLES[report.verdict]), line(words.counts_line(report))]
+def list_contents(contents: Mapping[str, Any], limit: int = 0) -> list[Part]:
+    """Return the output of `syncheck show`.
 
-
-def list_contents(contents: Mapping[str, Any]) -> list[Part]:
-    """Return the output of `syncheck show`. contents: the result of `contents.describe`."""
+    contents: the result of `contents.describe`. limit: tensors listed, 0 for all.
+    """
     # If all values are finite, the first line states it instead of a column of zeros.
     nonfinite = [row["nonfinite"] for row in contents["tensors"]]
     is_finite = not any(nonfinite)
     statistics = _STATISTICS if is_finite else (*_STATISTICS, "nonfinite")
     grid = Grid(("name", "kind", "dtype", "shape", "bytes", *statistics), right=("bytes", *statistics))
-    for row in contents["tensors"]:
+    for row in contents["tensors"][: limit or None]:
         grid.add(
-            row["name"],
+            shorten_name(row["name"]),
             row["kind"],
             row["dtype"],
             row["refused"] or _shape_cell(row["shape"]),
@@ -288,7 +346,15 @@ def list_contents(contents: Mapping[str, Any]) -> list[Part]:
             *[tables.number_cell(row[name], ".4g") for name in statistics],
         )
 
-    return [*lines(_contents_header(contents, is_finite=is_finite and 0 in nonfinite)), BLANK, grid]
+    header = lines(_contents_header(contents, is_finite=is_finite and 0 in nonfinite))
+    return [*header, BLANK, grid, *_count_hidden(contents["tensors"], limit)]
+
+
+def _count_hidden(rows: Sequence[object], limit: int) -> list[Part]:
+    """Return a line with the number of tensors that a limit hides; empty if there are none."""
+    if not 0 < limit < len(rows):
+        return []
+    return [line(f"... and {len(rows) - limit} more; {Hint.ALL_ROWS_OF_COMMAND()}", "dim")]
 
 
 def _contents_header(contents: Mapping[str, Any], *, is_finite: bool) -> list[str]:
@@ -298,12 +364,8 @@ def _contents_header(contents: Mapping[str, Any], *, is_finite: bool) -> list[st
         first += ", all values finite"
 
     header = [first]
-    entries = []
-    for name, value in (contents["metadata"] or {}).items():
-        if value is not None:
-            entries.append(f"{name} {value}")
-
     if contents["metadata"]:
+        entries = [f"{name} {value}" for name, value in contents["metadata"].items() if value is not None]
         header.append(f"metadata: {', '.join(entries)}")
     elif contents["kinds_guessed"]:
         header.append("no metadata: parameters and buffers are distinguished by name")
@@ -317,15 +379,18 @@ def _contents_header(contents: Mapping[str, Any], *, is_finite: bool) -> list[st
     return header
 
 
-def list_shards(contents: Mapping[str, Any]) -> list[Part]:
-    """Return the output of `syncheck show --shards`. contents: the result of `sides.list_shards`."""
+def list_shards(contents: Mapping[str, Any], limit: int = 0) -> list[Part]:
+    """Return the output of `syncheck show --shards`.
+
+    contents: the result of `sides.list_shards`. limit: tensors listed, 0 for all.
+    """
     tensors = words.count_text(len(contents["tensors"]), "tensor")
     files = words.count_text(contents["files"], "file")
     grid = Grid(("tensor", "dtype", "shape", "part", "ranks", "file"))
-    for row in contents["tensors"]:
+    for row in contents["tensors"][: limit or None]:
         for box in row["boxes"]:
             grid.add(
-                row["name"],
+                shorten_name(row["name"]),
                 row["dtype"],
                 _shape_cell(row["shape"]),
                 _part_cell(box, row["shape"]),
@@ -333,7 +398,8 @@ def list_shards(contents: Mapping[str, Any]) -> list[Part]:
                 names_text(box["files"], 1),
             )
 
-    return [line(f"{contents['path']}: {tensors} in {files}"), BLANK, grid]
+    hidden = _count_hidden(contents["tensors"], limit)
+    return [line(f"{contents['path']}: {tensors} in {files}"), BLANK, grid, *hidden]
 
 
 def _shape_cell(shape: Sequence[int]) -> str:
@@ -351,26 +417,3 @@ def _part_cell(box: Mapping[str, Any], shape: Sequence[int]) -> str:
 def _box_text(start: Sequence[int], shape: Sequence[int]) -> str:
     ranges = [f"{low}:{low + size}" for low, size in zip(start, shape, strict=True)]
     return f"[{', '.join(ranges)}]"
-
-
-def list_rules(rules: Sequence[Rule]) -> list[Part]:
-    """Return the table of all findings, one row per rule."""
-    grid = Grid(("code", "finding", "severity", "summary"))
-    for rule in rules:
-        summary, _, _ = rule.explanation.partition("\n")
-        grid.add(
-            rule.code,
-            Span(rule.slug),
-            rule.severity,
-            summary,
-        )
-
-    return [grid]
-
-
-def explain_rule(rule: Rule) -> list[Part]:
-    """Return the explanation of a rule, one paragraph per line."""
-    parts: list[Part] = [line(f"{rule.code} {rule.slug} ({rule.severity})", "bold")]
-    for paragraph in rule.explanation.split("\n\n"):
-        parts += [BLANK, line(" ".join(paragraph.split("\n")))]
-    return parts

@@ -9,7 +9,7 @@ from collections import defaultdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from syncheck.messages import Hint, Note, Undecided
+from syncheck.messages import Detail, Grouping, Hint, Note, Undecided
 from syncheck.records import Reason
 from syncheck.report.selections import count_excluded, find_failing, find_groups, list_first_paths, write_first
 from syncheck.sentences import Part, Sentence, write_plain
@@ -28,19 +28,34 @@ VERDICTS = {
     "alone": "ALONE",
 }
 
-# The documentation site. tools/set_address.py replaces this placeholder everywhere when the project is released; its
-# host is reserved and resolves nowhere (RFC 2606).
-SITE = "https://syncheck.invalid/docs/latest"
+# The documentation site, which tools/set_address.py sets at a release. Until then no address is printed.
+SITE = ""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_RUNS = 6
-_MOST_NAME = 80
 _MOST_NAME_IN_TEXT = 120
 # The findings that affect neither the training nor the file of rank 0.
 _HARMLESS = {("SYN201", "warning")}
+# Notes on the limits of a verdict: ranks without files, contradicting steps, elements that a conversion lost, and parts
+# of a step in parity.
+_OF_FILES = (Note.NO_FILES, Note.SAME_FILES, Note.CONTRADICTING_STEPS, Note.MORE_CONTRADICTING_STEPS)
+_OF_MODELS = (Note.MODEL_TYPES_DIFFER, Note.MODEL_SETTINGS_ABSENT, Note.FLUSHED)
+SCOPE = (
+    *_OF_FILES,
+    *_OF_MODELS,
+    Note.PARITY_COMPARED,
+    Note.PARITY_NO_STEP,
+    Note.PARITY_NO_FINISH,
+    Note.PARITY_NO_NORM,
+    Note.PARITY_NO_CLIPPING,
+    Note.PARITY_NO_UPDATE,
+    Note.PARITY_NO_SETTINGS,
+    Note.PARITY_SMALL_NORM,
+    Note.PARITY_SMALL_ELEMENTS,
+)
 
 
 class Headline(Sentence):
-    """The verdict of a report, and what it does not say."""
+    """The verdict of a report and its limits."""
 
     VERDICT = "{verdict:words}"
     BY_CHECKSUM = "{verdict:words} by stored checksum"
@@ -51,6 +66,8 @@ class Headline(Sentence):
     UNDECIDED = "{line}: {reason}"
     UNREADABLE = "{line}, and {count:count file} could not be read"
     RUN_NOT_FINITE = "{run:name}: {fact}"
+    ONE_SIDED = "more NaN or infinite elements in one model: {tensors:names}"
+    ONE_SIDED_TENSOR = "{name:name} has {values:by_rank} of {numel}, for example at {index}"
 
 
 # Whether findings are allowed, and whether the baseline has some.
@@ -64,6 +81,7 @@ _IGNORED_FINDINGS = {
 class Omission(Sentence):
     """Paths that were not compared, and findings that no longer occur."""
 
+    FOLDERS = "the replicas within each folder were compared, but no two folders: `syncheck diff FOLDER FOLDER`"
     ALONE = (
         "{count:count checkpoint has|checkpoints have} no replica and {count:verb was|were} not compared: "
         "{paths:names 6}"
@@ -73,7 +91,11 @@ class Omission(Sentence):
         "{count:verb was|were} not compared: {links:names 6}"
     )
     LINK = "{path:name} -> {target:name}"
-    SKIPPED = "{count:count file is not a checkpoint|files are not checkpoints} and {count:verb was|were} skipped"
+    SKIPPED = (
+        "{count:count file is not a checkpoint|files are not checkpoints} and {count:verb was|were} skipped: "
+        "{paths:list}"
+    )
+    SKIPPED_MANY = "{count} files are not checkpoints and were skipped, among them {paths:list}"
     FIXED = "fixed: {run:name} no longer has {code:name} on {names:names}; {hint}"
 
 
@@ -116,8 +138,25 @@ def counts_text(counts: Counts) -> str:
 
 
 def first_lines(report: Report, write: Writer = write_plain) -> list[str]:
-    """Return the first lines of a report: what a verdict does not say."""
-    return [*unaffected_lines(report, write), *not_finite_lines(report, write)]
+    """Return the first lines of a report: the limits of its verdict."""
+    return [*unaffected_lines(report, write), *one_sided_lines(report, write), *not_finite_lines(report, write)]
+
+
+def one_sided_lines(report: Report, write: Writer = write_plain) -> list[str]:
+    """Return a line if one of two models has more NaN and infinite elements, with numbers and indices."""
+    facts = []
+    # Replicas have a finding of their own, whose ranks are in its title.
+    for group in filter(attrgetter("is_pair"), report.groups):
+        for diff in group.tensors:
+            if len(set(diff.nonfinite.values())) > 1:
+                fact = Headline.ONE_SIDED_TENSOR(
+                    name=_shorten_name(diff.name),
+                    values=dict(diff.nonfinite),
+                    numel=diff.numel,
+                    index=list(diff.index or ()),
+                )
+                facts.append(fact)
+    return [Headline.ONE_SIDED(tensors=facts).render(write)] if facts else []
 
 
 def unaffected_lines(report: Report, write: Writer = write_plain) -> list[str]:
@@ -248,7 +287,15 @@ def _find_uncompared_of_models(report: Report) -> Iterator[Message]:
 
 def _not_compared(diffs: Sequence[TensorDiff]) -> Iterator[Message]:
     if diffs:
-        yield Undecided.NOT_COMPARED(count=len(diffs), name=diffs[0].name[:_MOST_NAME], detail=diffs[0].detail)
+        # A reason with a next step comes first.
+        first = max(diffs, key=_has_next_step)
+        sentence = Undecided.UNPAIRED if _has_next_step(first) else Undecided.NOT_COMPARED
+        yield sentence(count=len(diffs), name=_shorten_name(first.name), detail=first.detail)
+
+
+def _has_next_step(diff: TensorDiff) -> bool:
+    """Whether the reason for which a tensor was not compared has a next step."""
+    return diff.detail is not None and diff.detail.code is Detail.UNPAIRED
 
 
 def _find_guesses(report: Report) -> Iterator[Message]:
@@ -269,7 +316,7 @@ def _find_unknown_tensors(report: Report) -> Iterator[Message]:
 
     ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
     if ambiguous:
-        name, detail = ambiguous[0].name[:_MOST_NAME], ambiguous[0].detail
+        name, detail = _shorten_name(ambiguous[0].name), ambiguous[0].detail
         # The caller uses only the first reason.
         if len(ambiguous) == 1:
             yield Undecided.AMBIGUOUS(name=name, detail=detail)
@@ -285,7 +332,7 @@ def _find_unknown_values(report: Report) -> Iterator[Message]:
     for group in report.groups:
         values += [value for value in group.values if value.unknown]
     if values:
-        yield Undecided.VALUES(count=len(values), name=values[0].name[:_MOST_NAME])
+        yield Undecided.VALUES(count=len(values), name=_shorten_name(values[0].name))
 
 
 def _find_shards(report: Report) -> Iterator[Message]:
@@ -294,6 +341,12 @@ def _find_shards(report: Report) -> Iterator[Message]:
         yield Undecided.RANKS_NOT_COMPARED(ranks=uncompared)
     if _first_value(report, attrgetter("shards")):
         yield Undecided.ONLY_SHARDS()
+
+
+def _find_doubt(report: Report) -> Iterator[Message]:
+    doubt = _first_value(report, attrgetter("evidence.doubt"))
+    if doubt:
+        yield doubt
 
 
 def _find_excluded(report: Report) -> Iterator[Message]:
@@ -310,13 +363,38 @@ _REASONS = (
     _find_guesses,
     _find_unknown_tensors,
     _find_unknown_values,
+    _find_doubt,
     _find_shards,
     _find_excluded,
 )
 
 
+def scope_lines(report: Report, write: Writer = write_short) -> list[str]:
+    """Return the notes that state what the verdict is about."""
+    lines = []
+    for group in report.groups:
+        for note in group.notes:
+            if note.code in SCOPE:
+                lines.append(note.render(write))
+
+    return lines
+
+
 def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
     """Return one line per reason why some of the given paths were not compared."""
+    return folder_lines(report, write) + file_lines(report, write)
+
+
+def folder_lines(report: Report, write: Writer = write_short) -> list[str]:
+    """Return a line if folders were not compared with each other; empty otherwise."""
+    groupings: set[Message] = set()
+    for group in report.groups:
+        groupings.update(group.grouping)
+    return [Omission.FOLDERS().render(write)] if Grouping.FOLDERS_ARE_RUNS() in groupings else []
+
+
+def file_lines(report: Report, write: Writer = write_short) -> list[str]:
+    """Return one line per reason why some of the given files were not compared."""
     lines = []
     alone = list_first_paths(find_groups(report.groups, "alone"))
     if alone and len(report.groups) > 1:
@@ -325,10 +403,17 @@ def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
     if report.aliases:
         links = [Omission.LINK(path=alias.path, target=alias.of) for alias in report.aliases]
         lines.append(Omission.LINKS(count=len(links), links=links).render(write))
-    if report.skipped:
-        lines.append(Omission.SKIPPED(count=report.skipped).render(write))
+    return lines + skipped_lines(report, write)
 
-    return lines
+
+def skipped_lines(report: Report, write: Writer = write_short) -> list[str]:
+    """Return a line with the first files that are not checkpoints; empty if only notes and settings were skipped."""
+    if not report.skipped_paths:
+        return []
+    is_complete = len(report.skipped_paths) == report.skipped
+    sentence = Omission.SKIPPED if is_complete else Omission.SKIPPED_MANY
+    message = sentence(count=report.skipped, paths=report.skipped_paths)
+    return [message.render(write)]
 
 
 def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[str]:
@@ -355,9 +440,18 @@ def group_notes(group: Group) -> list[Message]:
     return notes
 
 
+def list_details(group: Group) -> list[Message]:
+    """Return `group_notes` without the scope of the verdict: a report states it once."""
+    return [note for note in group_notes(group) if note.code not in SCOPE]
+
+
 def note_lines(group: Group, write: Writer = write_plain) -> list[str]:
-    """Return the lines of `group_notes`."""
-    return [note.render(write) for note in group_notes(group)]
+    """Return the lines of `list_details`."""
+    lines = []
+    for note in list_details(group):
+        lines.append(note.render(write))
+
+    return lines
 
 
 def group_title(group: Group) -> str:
@@ -366,8 +460,10 @@ def group_title(group: Group) -> str:
 
 
 def replica_count(group: Group) -> str:
-    """Return the end of the title of a group: ', 2 replicas', or nothing for two models."""
-    return "" if group.is_pair else f", {count_text(len(group.replicas), 'replica')}"
+    """Return the end of the title of a group: ', 2 replicas', ', 2 ranks' in parity, or nothing for two models."""
+    # The ranks of a parallel program may hold shards.
+    noun = "rank" if Note.PARITY in map(attrgetter("code"), group.notes) else "replica"
+    return "" if group.is_pair else f", {count_text(len(group.replicas), noun)}"
 
 
 def count_text(count: int, noun: str) -> str:

@@ -19,6 +19,7 @@ from syncheck.errors import CheckpointError, UnreadableFile
 from syncheck.tensors import pieces
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.open_files import OPEN_FILES, OpenFiles, truncated_file
+from syncheck.tensors.traffic import TRAFFIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,6 +108,7 @@ class Files(OpenFiles):
         if valid != length:
             raise truncated_file(tensor, f"byte {offset + length}")
 
+        TRAFFIC.read += length
         return data
 
     def _read_bytes(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:

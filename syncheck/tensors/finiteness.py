@@ -7,8 +7,9 @@ is then tested exactly, with numpy. For large models numpy is imported at once: 
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from syncheck.loaded import find_loaded
 
 Block = bytes | bytearray | memoryview
 
@@ -46,7 +47,7 @@ class _Layout(NamedTuple):
 
     def _may_hold_nonfinite(self, block: Block) -> bool:
         """Return False if a fast test shows that all elements are finite."""
-        numpy: Any = sys.modules.get("numpy")
+        numpy = find_loaded("numpy")
         if numpy is None:
             return self._has_high_byte(block)
 
@@ -140,4 +141,4 @@ def prepare(size: int) -> None:
     size: bytes of one replica.
     """
     if size >= LARGE:
-        import numpy  # noqa: F401, ICN001 - only to be found in `sys.modules`
+        import numpy  # noqa: F401, ICN001 - only to be found as loaded

@@ -236,7 +236,7 @@ class _Evidence(NamedTuple):
         if self.buffers is not None:
             return self._by_listed_buffers(name, self.buffers, sure)
 
-        if _matches_any(name, self.globs):
+        if matches_any(name, self.globs):
             return _Kind("buffer", sure=True)
 
         return self._by_siblings(name, sure)
@@ -382,7 +382,8 @@ def _is_powersgd_error(parts: Sequence[str]) -> bool:
     return parts[-1].isdecimal()
 
 
-def _matches_any(name: str, globs: Iterable[str]) -> bool:
+def matches_any(name: str, globs: Iterable[str]) -> bool:
+    """Whether a glob matches a whole name."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
@@ -486,9 +487,9 @@ def make_selector(
         if not is_of_kind and name not in unsure:
             return False
 
-        if _matches_any(name, excluded):
+        if matches_any(name, excluded):
             return False
 
-        return _matches_any(name, included)
+        return matches_any(name, included)
 
     return is_selected

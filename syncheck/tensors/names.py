@@ -120,6 +120,11 @@ def name_adapter_setting(key: str) -> str:
     return f"{_ADAPTER_SETTING}{key})"
 
 
+def name_model_setting(key: str) -> str:
+    """Return the name of the value with a setting of the configuration beside a model."""
+    return f"(model setting {key})"
+
+
 def is_adapter_setting(name: str) -> bool:
     """Whether a value is a setting of an adapter."""
     return name.startswith(_ADAPTER_SETTING)

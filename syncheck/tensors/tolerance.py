@@ -69,7 +69,9 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
-            raise OptionError("rtol and atol belong together: give both (0 is a value)")
+            from syncheck.messages import Usage  # only errors need it
+
+            raise OptionError(Usage.TOLERANCE_PAIR())
 
         # A larger rtol, or an infinite atol, would pass everything.
         is_in_range = _is_within(self.rtol, 1) and _is_within(self.atol, sys.float_info.max)
@@ -176,8 +178,9 @@ def tolerances(
     options = {"rtol": rtol, "atol": atol, "ulp": ulp}
     numbers = [name for name, value in options.items() if value is not None]
     if close and numbers:
-        names = " and ".join(numbers)
-        raise OptionError(f"close cannot be combined with {names}: it sets the tolerance of each dtype")
+        from syncheck.messages import Usage  # only errors need it
+
+        raise OptionError(Usage.CLOSE_WITH_OTHERS(), close=close, **{name: options[name] for name in numbers})
 
     by_name: list[tuple[str, Entry]] = []
     by_kind: list[tuple[str, Entry]] = []

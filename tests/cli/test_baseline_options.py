@@ -48,16 +48,16 @@ def test_known_findings_pass_and_new_findings_fail(cli: Run, differing: Callable
     known_findings = cli(command, *FILES)
     assert (known_findings.code, known_findings.err) == (0, "")
     assert "SYN201 bn-local-stats (warning, consistent, accepted by the baseline) on ranks 0-1" in known_findings.out
-    assert known_findings.lines[-2] == "IN SYNC, ignoring baseline findings (SYN201)"
+    assert known_findings.verdict == "IN SYNC, ignoring baseline findings (SYN201)"
     differing("running_mean", "layer0.bn.running_var")
     new = cli(command, *FILES)
-    assert (new.code, new.lines[-2]) == (1, "OUT OF SYNC")
+    assert (new.code, new.verdict) == (1, "OUT OF SYNC")
     assert "not in the baseline: layer0.bn.running_var" in re.sub(r"\s+", " ", new.out)
     differing("layer0.bn.running_mean")
     fixed = cli(command, *FILES)
     assert fixed.code == 0
     assert "fixed: run no longer has SYN201 on layer1.bn.running_mean; " in fixed.out
-    assert "update_baseline" in fixed.out
+    assert "--update-baseline" in fixed.out
     assert cli(command, *FILES, "--update-baseline").err.endswith("1 name in 1 run accepted: 0 added, 1 removed\n")
     assert "fixed" not in cli(command, *FILES).out
 
@@ -139,7 +139,7 @@ def test_an_update_requires_a_writable_file(cli: Run, differing: Callable[..., N
     differing()
     done = cli("compare", "run_*.pth", "--update-baseline")
     assert (done.code, done.out) == (2, "")
-    assert "update_baseline=True: requires baseline=FILE" in done.err
+    assert "--update-baseline: requires --baseline FILE" in done.err
     done = cli("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
     assert (done.code, done.out) == (2, "")
     assert "baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err

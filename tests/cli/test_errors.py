@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ BAD = {
     "text": "b'hello, this",
     "empty": "empty",
     "fifo": "pipe",
-    "dangling": "no such file",
+    "dangling": "a link to nowhere, which is missing",
     "evil": "os.system, which runs code; nothing was run",
     "no pickle": "the pickle cannot be read",
     "cut 1 pth": "cut short",
@@ -85,9 +86,9 @@ def test_bad_file_among_others(cli: Run, tmp_path: Path, kind: str, others: str)
     assert "Traceback" not in done.err
     assert not (tmp_path / "canary").exists()
     if others == "in sync":
-        assert done.lines[-2].startswith("COULD NOT TELL: 1 of the files")
+        assert done.verdict.startswith("COULD NOT TELL: 1 of the files")
     elif others == "out of sync":
-        assert done.lines[-2] == "OUT OF SYNC, and 1 file could not be read"
+        assert done.verdict == "OUT OF SYNC, and 1 file could not be read"
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "evil", "cut 50 pth", "cut 50 safetensors"])
@@ -107,6 +108,31 @@ def test_each_bad_file_has_its_own_line(cli: Run, tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     done = cli("compare", "a.pth", "b.pth")
     assert (done.code, done.err.count("\n")) == (2, 2)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "gone/a.pth", "second.pth"])
+@pytest.mark.parametrize("arguments", [("compare", "."), ("compare", "rank2.pth"), ("diff", "rank0.pth", "rank2.pth")])
+def test_a_link_without_target(cli: Run, tmp_path: Path, target: str, arguments: tuple[str, ...]) -> None:
+    """The error names the target of the link, also of a link to another such link, and suggests no path."""
+    for rank in (0, 1):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    (tmp_path / "rank2.pth").symlink_to(target)
+    if target == "second.pth":
+        (tmp_path / target).symlink_to("nowhere")
+    done = cli(*arguments)
+    assert done.code == 2
+    assert f"a link to {target}, which is missing" in done.err
+    assert "id you mean" not in done.err
+
+
+def test_a_baseline_that_is_a_link_without_target(cli: Run, tmp_path: Path) -> None:
+    """No other path is suggested."""
+    (tmp_path / "known.json").symlink_to("nowhere")
+    for rank in (0, 1):
+        save_pth(tmp_path / f"rank{rank}.pth", network())
+    done = cli("compare", ".", "--baseline", "known.json")
+    assert done.code == 2
+    assert "id you mean" not in done.err
 
 
 def test_missing_path(cli: Run) -> None:
@@ -142,7 +168,7 @@ def test_one_file(cli: Run, ranks: Ranks) -> None:
     (path, _) = ranks()
     done = cli("compare", path)
     assert (done.code, done.err) == (2, "")
-    assert done.lines[-2].startswith("COULD NOT TELL: one file has no replica to compare with")
+    assert done.verdict.startswith("COULD NOT TELL: one file has no replica to compare with")
     assert done.lines[-1] == "0 tensors: 0 identical, 0 close, 0 different, 0 not compared"
 
 
@@ -153,8 +179,8 @@ def test_unrelated_files(cli: Run, tmp_path: Path) -> None:
         save_pth(tmp_path / "src" / name, network())
     done = cli("compare", "src")
     assert done.code == 2
-    assert done.lines[-2].startswith("COULD NOT TELL: no two of the files are replicas of each other")
-    assert "group_by=''" in done.lines[-2]
+    assert done.verdict.startswith("COULD NOT TELL: no two of the files are replicas of each other")
+    assert "--group-by ''" in done.verdict
 
 
 def test_a_file_is_not_its_own_replica(cli: Run, ranks: Ranks) -> None:
@@ -216,6 +242,13 @@ def test_mistyped_option(cli: Run) -> None:
         ("comp a.pth", "compare"),
         ("reprot a.pth", "report"),
         ("compare --format jsn a.pth", "json"),
+        ("compare --format md a.pth", "markdown"),
+        # Options and formats of other tools.
+        ("compare --format html a.pth", "-o FILE.html"),
+        ("compare --tolerance 1e-3 a.pth", "--rtol R --atol A"),
+        ("diff --tol=1e-3 a.pth b.pth", "--rtol R --atol A"),
+        ("report --ignore X a.pth", "--exclude GLOB"),
+        ("diff a.pth b.pth write_map=map.toml", "--write-map"),
     ],
 )
 def test_the_start_of_a_name_is_no_name(cli: Run, arguments: str, meant: str) -> None:
@@ -228,7 +261,13 @@ def test_the_start_of_a_name_is_no_name(cli: Run, arguments: str, meant: str) ->
 
 def test_unlike_names_are_not_suggested(cli: Run) -> None:
     """A command or an option that resembles no other one has no suggestion, and neither have dashes alone."""
-    for arguments in ("frobnicate a.pth", "compare --- a.pth", "compare --xyzzy a.pth", "compare -x a.pth"):
+    for arguments in (
+        "frobnicate a.pth",
+        "compare --- a.pth",
+        "compare --xyzzy a.pth",
+        "compare -x a.pth",
+        "show --ignore X a",
+    ):
         done = cli(*arguments.split())
         assert done.code == 2
         assert "did you mean" not in done.err
@@ -330,3 +369,15 @@ def test_links_and_folders_without_access(ranks: Ranks, tmp_path: Path, monkeypa
     assert report.verdict == "undecided"
     assert list_fields(report.unreadable, "path") == [str(tmp_path / "ckpts" / "closed")]
     assert report.unreadable[0].reason.startswith("permission denied: could not list this folder")
+
+
+def test_a_glob_without_quotes_has_a_hint(cli: Run, tmp_path: Path) -> None:
+    """The shell makes several arguments of a glob; a name that is no file is no part of one."""
+    with contextlib.chdir(tmp_path):
+        for name in ("a.pth", "b.pth"):
+            (tmp_path / name).write_bytes(b"")
+        done = cli("diff", "a.pth", "a.pth", "b.pth")
+        other = cli("explain", "SYN201", "SYN202")
+    assert (done.code, other.code) == (2, 2)
+    assert "need quotes" in done.err
+    assert "quotes" not in other.err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import save_pth
+from support.checkpoints import save_pth, select_summary
 from support.required import unavailable
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -50,8 +50,8 @@ def test_file_size_limit(tmp_path: Path, limit: int) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 2
-    assert done.stderr == "syncheck: error: output out.json: cannot be written: File too large\n"
-    assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
+    assert done.stderr == "syncheck: error: --output out.json: cannot be written: File too large\n"
+    assert select_summary(done.stdout)[0] == "OUT OF SYNC"
     assert (tmp_path / "out.json").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
 
@@ -70,10 +70,8 @@ def test_thread_limit() -> None:
     if done.returncode == 77:
         unavailable("nproc", "the limit of threads binds nobody here")
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.splitlines()[-2:] == [
-        "OUT OF SYNC",
-        "1 tensors: 0 identical, 0 close, 1 different, 0 not compared",
-    ]
+    verdict, _, counts = select_summary(done.stdout)
+    assert (verdict, counts) == ("OUT OF SYNC", "1 tensors: 0 identical, 0 close, 1 different, 0 not compared")
 
 
 @pytest.mark.slow
@@ -96,6 +94,6 @@ def test_read_only_bind_mount(tmp_path: Path) -> None:
     assert done.stdout == "2\n2\n2\n"
     lines = done.stderr.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["Read-only file system"] * 3
-    assert lines[0] == "syncheck: error: output out.json: cannot be written: Read-only file system"
+    assert lines[0] == "syncheck: error: --output out.json: cannot be written: Read-only file system"
     assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
     assert (tmp_path / "out.json").read_text() == "old"

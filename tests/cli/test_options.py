@@ -125,23 +125,23 @@ def test_the_applied_tolerance_is_printed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--close", "--rtol", "0", "--atol", "0"], "close cannot be combined with rtol"),
-        (["--close", "--ulp", "1"], "close cannot be combined with ulp"),
-        (["--rtol", "0.5"], "rtol and atol belong together"),
-        (["--rtol", "2", "--atol", "0"], "rtol=2.0 atol=0.0: must be"),
-        (["--ulp", "-1"], "ulp=-1: must be"),
-        (["--allow", "SYN999"], "allow='SYN999': no such code"),
-        (["--allow", "bn-local-stats"], "allow='bn-local-stats': no such code; its code is SYN201"),
-        (["--group-by", "("], "group_by='(': not a regular expression"),
-        (["--reference", "7"], "reference='7': no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
-        (["--reference", "no.pth"], "reference='no.pth': no replica has this rank or path"),
-        (["--jobs", "0"], "jobs=0: must be at least 1"),
+        (["--close", "--rtol", "0", "--atol", "0"], "--close --rtol 0.0 --atol 0.0: cannot be combined"),
+        (["--close", "--ulp", "1"], "--close --ulp 1: cannot be combined"),
+        (["--rtol", "0.5"], "--rtol and --atol belong together"),
+        (["--rtol", "2", "--atol", "0"], "--rtol 2.0 --atol 0.0: must be"),
+        (["--ulp", "-1"], "--ulp -1: must be"),
+        (["--allow", "SYN999"], "--allow SYN999: no such code"),
+        (["--allow", "bn-local-stats"], "--allow bn-local-stats: no such code; its code is SYN201"),
+        (["--group-by", "("], "--group-by '(': not a regular expression"),
+        (["--reference", "7"], "--reference 7: no replica has this rank or path; there are ranks 0, 1: run_rank0.pth"),
+        (["--reference", "no.pth"], "--reference no.pth: no replica has this rank or path"),
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--jobs", "all"], "argument --jobs: must be a whole number"),
-        (["--limit", "-1"], "limit=-1: must be at least 0"),
+        (["--limit", "-1"], "--limit -1: must be at least 0"),
         (["--limit", "x"], "argument -n/--limit: must be a whole number"),
         (["--rtol", "x"], "argument --rtol: must be a number"),
-        (["--rtol", "nan", "--atol", "0"], "rtol=nan atol=0.0: must be"),
-        (["--update-baseline"], "update_baseline=True: requires baseline=FILE"),
+        (["--rtol", "nan", "--atol", "0"], "--rtol nan --atol 0.0: must be"),
+        (["--update-baseline"], "--update-baseline: requires --baseline FILE"),
     ],
 )
 def test_wrong_usage_names_the_typed_option(run: Run, arguments: list[str], text: str) -> None:
@@ -160,7 +160,7 @@ def test_a_glob_without_a_match_stops_the_comparison(run: Run) -> None:
     assert (done.code, done.out) == (2, "")
     assert "nothing*.pth: no file matches" in done.err
     done = run("run_*.pth", "nothing.pth")
-    assert (done.code, done.lines[-2]) == (1, "OUT OF SYNC, and 1 file could not be read")
+    assert (done.code, done.verdict) == (1, "OUT OF SYNC, and 1 file could not be read")
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
@@ -242,7 +242,7 @@ def test_format(run: Run) -> None:
     """The file can set JSON, which stays the only output on stdout; --format text takes precedence."""
     done = run("run_*.pth", table="format = 'json'\nallow = ['SYN201']")
     assert (json.loads(done.out)["verdict"], done.err.count("\n")) == ("in_sync", 1)
-    assert run("run_*.pth", "--format", "text", table="format = 'json'").lines[-2] == "OUT OF SYNC"
+    assert run("run_*.pth", "--format", "text", table="format = 'json'").verdict == "OUT OF SYNC"
 
 
 def test_output(run: Run, tmp_path: Path) -> None:
@@ -254,19 +254,19 @@ def test_output(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "c.json").exists()
     done = run("run_*.pth", table="output = ['a.pdf']")
     assert (done.code, done.out) == (2, "")
-    assert "pyproject.toml: output a.pdf: unknown file extension" in done.err
+    assert "pyproject.toml: output='a.pdf': unknown file extension" in done.err
     done = run("run_*.pth", table="output = ['no/folder/a.json']")
     assert done.code == 2
-    assert "output no/folder/a.json: cannot be written: the folder" in done.err
+    assert "pyproject.toml: output='no/folder/a.json': cannot be written: the folder" in done.err
 
 
 def test_limit(run: Run) -> None:
     """The number of rows comes from -n, else from the file, and 0 prints all rows."""
-    assert "... and 3 more; limit=0 shows all" in run("run_*.pth", table="limit = 1").out
-    assert "... and 2 more; limit=0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
-    assert "more; limit=0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
-    assert "more; limit=0 shows all" not in run("run_*.pth", table="limit = 0").out
-    assert "... and 3 more; limit=0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
+    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", table="limit = 1").out
+    assert "... and 2 more; -n 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
+    assert "shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
+    assert "shows all" not in run("run_*.pth", table="limit = 0").out
+    assert "... and 3 more; -n 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
 
 
 def test_quiet(run: Run) -> None:
@@ -274,7 +274,7 @@ def test_quiet(run: Run) -> None:
     done = run("run_*.pth", table="quiet = true\nulp = 1")
     assert (done.code, done.out, done.err) == (1, "", "")
     done = run("run_*.pth", "--no-quiet", table="quiet = true")
-    assert done.lines[-2] == "OUT OF SYNC"
+    assert done.verdict == "OUT OF SYNC"
     assert run("nothing*.pth", table="quiet = true").err.startswith("syncheck: error: nothing*.pth")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.checkpoints import Done, network, save_pth, save_safetensors
 from support.disks import make_read_only, small_disk
-from support.listings import list_files
+from support.listings import list_files, list_starts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_irregular_files_are_refused(cli: Run, tmp_path: Path, command: tuple[st
     before = None if kind == "below a file" else os.lstat(out)
     done = cli(*command, "-o", str(out))
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"syncheck: error: output {out}: {expected}\n"
+    assert done.err == f"syncheck: error: --output {out}: {expected}\n"
     if before is not None:
         after = os.lstat(out)
         assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
@@ -118,7 +118,7 @@ def test_no_checkpoint_is_overwritten(cli: Run, tmp_path: Path) -> None:
     (complete / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     for path in ("mine.json", "link.txt", "prints/run_rank0.fingerprint.json", "whole/model.safetensors.index.json"):
         before = (tmp_path / path).read_bytes()
-        message = f"output {path}: would overwrite a checkpoint; pass another path"
+        message = f"--output {path}: would overwrite a checkpoint; pass another path"
         assert_refused(cli("compare", *TWO, "-o", "good.md", "-o", path), message)
         if "prints" not in path:  # `fingerprint` may replace a fingerprint
             assert_refused(cli("fingerprint", *TWO[:1], "-o", path), message)
@@ -140,9 +140,9 @@ def test_bad_targets_are_refused_before_the_comparison(
     (tmp_path / "folder.json").mkdir()
     assert_refused(
         cli("compare", *TWO, "-o", "no/out.json"),
-        "output no/out.json: cannot be written: the folder no does not exist; create it first",
+        "--output no/out.json: cannot be written: the folder no does not exist; create it first",
     )
-    assert_refused(cli("compare", *TWO, "-o", "folder.json"), "output folder.json: cannot be written: Is a directory")
+    assert_refused(cli("compare", *TWO, "-o", "folder.json"), "--output folder.json: cannot be written: Is a directory")
 
 
 def test_verdict_survives_a_failed_report(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,13 @@ def test_verdict_survives_a_failed_report(cli: Run, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", failing)
     done = cli("compare", *TWO, "-o", "a.json", "-o", "b.xml", "-o", "c.md")
-    assert (done.code, done.err) == (2, "syncheck: error: output b.xml: cannot be written: No space left on device\n")
-    assert done.lines[-2] == "OUT OF SYNC"
+    assert done.code == 2
+    assert list_starts(done.err.splitlines(), ",") == [
+        "syncheck: wrote a.json",
+        "syncheck: error: --output b.xml: cannot be written: No space left on device",
+        "syncheck: wrote c.md",
+    ]
+    assert done.verdict == "OUT OF SYNC"
     reports = sorted(path.name for path in tmp_path.iterdir() if "rank" not in path.name)
     assert reports == ["a.json", "c.md"]
 
@@ -175,8 +180,8 @@ def test_full_disk(cli: Run, tmp_path: Path, extension: str) -> None:
                 pass
         before = sorted(os.listdir(disk))
         done = cli("compare", *TWO, "-o", str(out))
-        assert done.err == f"syncheck: error: output {out}: cannot be written: No space left on device\n"
-        assert (done.code, done.lines[-2]) == (2, "OUT OF SYNC")
+        assert done.err == f"syncheck: error: --output {out}: cannot be written: No space left on device\n"
+        assert (done.code, done.verdict) == (2, "OUT OF SYNC")
         assert (out.read_text(), sorted(os.listdir(disk))) == ("old", before)
         done = cli("fingerprint", TWO[0], "-o", str(disk / "f.json"))
         assert (done.code, done.out) == (2, "")
@@ -196,7 +201,7 @@ def test_read_only_disk(cli: Run, tmp_path: Path) -> None:
         for target in (disk / "out.json", disk / "new.json", tmp_path / "here.json"):
             done = cli("compare", *TWO, "-o", str(target))
             assert (done.code, done.out) == (2, "")
-            assert done.err == f"syncheck: error: output {target}: cannot be written: Read-only file system\n"
+            assert done.err == f"syncheck: error: --output {target}: cannot be written: Read-only file system\n"
         assert (disk / "out.json").read_text() == "old"
         # With the disk as the current folder, reading works and writing is refused.
         with chdir(disk):

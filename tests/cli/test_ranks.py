@@ -26,7 +26,7 @@ def test_ranks_in_sync_print_one_report(rank_cli: RankCli) -> None:
     assert list_codes(ended) == [0, 0]
     assert ended[1].out == ended[0].err == ended[1].err == ""
     assert ended[0].lines[:3] == [
-        "run, 2 replicas: IN SYNC",
+        "run, 2 replicas",
         f"  rank 0: {rank_cli.folder}/run_rank0.pth (torch-zip, 14 tensors, 4.9 kB)",
         f"  rank 1: {rank_cli.folder}/run_rank1.pth (torch-zip, 14 tensors, 4.9 kB)",
     ]

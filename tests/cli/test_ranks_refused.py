@@ -145,7 +145,7 @@ def test_files_of_two_steps(rank_cli: RankCli) -> None:
     save_with_metadata(rank_cli, step=5 + rank_cli.rank)
     ended = rank_cli.compare(rank_cli.path)
     assert list_codes(ended) == [1, 1]
-    assert ended[0].lines[0] == "mine step 6, 2 replicas: OUT OF SYNC"
+    assert ended[0].lines[0] == "mine step 6, 2 replicas"
     assert "SYN106 different-progress" in ended[0].out
 
 
@@ -181,11 +181,11 @@ def test_wrong_paths(rank_cli: RankCli, arguments: list[str], message: str) -> N
     "arguments, message",
     [
         (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: invalid field in braces: "),
-        (["run_{rank}.pth", "--quick"], "quick and group_by require a single process"),
-        (["run_{rank}.pth", "--group-by", "x"], "quick and group_by require a single process"),
-        (["run_{rank}.pth", "--allow", "SYN000"], "allow='SYN000': no such code"),
-        (["run_{rank}.pth", "--rtol", "1"], "rtol and atol belong together"),
-        (["run_{rank}.pth", "-o", "report.doc"], "output report.doc: "),
+        (["run_{rank}.pth", "--quick"], "--quick and --group-by require a single process"),
+        (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by require a single process"),
+        (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code"),
+        (["run_{rank}.pth", "--rtol", "1"], "--rtol and --atol belong together"),
+        (["run_{rank}.pth", "-o", "report.doc"], "--output report.doc: "),
     ],
 )
 def test_wrong_usage(rank_cli: RankCli, arguments: list[str], message: str) -> None:

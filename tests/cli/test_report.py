@@ -99,7 +99,7 @@ def test_allow_and_exit_zero(cli: Run, tmp_path: Path) -> None:
 def test_skipped_files_are_counted(cli: Run, tmp_path: Path) -> None:
     """Non-checkpoint files are skipped and counted, and checkpoints without a replica are named."""
     write_run(tmp_path / "ckpts", "ddp", {None: 0.0})
-    (tmp_path / "ckpts" / "log.json").write_text("{}")
+    (tmp_path / "ckpts" / "model.part").write_text("text")
     (tmp_path / "ckpts" / ".hidden.pth").write_text("text")
     save_pth(tmp_path / "ckpts" / "best.pth", {"w": np.ones(2, np.float32)})
     for command in (("report",), ("compare", "ckpts"), ("compare", "ckpts", "--format", "github")):

@@ -28,11 +28,18 @@ def watch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["nothing.py"], "nothing.py: no such script"),
         (["--every"], "--every: expected one argument"),
         (["--every", "-1", "script.py"], "--every -1: must be at least 0"),
+        (["--patience", "nan", "script.py"], "--patience nan: must be a number of seconds"),
         (["--evry", "3", "script.py"], "--evry"),
-        (["--witnesses", "batch", "script.py"], "'batch' is none of gradients, batches, rng, settings"),
+        (
+            ["--witnesses", "batch", "script.py"],
+            "--witnesses batch: must be one of gradients, parameters, batches, rng, settings, none",
+        ),
         (["--allow", "SYN999", "script.py"], "SYN999"),
         (["-o", "page.pdf", "script.py"], "page.pdf: unknown file extension"),
         (["-m", "no_module"], "-m no_module: no such module"),
+        (["-o", "nowhere/page.html", "script.py"], "nowhere/page.html: cannot be written"),
+        (["--events", "nowhere/events.jsonl", "script.py"], "nowhere/events.jsonl: cannot be written"),
+        (["--events", "script.py", "script.py"], "script.py: "),
     ],
 )
 def test_wrong_usage_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
@@ -41,6 +48,17 @@ def test_wrong_usage_is_one_line(tmp_path: Path, arguments: list[str], part: str
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert part in result.stderr
+
+
+def test_the_help_has_whole_commands_and_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 columns the command to copy is one line, and the kinds of tensors and the source of codes are listed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    result = watch(tmp_path, "--help")
+    assert result.returncode == 0
+    assert "  torchrun --nproc-per-node 8 -m syncheck watch train.py\n" in result.stdout
+    words = " ".join(result.stdout.split())
+    assert "params, buffers, optimizer, rng" in words
+    assert "syncheck explain" in words
 
 
 @pytest.mark.slow
@@ -60,3 +78,27 @@ def test_the_script_gets_its_arguments_and_gives_its_exit_code(
     result = watch(tmp_path, *arguments)
     assert result.returncode == int(given[0]), result.stderr
     assert result.stdout == f"{given} __main__ {tmp_path}\n"
+
+
+@pytest.mark.slow
+def test_the_script_is_found_as_python_finds_it(tmp_path: Path) -> None:
+    """`__file__`, sys.argv, sys.path and annotations are those of `python SCRIPT`, also for a link."""
+    (tmp_path / "folder").mkdir()
+    # Found beside the file, not beside the link.
+    (tmp_path / "folder" / "link.py").touch()
+    program = tmp_path / "folder" / "__main__.py"
+    program.write_text(
+        "import sys, link\nsize: int = 1\nprint(__file__, sys.argv, sys.path[0], __annotations__, __spec__, dir())\n"
+    )
+    (tmp_path / "link.py").symlink_to(program)
+    for target in ("folder/__main__.py", "./link.py"):
+        expected = subprocess.run([sys.executable, target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert watch(tmp_path, target).stdout == expected.stdout
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_needs_the_folder_of_the_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other nodes write no file, so their script runs."""
+    pytest.importorskip("torch")
+    monkeypatch.setenv("RANK", "1")
+    assert watch(tmp_path, "-o", "nowhere/page.html", "script.py", "5").returncode == 5

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.imports import import_or_skip
 from support.listings import find_all, get_failing, list_codes, list_failing
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -93,7 +94,7 @@ def stochastic_averaging(run: Run, updates: int) -> dict[str, Any]:
 
 
 def ema_pytorch(run: Run, updates: int) -> dict[str, Any]:
-    library = pytest.importorskip("ema_pytorch")
+    library = import_or_skip("ema_pytorch")
     ema = library.EMA(run.model, beta=DECAY)
     ema.ema_model.load_state_dict(average(run, updates))
     ema.step.fill_(updates)

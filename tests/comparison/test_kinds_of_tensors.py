@@ -88,6 +88,7 @@ def find_exit_code(call: Callable[[], syncheck.Report]) -> int:
         return error.exit_code
 
 
+@pytest.mark.slow
 def test_diff_of_any_two_kinds(files: dict[str, Path]) -> None:
     """`diff` is in sync for a copy only, unless the kind has no values, and for a file and its fingerprint."""
     for first, second in itertools.product(files, repeat=2):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.imports import import_or_skip
 from support.listings import list_codes, list_failing
 from torch import nn
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-torchmetrics = pytest.importorskip("torchmetrics")
+torchmetrics = import_or_skip("torchmetrics")
 
 
 class Net(nn.Module):

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import save_safetensors
-from support.listings import find_all, list_codes, list_fields, list_names, list_rank_files
+from support.listings import find_all, find_first, list_codes, list_fields, list_names, list_rank_files
 from support.states import pick
 
 import syncheck
+from syncheck.messages import Note
 from syncheck.options import DiffOptions
 from syncheck.readers.fingerprints import fingerprint
 
@@ -315,6 +316,32 @@ def test_rank_of_a_module(tmp_path: Path) -> None:
             setattr(module, name, rank)
             torch.save(module, tmp_path / f"a_rank{rank}.pt")
         assert syncheck.compare(tmp_path).exit_code == code
+
+
+class Scheduled(torch.nn.Module):
+    """A module whose attributes have the names of a setting, of progress and of the state of a loss scaler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+        self.lr, self.step, self.scale, self.growth_factor = 0.1, 5, 2.0, 2.0
+
+
+@pytest.mark.parametrize("create", [lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(16)), Scheduled])
+def test_attributes_that_a_state_dict_lacks(tmp_path: Path, create: Callable[[], torch.nn.Module]) -> None:
+    """A module equals its state dict in either order, whatever its attributes are named; a note counts them all."""
+    torch.manual_seed(0)
+    module = create()
+    paths = tmp_path / "module.pt", tmp_path / "state.pt"
+    torch.save(module, paths[0])
+    torch.save(module.state_dict(), paths[1])
+    options = DiffOptions(accept_inferred=True)
+    reports = [syncheck.diff(*order, options=options) for order in (paths, paths[::-1])]
+    assert [report.exit_code for report in reports] == [0, 0]
+    counts = [
+        find_first(report.groups[0].notes, code=Note.MODEL_VALUES_ABSENT).parameters["count"] for report in reports
+    ]
+    assert counts[0] == counts[1]
 
 
 def test_other_formats(tmp_path: Path) -> None:

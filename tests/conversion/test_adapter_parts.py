@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import llama
 from support.listings import find_all, list_fields, list_names
+from support.marks import slow
 from support.states import add_prefix, omit, replace_in_names
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
@@ -380,7 +381,7 @@ def test_tensors_that_peft_does_not_load(tmp_path: Path, model: Weights, adapter
     assert (report.verdict, uncompared(report)) == ("undecided", {*outer, f"{Q}.bias"})
 
 
-@pytest.mark.parametrize("segment", ["a.", "a.base_layer.", "lora_A.", "modules_to_save."])
+@pytest.mark.parametrize("segment", ["modules_to_save.", *slow("a.base_layer.", "a.", "lora_A.")])
 def test_names_with_many_segments(tmp_path: Path, model: Weights, adapter: Weights, segment: str) -> None:
     """Names with thousands of segments need little time and memory; the parts are undecided."""
     deep = {f"{PREFIX}{number}.{segment * 8000}lora_B.weight": draw(2) for number in range(8)}

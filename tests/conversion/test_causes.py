@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import llama
@@ -12,6 +13,7 @@ from support.listings import find_texts, list_codes
 from support.states import cast
 
 import syncheck
+from syncheck.diagnose.model_values import Cast
 from syncheck.errors import UsageError
 from syncheck.options import DiffOptions
 
@@ -134,7 +136,7 @@ FAULTS: list[tuple[Callable[[Weights], None], str, int]] = [
     (round_values, "SYN307", 1),
     (convert_values, "SYN307", 1),
     (add_rows, "SYN309", 1),
-    (remove_columns, "SYN309", 1),
+    (remove_columns, "SYN318", 1),
     (initialize, "SYN311", 1),
     (reset, "SYN311", 1),
     (scale, "SYN312", 1),
@@ -240,7 +242,7 @@ def test_stacked_experts(tmp_path: Path, order: list[int]) -> None:
     stack = np.random.default_rng(0).standard_normal((4, 6, 5), np.float32)
     model = {"mlp.experts.down_proj": stack, "mlp.gate.weight": stack[:, :, 0]}
     findings = find(tmp_path, model, {**model, "mlp.experts.down_proj": stack[order]})
-    assert findings.keys() == ({"SYN309"} if len(order) == 2 else {"SYN310"})
+    assert findings.keys() == ({"SYN318"} if len(order) == 2 else {"SYN310"})
 
 
 def update(model: Weights, *, step: float = 0.01) -> Weights:
@@ -335,3 +337,21 @@ def test_masks_and_small_tensors_are_not_accused(tmp_path: Path) -> None:
     b = {name: w[::-1].copy() if "mask" in name else w for name, w in a.items()}
     b["h.1.range"] = a["h.0.range"]
     assert find(tmp_path, a, b).keys() <= {"SYN399", "SYN220"}
+
+
+def test_two_conversions(tmp_path: Path) -> None:
+    """A copy that was rounded twice, to dtypes of which none includes the other, names both, and another fix."""
+    model = llama.make_model()
+    twice = cast(cast(model, np.float16), ml_dtypes.bfloat16)
+    sides = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", twice)
+    report = syncheck.diff(*sides)
+    assert list_codes(report.groups[-1].findings) == ["SYN307"]
+    (finding,) = report.groups[-1].findings
+    dtypes = [(fact.parameters["dtype"], fact.parameters.get("then")) for fact in finding.facts]
+    assert ("float16", "bfloat16") in dtypes
+    assert finding.fix.code is Cast.FIX_TWICE
+    # The copy in between is one conversion away from B.
+    half = llama.write(tmp_path / "half", cast(model, np.float16))
+    assert syncheck.diff(half, sides[1], options=DiffOptions(cast="bfloat16")).exit_code == 0
+    (single,) = syncheck.diff(half, sides[1]).groups[-1].findings
+    assert single.fix.code is Cast.FIX

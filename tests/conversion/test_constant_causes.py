@@ -168,9 +168,33 @@ def test_stored_numbers_without_their_scales(tmp_path: Path, scale_shape: tuple[
 
 
 def test_a_cast_that_was_passed_is_no_fix(tmp_path: Path) -> None:
-    """With --cast, other values in another dtype get another fix."""
+    """With --cast, other values in another dtype are compared, and the fix is another one."""
     a, b = {"w": WEIGHT} | BODY, {"w": (WEIGHT + draw(32, 64, seed=3, scale=1e-3)).bfloat16()} | BODY
     plain, _ = compare(tmp_path, a, b)
+    assert plain.keys() == {"SYN102"}
     accepted, _ = compare(tmp_path, a, b, cast="bfloat16")
-    assert plain.keys() == accepted.keys() == {"SYN102"}
-    assert plain["SYN102"].fix != accepted["SYN102"].fix
+    assert accepted.keys() == {"SYN399"}
+    same_dtype, _ = compare(tmp_path, a, {"w": b["w"].float()} | BODY)
+    assert same_dtype["SYN399"].fix != accepted["SYN399"].fix
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("factor", [-1.0, 0.5, -4.0])
+def test_powers_of_two_are_exact(tmp_path: Path, factor: float, dtype: str) -> None:
+    """The rounding of an element is no part of a factor that changes only its sign or its exponent."""
+    for seed in range(4):
+        weight = draw(32, 64, seed=seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        pair = [{"up.weight": weight} | BODY, {"up.weight": (weight * factor).to(getattr(torch, dtype))} | BODY]
+        assert get_parameters(folder, *pair, "up.weight")["factor"] == factor
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_no_offset_within_the_rounding(tmp_path: Path, dtype: str) -> None:
+    """Weights that are 1 % smaller and rounded to few bits differ by less than a step, and by no constant."""
+    scales = (1e-3, 1e-2, 1.0, 10.0)
+    weights = {f"layers.{seed}.up.weight": draw(32, 48, seed=seed, scale=scales[seed % 4]) for seed in range(24)}
+    a = {name: weight.bfloat16() for name, weight in weights.items()}
+    copies = {name: (weight.float() * 0.984).to(getattr(torch, dtype)) for name, weight in a.items()}
+    assert "SYN315" not in find(tmp_path, a | BODY, copies | BODY)

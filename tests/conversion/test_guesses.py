@@ -10,6 +10,7 @@ from support import llama
 from support.states import add_prefix
 
 import syncheck
+from syncheck.diagnose import baseline
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -149,3 +150,15 @@ def test_layers_of_two_kinds_with_norms(tmp_path: Path) -> None:
         a |= {f"l.{i}.mix.weight": weight, f"l.{i}.norm.weight": np.ones(8, "f4")}
         b |= {f"h.{i}.{kind}.weight": weight, f"h.{i}.{kind}_norm.weight": np.ones(8, "f4")}
     assert diff_both(tmp_path, a, b) == {0}
+
+
+def test_a_baseline_accepts_no_guess(tmp_path: Path) -> None:
+    """Findings of a baseline are accepted, and an inferred map is not: the verdict stays undecided."""
+    a = number("h.{}.w", FIRST, SECOND, THIRD)
+    b = number("n.{}.w", FIRST, SECOND, THIRD.T.copy())
+    paths = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for options, exit_code in ((DiffOptions(), 2), (ACCEPT, 0)):
+        report = syncheck.diff(*paths, options=options)
+        assert report.exit_code == 1
+        known = baseline.update_baseline(report, frozenset())
+        assert baseline.apply_baseline(report, known).exit_code == exit_code

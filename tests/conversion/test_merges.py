@@ -171,3 +171,62 @@ def test_infinity_precedes_the_largest_number(tmp_path: Path) -> None:
     sizes = [fact.parameters["size"] for fact in finding.facts if "size" in fact.parameters]
     assert list_codes(sizes) == [Common.NOT_FINITE_IN]
     assert sizes[0].parameters["element"] == f"{NAME}[{', '.join(map(str, diff.index))}]"
+
+
+ROUNDED_TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def export_neighbours(folder: Path, dtype: str, *, flips: int = 0) -> syncheck.Report:
+    """Compare a merge with its export in a smaller dtype, two elements of which fell on the neighbouring number.
+
+    flips: the bits to change in a further element, which hardly has a product.
+    """
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    merged = merge(model, adapter)
+    delta = np.abs(merged[NAME] - model[NAME])
+    # From sums with hardly a product to sums of terms that cancel, whose rounding is larger than a step.
+    order = np.argsort((delta / np.abs(merged[NAME])).reshape(-1))
+    exported = cast(merged, ROUNDED_TYPES[dtype])
+    words = exported[NAME].reshape(-1).view(np.uint16)
+    words[order[-2:]] += 1
+    words[order[0]] ^= flips
+    return compare(folder, model, adapter, exported)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED_TYPES)
+def test_neighbours_in_an_export_are_no_flips(tmp_path: Path, dtype: str) -> None:
+    """Without --cast, elements within the rounding of a merge are part of the conversion, as they are with it."""
+    report = export_neighbours(tmp_path, dtype)
+    assert codes(report) == {"SYN307": len(llama.make_model())}
+    sides = [tmp_path / "base", tmp_path / "adapter"], tmp_path / "b"
+    assert codes(syncheck.diff(*sides[::-1])) == {"SYN307": len(llama.make_model())}
+    assert syncheck.diff(*sides, options=DiffOptions(cast=dtype)).exit_code == 0
+
+
+@pytest.mark.parametrize("flips", [1 << 13, 1 << 3, 1 << 15])
+@pytest.mark.parametrize("dtype", ROUNDED_TYPES)
+def test_a_flip_in_an_export_of_a_merge(tmp_path: Path, dtype: str, flips: int) -> None:
+    """A bit beyond the rounding of the merge is found beside neighbours that are within it, with and without --cast."""
+    report = export_neighbours(tmp_path, dtype, flips=flips)
+    assert codes(report) == {"SYN307": len(llama.make_model()) - 1, "SYN220": 1}
+    (damaged,) = [finding for finding in report.groups[-1].findings if finding.code == "SYN220"]
+    assert damaged.tensors == (NAME,)
+    sides = [tmp_path / "base", tmp_path / "adapter"], tmp_path / "b"
+    assert codes(syncheck.diff(*sides[::-1])) == codes(report)
+    assert codes(syncheck.diff(*sides, options=DiffOptions(cast=dtype))) == {"SYN220": 1}
+
+
+def test_a_rounded_merge_in_a_wider_copy(tmp_path: Path) -> None:
+    """A merge in bfloat16 that was stored as float32 is a conversion; one with another scale is none to any dtype."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    rounded = to_bfloat16(merge(cast(to_bfloat16(model), np.float32), adapter))
+    assert codes(compare(tmp_path / "1", model, adapter, cast(rounded, np.float32))) == {"SYN307": len(model)}
+    wrong = compare(tmp_path / "2", model, adapter, merge(model, adapter, 0.95 * ALPHA / RANK))
+    assert codes(wrong) == {"SYN303": len(MODULES)}
+    # These sums are hardly more than the product, so the bounds in bfloat16 are wider than the error of the scale.
+    small = {name: weight * np.float32(1e-7) for name, weight in model.items()}
+    wrong = compare(tmp_path / "3", small, adapter, merge(small, adapter, 0.999 * ALPHA / RANK))
+    assert codes(wrong).keys().isdisjoint({"SYN307"})
+    assert wrong.exit_code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from support.found_causes import compare, draw, find, get_parameters
 from support.listings import find_texts, list_fields
 from support.states import pick
+
+from syncheck.diagnose.model_layouts import FusedOrder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +111,37 @@ def test_a_wrong_size_of_a_head(tmp_path: Path, name: str, size: int, back: int)
     assert parameters.get("back", 0) == back
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block", "blocks", "code"),
+    [
+        (None, 16, (0, 2, 1, 3), "SYN305"),
+        (None, 32, (0, 4, 1, 5, 2, 6, 3, 7), "SYN305"),
+        (None, 8, (0, 2, 1, 3), "SYN306"),
+        (8, 8, (0, 2, 1, 3), "SYN305"),
+        (8, 16, (0, 2, 1, 3), "SYN305"),
+        (64, 16, (0, 2, 1, 3), "SYN306"),
+    ],
+)
+def test_exchanged_heads(tmp_path: Path, head_dim: int | None, block: int, blocks: tuple[int, ...], code: str) -> None:
+    """Blocks of whole heads are in another order. Blocks of half a head were permuted with a wrong size of a head."""
+    names = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    rows = block * len(blocks)
+    state: State = {name: draw(rows, 20, seed=len(name) + i) for i, name in enumerate(names)} | BODY
+    copy = dict(state)
+    for name in names:
+        parts = state[name].split(block)
+        copy[name] = torch.cat([parts[part] for part in blocks])
+    if head_dim is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"head_dim": head_dim}))
+    findings = find(tmp_path, state, copy)
+    # The value of attention has no rotary embedding.
+    expected = {"SYN305": {names[2]}}
+    expected[code] = expected.get(code, set()) | {*names[:2]}
+    assert findings == expected
+    if code == "SYN305":
+        assert get_parameters(tmp_path, state, copy, names[0])["pattern"] == "blocks"
+
+
 def test_the_same_order_of_another_tensor(tmp_path: Path) -> None:
     """Interleaved halves of a tensor that is no query or key are rows in another order."""
     state, copy = {"mlp.up_proj.weight": KEY} | BODY, {"mlp.up_proj.weight": interleave(KEY, 32)} | BODY
@@ -160,3 +194,54 @@ def test_elements_of_a_sparse_tensor_are_no_padding(tmp_path: Path) -> None:
     more[7, 7] = 1.0
     findings = find(tmp_path, {"w": matrix.to_sparse()} | BODY, {"w": more.to_sparse()} | BODY)
     assert findings.keys() == {"SYN102"}
+
+
+def test_a_reversed_order(tmp_path: Path) -> None:
+    """Rows or columns are in reverse order; exchanged halves are not."""
+    rows, columns, halves = "a.fc.weight", "b.fc.weight", "c.fc.weight"
+    state = {rows: KEY, columns: KEY * 2, halves: KEY * 3} | BODY
+    copy = state | {rows: KEY.flip(0), columns: (KEY * 2).flip(1), halves: (KEY * 3).roll(16, 0)}
+    findings, _ = compare(tmp_path, state, copy)
+    codes = list_fields(findings["SYN305"].facts, "code")
+    assert codes == [FusedOrder.REVERSED, FusedOrder.COLUMNS_REVERSED, FusedOrder.BLOCKS]
+
+
+@pytest.mark.parametrize("index", [0, 4, 5])
+def test_exchanged_halves_of_an_expert(tmp_path: Path, index: int) -> None:
+    """The expert of a stack is stated, and the rows within it; rows of several experts are blocks of all rows."""
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    state = {name: draw(6, 32, 8, seed=4)} | BODY
+    exchanged = state[name].clone()
+    exchanged[index] = exchanged[index].roll(16, 0)
+    findings, _ = compare(tmp_path, state, {**state, name: exchanged})
+    (fact,) = findings["SYN305"].facts
+    assert (fact.code, fact.parameters["index"]) == (FusedOrder.BLOCKS_INSIDE, index)
+    firsts = [block.parameters["first"] for block in fact.parameters["blocks"]]
+    assert firsts == [16, 0]
+    mixed = state[name].clone()
+    mixed[1, :4], mixed[3, :4] = state[name][3, :4], state[name][1, :4]
+    findings, _ = compare(tmp_path, state, {**state, name: mixed})
+    assert list_fields(findings["SYN305"].facts, "code") == [FusedOrder.BLOCKS]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_fix_refers_to_stated_orders_only(tmp_path: Path, dim: int) -> None:
+    """Blocks of rows and of columns are stated; any other order is not, and the fix does not refer to it."""
+    name = "a.fc.weight"
+    state = {name: draw(32, 32, seed=5)} | BODY
+    blocks = state[name].roll(8, dim)
+    findings, _ = compare(tmp_path, state, {**state, name: blocks})
+    (fact,) = findings["SYN305"].facts
+    assert [block.parameters["first"] for block in fact.parameters["blocks"]] == [24, 0]
+    assert findings["SYN305"].fix.code is FusedOrder.FIX_ROWS
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(6))
+    findings, _ = compare(tmp_path, state, {**state, name: state[name].index_select(dim, order)})
+    assert findings["SYN305"].fix.code is FusedOrder.FIX_UNSTATED
+
+
+def test_separate_parts_are_no_fused_tensor(tmp_path: Path) -> None:
+    """Gate and up, which no model stores as one tensor, are exchanged: the cause does not claim a fused tensor."""
+    gate, up = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"
+    state = {gate: draw(16, 8, seed=1), up: draw(16, 8, seed=2)} | BODY
+    findings, _ = compare(tmp_path, state, {**state, gate: state[up], up: state[gate]})
+    assert findings["SYN305"].cause.code is FusedOrder.CAUSE_SEPARATE

@@ -12,6 +12,7 @@ from support.listings import find_texts, list_codes, list_fields, list_names
 
 import syncheck
 from syncheck.conversion.scales import are_plausible
+from syncheck.diagnose.model_remainder import Unexplained
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -164,6 +165,22 @@ def test_implausible_scales_are_not_accepted(tmp_path: Path) -> None:
         copies += [(stored_values, np.full_like(scales, number)), (zeros, np.full_like(scales, number))]
     for i, (integers, factors) in enumerate(copies):
         assert accept(tmp_path, i, {NAME: integers, f"{NAME}_scale": factors}) == 1, i
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scheme", [per_tensor, per_row, fp8, in_blocks])
+def test_scales_that_are_not_finite_are_named(tmp_path: Path, number: float, scheme: Any) -> None:
+    """The values with such a scale are NaN or infinite in one model, so neither weight nor scales are missing."""
+    numbers, scales = scheme(weight())
+    scales = np.asarray(scales, np.float32)
+    scales.flat[0] = number
+    a = llama.write(tmp_path / "a", {NAME: weight()})
+    b = llama.write(tmp_path / "b", {NAME: numbers, f"{NAME}_scale": scales})
+    for paths in ((a, b), (b, a)):
+        (finding,) = syncheck.diff(*paths, options=DiffOptions(allow=("SYN308",))).groups[0].findings
+        assert (finding.code, finding.tensors) == ("SYN399", (NAME,))
+        assert Unexplained.NOT_FINITE in list_codes(finding.facts)
 
 
 def test_plausible_scales_are_accepted(tmp_path: Path) -> None:

@@ -21,7 +21,32 @@ def test_a_renamed_tensor_with_exchanged_halves_is_not_called_unconverted(tmp_pa
     weight = torch.randn(8, 4)
     renamed = {**LAYER, "out.linear.weight": torch.cat([weight[4:], weight[:4]])}
     findings, _ = compare(tmp_path, {**LAYER, "final.modulation.weight": weight}, renamed)
-    assert (findings["SYN101"].certainty, findings["SYN101"].alternatives) == ("consistent", ("SYN305",))
+    assert (findings["SYN101"].certainty, findings["SYN101"].alternatives) == ("consistent", ("SYN305", "SYN306"))
+
+
+def test_tensors_that_fit_into_unpaired_tensors_are_not_proved_missing(tmp_path: Path) -> None:
+    """A fused tensor whose rows were permuted, and a tensor that lost a row, may be there under another name."""
+    fused = torch.randn(24, 4)
+    query, key, value = fused.split([16, 4, 4])
+    permuted = query.view(4, 2, 2, 4).transpose(1, 2).reshape(16, 4)
+    table = torch.randn(30, 6)
+    pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]] = [
+        ({"a.wqkv": fused}, {"b.q": permuted, "b.k": key, "b.v": value}, ("SYN305", "SYN306")),
+        ({"tok.weight": table}, {"embed.weight": torch.cat([table[:9], table[10:]])}, ("SYN318", "SYN309")),
+        # Experts of one stack, with the rows of another expert.
+        (
+            {"a.experts": fused.view(3, 8, 4)},
+            {"b.0": fused[16:], "b.1": fused[3:11], "b.2": fused[:8]},
+            ("SYN305", "SYN306"),
+        ),
+    ]
+    for source, copy, alternatives in pairs:
+        findings, _ = compare(tmp_path, {**LAYER, **source}, {**LAYER, **copy})
+        assert (findings["SYN101"].certainty, findings["SYN101"].alternatives) == ("consistent", alternatives)
+    # No row of the other model is as long, or the other model lacks nothing.
+    for copy in ({"embed.weight": table[:, :5].contiguous()}, {}):
+        findings, _ = compare(tmp_path, {**LAYER, "tok.weight": table}, {**LAYER, **copy})
+        assert findings["SYN101"].certainty == "proved"
 
 
 def test_a_missing_tensor_is_proved(tmp_path: Path) -> None:

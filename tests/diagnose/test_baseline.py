@@ -303,7 +303,7 @@ def test_a_missing_baseline(run_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             compare_two_ranks(run_folder, baseline=str(path))
     api.check_baseline(syncheck.Options(baseline=str(tmp_path / "no.json")), update=True)
-    with pytest.raises(UsageError, match=r"baseline .*: cannot be written: the folder"):
+    with pytest.raises(UsageError, match=r"baseline=.*: cannot be written: the folder"):
         api.check_baseline(syncheck.Options(baseline=str(tmp_path / "no" / "b.json")), update=True)
 
 

@@ -96,7 +96,7 @@ def test_214_of_an_extra_step(counts: dict[int, float], step: int, ranks: tuple[
     assert verdict(finding) == ("SYN214", "consistent", ("SYN215",))
     assert (finding.ranks, finding.cause.code) == (ranks, syn214.Text[cause])
     extra = cause == "CAUSE_EXTRA"
-    assert finding.facts[0].code is (syn214.Text.EXTRA if extra else syn214.Text.SKIPPED)
+    assert finding.facts[0].code is (syn214.Text.COUNTED_EXTRA if extra else syn214.Text.COUNTED_SKIPPED)
     assert finding.fix.code.name.startswith("FIX_EXTRA" if extra else "FIX")
 
 

@@ -160,6 +160,26 @@ def layers(odd: list[str], names: list[str], with_state: list[str]) -> Group:
     return group(*tensors, optimizer=(), more=kinds)
 
 
+def test_changed_part_of_some_ranks() -> None:
+    """If other ranks agree, a part that differs with its moments was averaged, and changed afterwards: SYN211."""
+    noise = {"ranks": 4, "odd": (1,)}
+    fitted = diagnose_single(group(*in_head(unreduced(**noise)), ranks=4))
+    assert (fitted.code, fitted.ranks, fitted.certainty) == ("SYN211", (1,), "consistent")
+    assert fitted.facts[0].code is syn211.Text.CHANGED
+    assert "SYN213" in fitted.alternatives
+    # Two of four ranks, each with noise of its own.
+    assert diagnose_single(group(*in_head(unreduced(4, odd=(1, 2))), ranks=4)).code == "SYN211"
+    # Without an average, all ranks differ.
+    assert diagnose_single(group(*in_head(unreduced(4)), ranks=4)).code == "SYN212"
+    # Two ranks do not show whether there was an average.
+    assert "SYN211" in diagnose_single(group(*in_head(unreduced()))).alternatives
+    # Without moments, too, agreeing ranks exclude a part outside of the wrapper.
+    grown = in_head(model(ranks=3, cosine=0.99))
+    stateless = {"ranks": 3, "optimizer": ()}
+    finding = diagnose_single(group(*grown, **stateless), smaller(*grown, **stateless))
+    assert (finding.code, finding.alternatives[0]) == ("SYN299", "SYN211")
+
+
 def test_212_by_a_name_component() -> None:
     """Differing adapters with a common name component are SYN212; layers without a common component are not."""
     names = [f"layer{i}.attn.{name}.weight" for i, name in product(range(6), ("base", "lora_A", "lora_B"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,8 @@ from syncheck.diagnose.syn104_sharded_by_design import Text as Sharded
 from syncheck.diagnose.syn105_tie_broken import Text as Tied
 from syncheck.diagnose.syn106_different_progress import Text as Progress
 from syncheck.diagnose.syn203_bn_count_mismatch import Text as Batches
+from syncheck.diagnose.syn405_equal_shards import Text as Equal
+from syncheck.findings import EqualShards
 from syncheck.messages import Detail
 from syncheck.parity.causes import PARITY_RULES
 from syncheck.records import Group, Severity, Shards, TensorDiff, Tie, ValueDiff
@@ -29,8 +32,8 @@ from syncheck.snapshots import Metadata
 HOME = Path(rules.__file__).parent
 # The order of precedence, without the rules that cover no difference.
 PRECEDENCE = """108 206 225 101 102 223 222 220 221 217 106 215 214 216 107 224 226 231 230 240 205 203 204 202 201 219
-218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 399""".split()
-PRECEDENCE_FOR_MODELS = """223 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 101 102 220 106
+218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 318 312 313 314 315 316 317 311 399""".split()
+PRECEDENCE_FOR_MODELS = """223 310 301 302 303 304 305 306 307 308 309 318 312 313 314 315 316 317 311 101 102 220 106
 214 107 213 399 103""".split()
 MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
 COUNT = diff("bn.num_batches_tracked", "bn_count", max_abs=3)
@@ -59,7 +62,7 @@ def test_rules_are_listed_in_the_order_of_precedence() -> None:
     assert name_rules() == {rule.code: rule.slug for rule in list_rules()}
     codes = [rule.code[3:] for rule in list_rules()]
     assert len(set(codes)) == len(codes)
-    covering = [code for code in codes if code not in ("103", "104", "105")]
+    covering = [code for code in codes if code not in ("103", "104", "105", "405")]
     assert covering == PRECEDENCE, "a new rule has its place in REPLICA_RULES and in PRECEDENCE above"
     assert [rule.code[3:] for rule in list_diff_rules()] == PRECEDENCE_FOR_MODELS
 
@@ -94,12 +97,20 @@ def test_101(holders: tuple[int, ...], suspect: int) -> None:
 
 
 def test_101_of_different_tensors() -> None:
-    """If different ranks lack different tensors, the evidence reports the tensors as partly missing."""
+    """If different ranks lack different tensors, the evidence names the tensors of each set of ranks."""
     scheduler = ValueDiff("scheduler.last_epoch", {0: 1, 1: None}, counts=True, kind="setting", lost=(1,))
     text = syn101_missing_tensors.Text
-    (fact,) = diagnose_case(group(make_missing("a", 0), make_missing("b", 1), values=(scheduler,)))["SYN101"].facts
-    count = text.TENSORS_AND_VALUES(tensors=2, values=1)
-    assert fact == text.PARTLY_MISSING(ranks=(0, 1), missing=count, names=("a", "b", "scheduler.last_epoch"))
+    facts = diagnose_case(group(make_missing("a", 0), make_missing("b", 1), values=(scheduler,)))["SYN101"].facts
+    count = text.TENSORS_AND_VALUES(tensors=1, values=1)
+    assert facts == (
+        text.MISSING(ranks=(1,), missing=count, names=("a", "scheduler.last_epoch")),
+        text.ALSO_MISSING(ranks=(0,), missing=text.TENSORS(tensors=1), names=("b",)),
+    )
+    names = [chr(ord("a") + rank) for rank in range(5)]
+    many = [make_missing(name, rank) for rank, name in enumerate(names)]
+    (fact,) = diagnose_case(group(*many, ranks=5))["SYN101"].facts
+    count = text.TENSORS(tensors=5)
+    assert fact == text.PARTLY_MISSING(ranks=(0, 1, 2, 3, 4), missing=count, names=tuple(names))
 
 
 @pytest.mark.parametrize(("reason", "first"), [("shape", Mismatch.SHAPES), ("dtype", Mismatch.DTYPES)])
@@ -122,6 +133,7 @@ SHARDS = (
     Shards("model parallel", "parts along tp", 2, 0),
 )
 TIE = Tie(("embed", "head"), (1,))
+EQUAL = EqualShards("a", 4, 2, ((0, 1), (2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,16 @@ TIE = Tie(("embed", "head"), (1,))
                     alone=1,
                 ),
                 Sharded.NOT_COMPARED(tensors=Sharded.OPTIMIZER_TENSORS(count=1), layout=SHARDS[1].layout),
-                Sharded.NOT_COMPARED(tensors=Sharded.PLAIN_TENSORS(count=2), layout=SHARDS[2].layout),
+                Sharded.NOT_PLACED(tensors=Sharded.PLAIN_TENSORS(count=2), layout=SHARDS[2].layout),
+            ],
+        ),
+        (
+            {"equal_shards": (EQUAL, replace(EQUAL, name="b"), EqualShards("c", 2, 2, ((1, 3),)))},
+            "SYN405",
+            (0, 1, 2, 3),
+            [
+                Equal.EQUAL(count=2, shards=4, equal=2, sets=EQUAL.clusters, names=("a", "b")),
+                Equal.EQUAL(count=1, shards=2, equal=2, sets=((1, 3),), names=("c",)),
             ],
         ),
         ({"ties": (TIE,)}, "SYN105", (1,), [Tied.TIED_ON_SOME(names=TIE.names, tied=(1,), separate=(0, 2, 3))]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.cases import DIGEST, diagnose_case, diagnose_single
@@ -10,6 +10,7 @@ from support.groups import facts_of
 from support.listings import find_all
 from support.progress_cases import STATE, batches, diff, group, missing, statistics, trained
 
+import syncheck
 from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
@@ -17,6 +18,9 @@ from syncheck.diagnose.counters import Origin
 from syncheck.diagnose.statements import Common
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OWN = statistics({0: 1, 1: 2})
 FROZEN = diff("stem.weight", "parameter", {0: 1, 1: 2})
@@ -54,7 +58,7 @@ def test_lag_of_step_counters(counts: dict[int, float], code: str, suspects: tup
         assert facts[syn215.Text.STATE_DIFFERS] == {"count": 4}
         return
     summary = finding.facts[0]
-    assert summary.code is (syn214.Text.SKIPPED if len(lags) == 1 else syn214.Text.SKIPPED_UP_TO)
+    assert summary.code is (syn214.Text.COUNTED_SKIPPED if len(lags) == 1 else syn214.Text.COUNTED_SKIPPED_UP_TO)
     behind = tuple(rank for rank, count in counts.items() if count < highest)
     assert (summary.parameters["lag"], summary.parameters["ranks"]) == (max(lags), behind)
     assert facts[Origin.COUNTERS] == {"counters": 2, "lag": max(lags), "steps": counts}
@@ -86,6 +90,37 @@ def test_215_right_after_loading() -> None:
     finding = diagnose_single(group(*(diff for diff in trained({0: 100, 1: 1}) if diff.kind != "parameter")))
     assert (finding.code, finding.ranks) == ("SYN215", (1,))
     assert syn215.Text.NO_STEP_SINCE in facts_of(finding)
+
+
+@pytest.mark.parametrize(
+    ("counts", "stored", "suspects"),
+    [
+        # A trainer that counts from 0 stores 5 after 6 steps.
+        ({0: 5, 1: 6}, 5, (0, 1)),
+        ({0: 6, 1: 5}, 5, (0, 1)),
+        ({0: 5, 1: 6}, None, (0, 1)),
+        ({0: 5, 1: 6}, 6, (0,)),
+        ({0: 5, 1: 7}, 5, (1,)),
+        ({0: 7, 1: 5}, 5, (0,)),
+        ({0: 5, 1: 5, 2: 6}, None, (2,)),
+        ({0: 200, 1: 100}, 100, (0,)),
+        ({0: 200, 1: 100}, None, (1,)),
+    ],
+)
+def test_215_without_a_majority(
+    tmp_path: Path, counts: dict[int, int], stored: int | None, suspects: tuple[int, ...]
+) -> None:
+    """All parameters agree: the stored step shows which rank loaded other optimizer state, else no rank is named."""
+    torch = pytest.importorskip("torch")
+    model = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    group_of_parameters = {"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1]}
+    for rank, count in counts.items():
+        moment = {"exp_avg": torch.full((4, 4), float(count)), "step": torch.tensor(float(count))}
+        states = {0: moment, 1: moment | {"exp_avg": torch.full((4,), float(count))}}
+        tree: dict[str, Any] = {"model": model, "optimizer": {"state": states, "param_groups": [group_of_parameters]}}
+        torch.save(tree if stored is None else tree | {"step": stored}, tmp_path / f"rank{rank}.pt")
+    (finding,) = syncheck.compare(tmp_path).groups[0].findings
+    assert (finding.code, finding.certainty, finding.ranks) == ("SYN215", "proved", suspects)
 
 
 @pytest.mark.parametrize(("holders", "ranks", "suspect"), [((0,), 2, 1), ((0,), 4, 0), ((0, 1, 3), 4, 2)])

@@ -205,6 +205,10 @@ def test_241_right_after_an_average() -> None:
         syn241.Text.PARAMETERS_AGREE(),
         syn241.Text.STATE_DIFFERS(count=4),
     )
+    # The files were saved right after an average, so the fix does not ask for that.
+    assert (finding.cause.code, finding.fix.code) == (syn241.Text.CAUSE_STATE, syn241.Text.FIX_STATE)
+    between = diagnose_single(local_sgd(9, *UNCOUNTED))
+    assert (between.cause.code, between.fix.code) == (syn241.Text.CAUSE, syn241.Text.FIX)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,20 @@ def test_evidence_of_210(cases: list[Group], fact: Any) -> None:
         assert set(diagnose_single(*cases).tensors) == set(list_names(cases[0].tensors))
 
 
+def test_210_of_a_part_without_state() -> None:
+    """Without optimizer state, parameters beside equal parameters may also be a layer that was added after wrapping."""
+    late_head = start()[1:]
+    finding = diagnose_single(group(*late_head, optimizer=()))
+    assert (finding.code, finding.certainty) == ("SYN210", "consistent")
+    assert finding.alternatives == ("SYN212", "SYN218")
+    # So does one odd rank of three, because ranks outside of an average never agree.
+    assert diagnose_single(group(*start(3)[1:], ranks=3, optimizer=())).alternatives == ("SYN218",)
+    # Equal optimizer state shows averaged gradients.
+    assert "SYN212" not in diagnose_single(group(*late_head)).alternatives
+    # No broadcast at all: every parameter differs.
+    assert not diagnose_single(group(*model(cosine=0.1), optimizer=())).alternatives
+
+
 @SUSPECTS
 @pytest.mark.parametrize("metadata", [Metadata(frozen=("stem.weight",)), Metadata()])
 def test_218(ranks: int, suspects: tuple[int, ...], metadata: Metadata) -> None:

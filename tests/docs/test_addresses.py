@@ -1,8 +1,7 @@
-"""Addresses of the project: one placeholder, which a release step replaces."""
+"""The project has no address until a step of a release sets one."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -13,46 +12,70 @@ from pathlib import Path
 import pytest
 from support.listings import find_texts
 
-from syncheck.report.words import SITE
+from tools.set_address import set_address
 
 ROOT = Path(__file__).resolve().parents[2]
+CHANGED = ["syncheck/report/words.py", "docs/site.py", "pyproject.toml", "docs/ci.md"]
+SITE, REPOSITORY = "https://example.org/docs/", "https://example.org/octo/syncheck"
+SHOW_FINDING = """\
+import syncheck
+from syncheck.report import html, plain, text
+report = syncheck.compare("desync/bn_local_stats")
+print(plain.render(text.comparison(report, 1)))
+print(html.render(report, "0"))
+"""
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Return a copy of the files that contain the placeholder, as a git repository."""
-    for name in ("pyproject.toml", "docs/ci.md", "docs/site.py", "syncheck/report/words.py", "tools/set_address.py"):
+    """Return a copy of the package and of the files with an address."""
+    shutil.copytree(ROOT / "syncheck", tmp_path / "syncheck", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in CHANGED[1:]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for command in (["git", "init", "-q"], ["git", "add", "."]):
-        subprocess.run(command, cwd=tmp_path, check=True)
     return tmp_path
 
 
-def test_the_addresses_of_the_package_are_those_of_the_site() -> None:
-    """The project's URLs begin with the addresses that the reports and the site use."""
-    specification = importlib.util.spec_from_file_location("site_program", ROOT / "docs" / "site.py")
-    assert specification is not None
-    assert 'REPOSITORY = "https://syncheck.invalid/syncheck"' in (ROOT / "docs/site.py").read_text(encoding="utf-8")
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    assert urls["Documentation"] == SITE.removesuffix("/latest")
-    assert all(url.startswith("https://syncheck.invalid/") for url in urls.values())
+def show_finding(clone: Path) -> str:
+    """Return the report of a clone about SYN201, as text and as a page."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_FINDING],
+        cwd=ROOT / "fixtures",
+        env={"PYTHONPATH": str(clone)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
 
 
-def test_no_other_placeholder() -> None:
-    """The documents have no placeholder for an owner."""
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "pyproject.toml"):
-        assert not re.search(r"\bOWNER\b", path.read_text(encoding="utf-8")) or path.name == "CONTRIBUTING.md", path
+def test_no_document_has_an_address_of_the_project() -> None:
+    """No document, program or picture has a placeholder of an address, besides the instructions of the release step."""
+    command = ["git", "grep", "-lE", r"syncheck\.invalid|\bOWNER/syncheck", "--", ":!tests/docs/test_addresses.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert set(listed.split()) <= {"tools/set_address.py", "CHANGELOG.md"}
 
 
-def test_a_release_replaces_all_placeholders(clone: Path) -> None:
-    """After the step, no placeholder is left, and jobs, package and reports have the given addresses."""
-    command = [sys.executable, "tools/set_address.py", "https://example.org/docs/", "https://github.com/octo/syncheck"]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"pyproject.toml", "docs/ci.md", "docs/site.py", "syncheck/report/words.py"}
-    texts = {name: (clone / name).read_text(encoding="utf-8") for name in done.stdout.split()}
-    assert not find_texts(texts.values(), "syncheck.invalid")
-    assert 'SITE = "https://example.org/docs/latest"' in texts["syncheck/report/words.py"]
-    assert "uses: octo/syncheck@v" in texts["docs/ci.md"]
-    assert "git+https://github.com/octo/syncheck@v" in texts["docs/ci.md"]
-    assert tomllib.loads(texts["pyproject.toml"])["project"]["urls"]["Repository"] == "https://github.com/octo/syncheck"
+def test_a_report_prints_no_address(clone: Path) -> None:
+    """Without an address, a finding refers to `syncheck explain` only."""
+    printed = show_finding(clone)
+    assert "  more  syncheck explain SYN201\n" in printed
+    assert not find_texts(printed.splitlines(), "/findings/syn201")
+
+
+def test_a_release_sets_all_addresses(clone: Path) -> None:
+    """After the step, reports, jobs, site and package have the given addresses, and a second step is refused."""
+    assert set_address(SITE, REPOSITORY, clone) == CHANGED
+    printed = show_finding(clone)
+    address = "https://example.org/docs/latest/reference/findings/syn201/"
+    assert f"  more  syncheck explain SYN201, or {address}\n" in printed
+    assert f'<a href="{address}">' in printed
+    jobs = (clone / "docs/ci.md").read_text(encoding="utf-8")
+    assert "uses: octo/syncheck@v" in jobs
+    assert f"git+{REPOSITORY}@v" in jobs
+    assert not re.search("<(repository|owner)>", jobs)
+    assert f'REPOSITORY = "{REPOSITORY}"' in (clone / "docs/site.py").read_text(encoding="utf-8")
+    project = tomllib.loads((clone / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (project["urls"]["Repository"], "live" in project["optional-dependencies"]) == (REPOSITORY, True)
+    with pytest.raises(SystemExit, match="start from a fresh clone"):
+        set_address(SITE, REPOSITORY, clone)

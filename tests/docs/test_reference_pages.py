@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from operator import attrgetter
 from pathlib import Path
+from textwrap import indent
 
 import jsonschema
 import pytest
@@ -48,40 +51,45 @@ def copy(tmp_path: Path) -> Path:
     """Copy make.py and all pages; the code and the results of the benchmarks are links."""
     for name in ("syncheck", "train", "fixtures", "benchmarks", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for file in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *REFERENCE.glob("*.py")]:
+    for file in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *REFERENCE.rglob("*.py"),
+        *REFERENCE.rglob("*.toml"),
+    ]:
         target = tmp_path / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     return tmp_path
 
 
+@pytest.mark.slow
 def test_pages_are_up_to_date() -> None:
     """`make.py --check` passes on the pages of the clone."""
     done = run_make(ROOT, "--check")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("page", "pattern", "changed"),
-    [
-        ("docs/reference/commands.md", r"\| `--group-by REGEX` \|", "| `--group REGEX` |"),
-        ("README.md", r"(<!-- result: resnet18-s -->)[\d.]+", r"\g<1>0.001"),
-    ],
-)
-def test_outdated_page_is_reported(copy: Path, page: str, pattern: str, changed: str) -> None:
-    """A changed table cell or measured number fails the check, which names the page; without --check it is restored."""
-    text = (copy / page).read_text(encoding="utf-8")
-    outdated, count = re.subn(pattern, changed, text)
-    assert count == 1
-    (copy / page).write_text(outdated, encoding="utf-8")
+@pytest.mark.slow
+def test_outdated_pages_are_reported(copy: Path) -> None:
+    """A changed table cell and number fail the check, which names the pages; without --check they are restored."""
+    changes = {
+        copy / "README.md": (r"(<!-- result: resnet18-s -->)[\d.]+", r"\g<1>0.001"),
+        copy / "docs/reference/commands.md": (r"\| `--group-by REGEX` \|", "| `--group REGEX` |"),
+    }
+    texts = {path: path.read_text(encoding="utf-8") for path in changes}
+    for path, (pattern, changed) in changes.items():
+        outdated, count = re.subn(pattern, changed, texts[path])
+        assert count == 1
+        path.write_text(outdated, encoding="utf-8")
     done = run_make(copy, "--check")
-    assert (done.returncode, done.stdout, done.stderr) == (
-        1, f"{copy / page}: out of date; run: python docs/reference/make.py\n", "",
-    )  # fmt: skip
+    lines = [f"{path}: out of date; run: python docs/reference/make.py\n" for path in changes]
+    assert (done.returncode, done.stdout, done.stderr) == (1, "".join(lines), "")
     assert run_make(copy).returncode == 0
-    assert (copy / page).read_text(encoding="utf-8") == text
+    assert {path: path.read_text(encoding="utf-8") for path in changes} == texts
 
 
+@pytest.mark.slow
 def test_number_follows_the_results(copy: Path) -> None:
     """A new benchmark result changes the number on the page; a result that is missing is an error."""
     (copy / "benchmarks").unlink()
@@ -97,6 +105,24 @@ def test_number_follows_the_results(copy: Path) -> None:
     done = run_make(copy, "--check")
     assert done.returncode == 1
     assert "KeyError: \"RESULTS.md: compare: no row 'import torch'" in done.stderr
+
+
+def test_a_release_refuses_numbers_of_another_version(copy: Path) -> None:
+    """--release fails while a section of the results was measured with another version than that of the project."""
+    (copy / "benchmarks").unlink()
+    (copy / "benchmarks").mkdir()
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    current = re.sub(r"\bsyncheck \d[\w.]*", f"syncheck {version}", results)
+    (copy / "benchmarks" / "RESULTS.md").write_text(current, encoding="utf-8")
+    assert run_make(copy, "--release").returncode == 0
+    old = current.replace(f"syncheck {version}", "syncheck 0.0.1", 1)
+    (copy / "benchmarks" / "RESULTS.md").write_text(old, encoding="utf-8")
+    done = run_make(copy, "--release")
+    assert (done.returncode, done.stdout) == (
+        1,
+        "RESULTS.md: measured with syncheck 0.0.1: compare; run: python -m benchmarks\n",
+    )
 
 
 def test_no_number_mark_begins_a_line() -> None:
@@ -133,10 +159,36 @@ def test_every_finding_has_a_page() -> None:
 def test_each_page_has_an_example(path: Path) -> None:
     """The example of a page prints this finding, with its fix."""
     text = path.read_text(encoding="utf-8")
-    assert re.search(rf"^Examples?: .*\n\n```\n  {path.stem.upper()} ", text, re.MULTILINE)
+    assert re.search(rf"^## Example\n\n.*\n\n```\n  {path.stem.upper()} ", text, re.MULTILINE)
     assert re.search(r"^    fix +\S", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=attrgetter("stem"))
+def test_each_page_follows_the_template(path: Path) -> None:
+    """A page has its headings in one order, a colored severity, and wrong and right code that is Python or commands."""
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^##+ (.*)$", text, re.MULTILINE)
+    template = ["Signature", "Example", "Cause", "Fix", "Wrong", "Right", "When it is no problem", "Incidents"]
+    assert headings == [heading for heading in template if heading in headings]
+    assert set(template[1:-1]) - {"Cause"} <= set(headings)
+    assert re.search(r'^Severity: <span class="severity (error|warning|info)">\1</span>\. ', text, re.MULTILINE)
+    for language, body in re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            # Some lines are from a loop of a function.
+            ast.parse("def step():\n  for _ in range(1):\n" + indent(body, "    "))
+        else:
+            assert all(line.startswith("$ ") for line in body.splitlines())
+
+
+def test_symptoms_lead_to_findings() -> None:
+    """The page by symptom links to most findings, and the code in each link is that of the page."""
+    text = (ROOT / "docs" / "by-symptom.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[(SYN\d+)\]\(reference/findings/(syn\d+)\.md\)", text)
+    assert len(links) > 40
+    assert [code for code, page in links if code.lower() != page] == []
+
+
+@pytest.mark.slow
 def test_pages_of_findings_are_written_and_removed(copy: Path) -> None:
     """The page of a finding that was edited or removed is written, and the page of an unknown finding is deleted."""
     folder = copy / "docs" / "reference" / "findings"

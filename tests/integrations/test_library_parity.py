@@ -122,10 +122,14 @@ def test_accelerate(syncheck_rank: Rank) -> None:
 class PolicyLoss(ManualCase):
     """A policy gradient over the tokens of responses, aggregated as verl and TRL do.
 
-    aggregation: `token-mean` over all tokens; `seq-mean-token-mean` is a mean of means over sequences.
+    aggregation: `token-mean` over all tokens; `seq-mean-token-mean` is a mean of means over sequences; `bnpo` divides
+    by the tokens of this rank; `dr_grpo` divides by the tokens of full responses, which the case counts.
     """
 
     aggregation = "token-mean"
+
+    def count(self, batch: Any) -> float | None:
+        return batch[1].numel() if self.aggregation == "dr_grpo" else None
 
     def build(self) -> Any:
         torch.manual_seed(0)
@@ -140,8 +144,13 @@ class PolicyLoss(ManualCase):
     def backward(self, model: Any, batch: Any, mesh: Any) -> None:
         [part] = self.micro(batch)
         losses = self.loss_terms(model, part)
-        if self.aggregation == "token-mean":
-            loss = losses.sum() / count_tokens(batch[1])
+        divisors = {
+            "token-mean": count_tokens(batch[1]),
+            "bnpo": count_tokens(part[1]) * dist.get_world_size(),
+            "dr_grpo": batch[1].numel(),
+        }
+        if self.aggregation in divisors:
+            loss = losses.sum() / divisors[self.aggregation]
         else:
             lengths = (part[1] != -100).sum(1)
             loss = (losses.sum(1) / lengths).sum() / len(batch[1])
@@ -153,6 +162,11 @@ def test_losses_of_reinforcement_learning(syncheck_rank: Rank) -> None:
     """A token mean passes; a mean of the means of sequences is named, with the weight of each sequence."""
     case = PolicyLoss()
     assert codes(check_parity(case)) == []
+    case.aggregation = "dr_grpo"
+    assert codes(check_parity(case)) == []
+    case.aggregation = "bnpo"
+    report = check_parity(case)
+    assert (codes(report), find(report, "SHARE")["level"]) == (["SYN442"], "rank")
     case.aggregation = "seq-mean-token-mean"
     report = check_parity(case)
     assert (codes(report), find(report, "SHARE")["level"]) == (["SYN442"], "sample")

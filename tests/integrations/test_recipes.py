@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # In torch 2.6 fully_shard requires more stream features than the CPU stand-in has.
 SHARDS = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch shards on GPUs only")
 LIBRARIES = {"Lightning": "lightning", "transformers": "transformers", "Accelerate": "accelerate"}
-LOOPS = {"Plain loop: DDP": 1, "FSDP2": 1, "HSDP": 1, "Tensor, pipeline and expert parallelism": 2}
+LOOPS = {"Parity": 1, "Plain loop: DDP": 1, "FSDP2": 1, "HSDP": 1, "Tensor, pipeline and expert parallelism": 2}
 
 
 def run(code: str, train_step: Callable[..., None] | None = None) -> dict[str, Any]:
@@ -59,6 +59,19 @@ def averaged(layer: Any, x: Any, y: Any, group: Any) -> None:
 def test_every_block_is_run() -> None:
     """The tests below run every block of the document."""
     assert {heading: len(code) for heading, code in blocks().items()} == LOOPS | dict.fromkeys(LIBRARIES, 1)
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.slow
+def test_parity(syncheck_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the Trainer and of the loop with Accelerate are those of one process."""
+    need("transformers")
+    need("accelerate")
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks()["Parity"]
+    for report in run(code)["reports"]:
+        assert (report.command, report.verdict) == ("parity", "in_sync")
+        assert report.counts.tensors > 1
 
 
 @pytest.mark.syncheck(ranks=2)

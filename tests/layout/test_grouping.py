@@ -428,14 +428,18 @@ def test_ranks_within_nodes(pattern: str, roots: bool) -> None:
     [
         ("c/{a,b}/x_rank0.pth", ["c/a/x_rank0.pth", "c/b/x_rank0.pth"]),
         ("hf/{a,b}/{best,final}", ["hf/a/best hf/b/best", "hf/a/final hf/b/final"]),
-        ("{a,b}/rank{0,1}.pth", ["a/rank0.pth b/rank0.pth", "a/rank1.pth b/rank1.pth"]),
+        ("{a,b}/rank{0,1}.pth", ["a/rank0.pth a/rank1.pth", "b/rank0.pth b/rank1.pth"]),
+        (
+            "{a,b}/step{1,2}/w{0,1}.pt",
+            [f"{run}/step{step}/w0.pt {run}/step{step}/w1.pt" for run in "ab" for step in "12"],
+        ),
         ("step_{1,2}/rank_{0,1}.pth", ["step_1/rank_0.pth step_1/rank_1.pth", "step_2/rank_0.pth step_2/rank_1.pth"]),
         ("{a/rank{0,1},b/rank{0-2}}.p", ["a/rank0.p a/rank1.p", "b/rank0.p b/rank1.p b/rank2.p"]),
     ],
-    ids=["two runs", "models in a folder", "copies of a run", "steps of a run", "other files"],
+    ids=["two runs", "models in a folder", "ranks of two runs", "a step of two runs", "steps of a run", "other files"],
 )
 def test_folders(pattern: str, expected: list[str]) -> None:
-    """Folders with the same relative paths are copies, unless they are steps or runs of one searched folder."""
+    """Folders with the same relative paths are copies, unless they hold ranks, or are steps of one searched folder."""
     result = groups(pattern, roots=map_first_folders(expanded(pattern)))
     assert sorted(" ".join(sorted(paths)) for paths in members(result)) == expected
 

@@ -10,6 +10,7 @@ import pytest
 from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
 from support.listings import list_fields
+from support.marks import slow
 
 import syncheck
 from syncheck.cli import main
@@ -166,8 +167,7 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
         [((-1, 0), (9, 3))],
         [((0, 0), (1 << 60, 3))],
         [((0, 0), (5, 3)), ((4, 0), (4, 3))],
-        [((0, 0), (1, 1))] * 100_000,
-        [((i, 0), (1, 3)) for i in range(100_000)],
+        *slow([((0, 0), (1, 1))] * 100_000, [((i, 0), (1, 3)) for i in range(100_000)]),
     ],
     ids=["negative", "huge", "overlap", "copies", "many"],
 )

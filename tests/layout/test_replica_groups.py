@@ -154,7 +154,8 @@ def test_partial_sums_are_not_compared(tmp_path: Path) -> None:
     """Partial sums are compared only between ranks that hold the same part of the sum."""
     report = compare_dtensors(tmp_path / "sum", {0: ROWS, 1: 2 * ROWS}, ["P(sum)"], (2,))
     assert report.exit_code == 2
-    assert reasons(report.groups[0]) == [(Reason.SHARDED, Detail.SHARDED)]
+    assert reasons(report.groups[0]) == [(Reason.AMBIGUOUS, Detail.PARTS_OF_SUM)]
+    assert report.groups[0].shards == ()
     parts = {0: ROWS, 1: 2 * ROWS, 2: ROWS, 3: change_element(2 * ROWS, (1, 1))}
     (diff,) = compare_dtensors(tmp_path / "both", parts, ["R", "P(sum)"], (2, 2)).groups[0].tensors
     assert diff.clusters == ((1,), (3,))
@@ -262,3 +263,13 @@ def test_plain_tensors_are_shards_along_some_dimensions_only(tmp_path: Path, nam
     content = {rank: {"w": ROWS + (rank % 2)} for rank in range(4)}
     meshes = {rank: {"data": rank // 2, name: rank % 2} for rank in range(4)}
     assert model_parallel(tmp_path, content, meshes).exit_code == code
+
+
+def test_a_partial_sum_without_a_replica_leaves_the_verdict_open(tmp_path: Path) -> None:
+    """Other tensors agree, and nothing compared the sum. With a replica of each part, the parts are compared."""
+    whole = dict.fromkeys(range(4), ROWS)
+    parts = {rank: ROWS * (rank + 1) for rank in range(4)}
+    assert compare_dtensors(tmp_path / "sum", parts, ["P(sum)"], (4,), whole=whole).exit_code == 2
+    copies = {rank: ROWS * (rank % 2 + 1) for rank in range(4)}
+    assert compare_dtensors(tmp_path / "copies", copies, ["R", "P(sum)"], (2, 2), whole=whole).exit_code == 0
+    assert compare_dtensors(tmp_path / "shards", hsdp_parts(2), ["S(0)"], (2,), whole=whole).exit_code == 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support.listings import list_rank_files
+from support.marks import slow
 from support.strategies import EXAMPLES, for_all
 
 import syncheck
@@ -135,7 +136,7 @@ def test_uneven_shards_of_fsdp2_and_tensor_parallelism(tmp_path: Path, mesh: tup
         assert (report.exit_code, report.counts.identical) == (0, 1), length
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
+@pytest.mark.parametrize("mesh", [(2, 2), *slow((3, 2))])
 def test_any_stripes_are_joined_or_refused(tmp_path: Path, mesh: tuple[int, ...]) -> None:
     """Strided shards of views, which no order of splits describes, cause no false difference."""
     kinds = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=factor) for factor in (2, 3, 4))]

@@ -9,6 +9,7 @@ from support.listings import list_codes, list_fields
 
 import syncheck
 from syncheck.errors import RankFailed, UsageError
+from syncheck.messages import Note
 from syncheck.records import OutOfSync
 from syncheck.testing import assert_same_model, compare
 
@@ -147,7 +148,9 @@ def test_a_failing_rank_fails_all(syncheck_rank: Rank) -> None:
             second[0].weight[3, 3] += 1
     with pytest.raises(OutOfSync) as differing:
         assert_same_model(second, model)
-    assert list_fields(differing.value.report.groups, "verdict") == ["out_of_sync", "in_sync"]
+    assert list_fields(differing.value.report.groups, "verdict") == ["out_of_sync", "undecided"]
+    notes = [note.code for note in differing.value.report.groups[0].notes]
+    assert Note.COPIES_AND_OTHER_MODEL in notes
 
 
 @pytest.mark.syncheck(ranks=3)

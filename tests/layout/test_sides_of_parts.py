@@ -250,18 +250,19 @@ def test_other_parts_of_a_folder_stay(tmp_path: Path) -> None:
     assert codes <= {1, 2}
 
 
-def test_stages_that_number_their_layers_from_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_name", ["stage", "m_pp", "model_pp_rank"])
+def test_stages_that_number_their_layers_from_0(tmp_path: Path, file_name: str) -> None:
     """Stages with other data under the same numbers of layers are no copies: it cannot tell."""
     embed = {"embed.weight": EMBED, "layers.0.weight": FIRST, "layers.1.weight": LAST}
     head = {"head.weight": EMBED, "layers.0.weight": FIRST + 1, "layers.1.weight": LAST - 1}
-    save_pth(tmp_path / "stage0.pth", embed)
-    save_pth(tmp_path / "stage1.pth", head)
+    save_pth(tmp_path / f"{file_name}0.pth", embed)
+    save_pth(tmp_path / f"{file_name}1.pth", head)
     complete = {**embed, "head.weight": EMBED, "layers.2.weight": FIRST + 1, "layers.3.weight": LAST - 1}
     save_pth(tmp_path / "whole.pth", complete)
-    stages = f"{tmp_path}/stage0.pth,{tmp_path}/stage1.pth"
+    stages = f"{tmp_path}/{file_name}0.pth,{tmp_path}/{file_name}1.pth"
     for sides in ((stages, tmp_path / "whole.pth"), (tmp_path / "whole.pth", stages)):
         with pytest.raises(UsageError, match="number their layers"):
             syncheck.diff(*sides)
     # One copy that agrees shows that the files hold copies, and that another one is wrong.
-    save_pth(tmp_path / "stage1.pth", {**head, "layers.1.weight": LAST})
+    save_pth(tmp_path / f"{file_name}1.pth", {**head, "layers.1.weight": LAST})
     assert syncheck.diff(stages, tmp_path / "whole.pth").exit_code == 1

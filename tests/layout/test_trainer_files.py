@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.listings import find_texts, list_fields, list_rank_files
+from support.marks import slow
 from support.states import add_prefix, merge
 
 import syncheck
@@ -110,6 +111,7 @@ def flip_last_bit(file: Path, name: str) -> None:
         opened.write(bytes([old ^ 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.parametrize("method", ["hsdp", "fsdp_tp", "ddp_tp", "pp_fsdp"])
 def test_four_ranks(syncheck_rank: Rank, method: str) -> None:
@@ -125,7 +127,7 @@ def test_eight_ranks(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["fsdp", "tp", "pp", "ep", "zero"])
+@pytest.mark.parametrize("method", ["tp", "pp", *slow("fsdp", "ep", "zero")])
 def test_two_ranks(syncheck_rank: Rank, method: str) -> None:
     """One dimension of a mesh."""
     check_method(syncheck_rank, method)

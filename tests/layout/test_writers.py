@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.imports import import_or_skip
 from support.listings import list_codes
+from support.marks import slow
 
 import syncheck
 from syncheck.messages import Note
@@ -162,7 +164,9 @@ def flip_a_bit(path: Path, name: str, element: int) -> None:
 
 
 @pytest.mark.syncheck(ranks=4)
-@pytest.mark.parametrize("spread", [shard_fully, shard_in_copies, split_layers, split_in_copies, shard_and_split])
+@pytest.mark.parametrize(
+    "spread", [shard_in_copies, shard_and_split, *slow(shard_fully, split_layers, split_in_copies)]
+)
 def test_layouts_of_four_ranks(syncheck_rank: Rank, spread: Callable[[Any], None]) -> None:
     """Each layout of four ranks equals the full file."""
     check_layout(syncheck_rank, spread)
@@ -260,7 +264,7 @@ def test_a_folder_of_transformers(tmp_path: Path, tied: bool) -> None:
 
     It stores a tied weight under one name, and torch.save under two.
     """
-    transformers = pytest.importorskip("transformers")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=tied,

@@ -118,6 +118,7 @@ def conversation(call: Callable[..., Any], make: Callable[[int], tuple[Any, ...]
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=RANKS, timeout=100)
 @pytest.mark.parametrize(
     "call, make, few",

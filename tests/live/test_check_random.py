@@ -149,6 +149,7 @@ def _evidence(finding: Finding) -> list[str]:
     return [STEP_UNKNOWN.sub("", str(fact)) for fact in finding.facts if fact.code not in ADVICE]
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=RANKS, timeout=500)
 @pytest.mark.parametrize("seeds", SEEDS, ids=["some", "many"])
 def test_check_agrees_with_compare(syncheck_rank: Rank, seeds: range) -> None:

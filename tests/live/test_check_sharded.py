@@ -98,6 +98,53 @@ def test_shards_alone_are_not_compared(syncheck_rank: Rank) -> None:
     assert list_names(find_all(report.groups[0].tensors, status="different")) == ["norm.running_mean"]
 
 
+def draw_shards(mesh: Any, seed: int) -> Any:
+    """Return a network under FSDP2 that was created without memory, so that each rank drew its own shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    for module in model:
+        module.reset_parameters()
+    return model
+
+
+@needs_fsdp2
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.syncheck(ranks=4)
+def test_shards_drawn_with_one_seed(syncheck_rank: Rank) -> None:
+    """Ranks that drew their shards with one seed are SYN405; norms of ones are not, and the verdict stays."""
+    rank = syncheck_rank.rank
+    mesh = init_device_mesh("cpu", (4,))
+    weights = ["0.weight", "2.weight"]
+    for seed, clusters in ((0, ((0, 1, 2, 3),)), (rank // 2, ((0, 1), (2, 3))), (rank, None)):
+        report = all_pass(each_rank(check, draw_shards(mesh, seed)))
+        found = list_fields(report.groups[0].evidence.equal_shards, "name", "clusters")
+        assert found == ([] if clusters is None else [(name, clusters) for name in weights])
+        assert ("SYN405" in list_codes(report.findings)) == (clusters is not None)
+        assert (report.verdict, list_failing(report)) == ("undecided", [])
+
+
+@needs_fsdp2
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.syncheck(ranks=4)
+def test_equal_shards_beside_a_difference(syncheck_rank: Rank) -> None:
+    """Under HSDP, a tensor with equal shards is measured to its last element if a copy differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = draw_shards(mesh, 0)
+    local = model[0].weight.to_local()
+    if syncheck_rank.rank == 3:
+        flip(local, index=local.numel() - 1, bit=4)
+    report = all_pass(each_rank(check, model))
+    [diff] = report.groups[0].tensors
+    assert (report.verdict, diff.name, diff.mismatched, diff.max_ulp) == ("out_of_sync", "0.weight", 1, 16)
+    found = list_fields(report.groups[0].evidence.equal_shards, "name", "clusters")
+    assert found == [("2.weight", ((0, 1, 2, 3),))]
+
+
 class Block(nn.Module):
     """A norm and two tensor-parallel layers."""
 
@@ -163,7 +210,7 @@ def test_plain_shards_are_compared_along_dp(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_dtensors_of_each_placement(syncheck_rank: Rank) -> None:
-    """A replicated DTensor is compared, and a flipped bit found; shards and partial sums count as not compared."""
+    """A replicated DTensor is compared, and a flipped bit found; shards have no replica, and a sum is unknown."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (2,))
@@ -171,12 +218,15 @@ def test_dtensors_of_each_placement(syncheck_rank: Rank) -> None:
     state = {
         "replicated": DTensor.from_local(local, mesh, [Replicate()], run_check=False),
         "sharded": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False),
-        "partial": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False),
     }
     report = all_pass(each_rank(assert_in_sync, state))
-    assert (report.counts.identical, report.counts.not_compared) == (1, 2)
-    found_codes = {diff.name: (diff.reason, diff.detail and diff.detail.code) for diff in report.groups[0].tensors}
-    assert found_codes == dict.fromkeys(("sharded", "partial"), ("sharded", Detail.SHARDED))
+    assert (report.counts.identical, report.counts.not_compared) == (1, 1)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    undecided = all_raise(each_rank(assert_in_sync, {**state, "partial": partial})).report
+    assert undecided is not None
+    assert (undecided.verdict, undecided.counts.not_compared) == ("undecided", 2)
+    found_codes = {diff.name: (diff.reason, diff.detail and diff.detail.code) for diff in undecided.groups[0].tensors}
+    assert found_codes == {"sharded": ("sharded", Detail.SHARDED), "partial": ("ambiguous", Detail.PARTS_OF_SUM)}
     if syncheck_rank.rank == 1:
         flip(local)
     assert all_raise(each_rank(assert_in_sync, state)).findings[0].tensors == ("replicated",)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.marks import slow
 
 from syncheck.live.digest import KERNEL, triton_kernel
 from syncheck.live.digest import lanes as digest_lanes
@@ -74,7 +75,7 @@ def test_splitmix_is_splitmix() -> None:
     assert int(sums[0, 0]) % WORDS == sum(published) % WORDS
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros", "float32"])
+@pytest.mark.parametrize("kind", ["zeros", *slow("random", "float32")])
 def test_avalanche(kind: str) -> None:
     """A flipped input bit flips each bit of the digest in about half of the cases, even in regular data."""
     draw = torch.Generator().manual_seed(0)
@@ -191,6 +192,7 @@ print("COMPILED")
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_compiles(tmp_path: Path) -> None:
     """Triton compiles the kernel for two kinds of GPU without a GPU; the fallback would hide a failure."""
     assert run(COMPILES, tmp_path, TRITON_INTERPRET="0") == "COMPILED\n"
@@ -239,6 +241,7 @@ def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch
     assert (kernel.fallback, kernel.broken, len(tried)) == ("", "", 2)
 
 
+@pytest.mark.slow
 def test_without_triton(tmp_path: Path) -> None:
     """Without Triton the modules import, and the kernel has the reason."""
     program = (

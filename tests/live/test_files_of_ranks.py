@@ -158,6 +158,7 @@ for rank in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
     """A torch.distributed.checkpoint folder per rank is compared like a file; a shared folder is one file."""

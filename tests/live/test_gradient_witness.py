@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from syncheck.live.witnesses.gradients import Details, Disagreement, GradientWitness, compare_details
+from syncheck.live.witnesses.copies import Details
+from syncheck.live.witnesses.gradients import (
+    Disagreement,
+    GradientWitness,
+    compare_details,
+    describe_disagreement,
+)
+from syncheck.live.witnesses.parameters import ParameterWitness
+from syncheck.live.witnesses.rules import make_finding
 
 
 def make_parameters(*gradients: Any) -> list[torch.nn.Parameter]:
@@ -26,7 +35,11 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
     """Return what steps. reduces: a wrapper reduces the gradients."""
     return SimpleNamespace(
         key="clock/0",
-        clock=SimpleNamespace(reduces=reduces, keeps_gradients_local=bool),
+        clock=SimpleNamespace(name="clock", reduces=reduces, keeps_gradients_local=bool, ticks=1),
+        posted=0,
+        find_place=lambda: 1,
+        find_replicas=lambda _rank: (0, 1, 2),
+        hides_reductions=False,
         is_reduced=reduces,
         parameters=make_parameters(*gradients),
         names=[f"layer{number}" for number in range(len(gradients))],
@@ -45,10 +58,10 @@ def judge(*gradients_of_ranks: list[Any]) -> Disagreement | None:
         details[rank] = Details(*told)
     if all(digest == digests[0] for digest in digests):
         return None
-    return compare_details(details)
+    return compare_details(details, range(len(gradients_of_ranks[0])))
 
 
-GRADIENTS = [torch.arange(1.0, 7.0).reshape(2, 3) * (number + 1) for number in range(6)]
+GRADIENTS = [torch.arange(1.0, 25.0).reshape(4, 6) * (number + 1) for number in range(6)]
 
 
 def scaled(factor: float, *numbers: int) -> list[torch.Tensor]:
@@ -56,15 +69,45 @@ def scaled(factor: float, *numbers: int) -> list[torch.Tensor]:
     return [gradient * (factor if number in numbers else 1) for number, gradient in enumerate(GRADIENTS)]
 
 
+def spoil(gradient: torch.Tensor, value: float) -> torch.Tensor:
+    """Return a gradient with another value as the last element, which no sample has."""
+    spoiled = gradient.clone()
+    spoiled[-1, -1] = value
+    return spoiled
+
+
+def one_deviates(*tensors: int, ratio: float | None = None, missing: tuple[int, ...] = (), **further: Any) -> Any:
+    """Return that rank 1 has other gradients."""
+    return Disagreement((1,), tensors, missing, ratio, (1,), is_local=False, total=6, **further)
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        (scaled(0.25, *range(6)), Disagreement((1,), tuple(range(6)), (), 0.25, is_local=False)),
-        (scaled(2.0, 1), Disagreement((1,), (1,), (), 2.0, is_local=False)),
-        (scaled(2.0, 5), Disagreement((1,), (5,), (), None, is_local=False)),  # beyond the sampled tensors
-        ([*GRADIENTS[:5], None], Disagreement((1,), (5,), (5,), None, is_local=False)),
+        (scaled(0.25, *range(6)), one_deviates(*range(6), ratio=0.25)),
+        (scaled(2.0, 1), one_deviates(1, ratio=2.0)),
+        (scaled(2.0, 5), one_deviates(5, ratio=2.0)),
+        (scaled(0.5, *range(5)), one_deviates(*range(5), ratio=0.5)),
+        ([*scaled(0.5, *range(5))[:5], GRADIENTS[5] * 3], one_deviates(*range(6), ratio=0.5, others=(5,))),
+        # Rounded by a clip to the same norm.
+        ([gradient * (1 + 2**-22) for gradient in GRADIENTS], one_deviates(*range(6))),
+        ([*GRADIENTS[:5], spoil(GRADIENTS[5], 4)], one_deviates(5)),
+        ([*scaled(0.5, *range(5))[:5], spoil(GRADIENTS[5], 4)], one_deviates(*range(6), ratio=0.5, unsampled=(5,))),
+        ([*GRADIENTS[:5], spoil(GRADIENTS[5], float("nan"))], one_deviates(5, not_finite=(5,))),
+        ([*GRADIENTS[:5], None], one_deviates(5, missing=(5,))),
     ],
-    ids=["all scaled", "one scaled", "one that is not sampled", "without gradient"],
+    ids=[
+        "all scaled",
+        "one scaled",
+        "last scaled",
+        "most scaled",
+        "two factors",
+        "rounded",
+        "no sample",
+        "most sampled",
+        "nan",
+        "without gradient",
+    ],
 )
 def test_one_rank_of_three_deviates(changed: list[Any], expected: Disagreement) -> None:
     """The rank, its tensors and a factor are named; a factor only if elements of a different tensor show it."""
@@ -72,8 +115,45 @@ def test_one_rank_of_three_deviates(changed: list[Any], expected: Disagreement) 
 
 
 def test_two_ranks_have_no_majority() -> None:
-    """Of two ranks, both are named, and no factor between them."""
-    assert judge(GRADIENTS, scaled(0.5, *range(6))) == Disagreement((0, 1), tuple(range(6)), (), None, is_local=True)
+    """Of two ranks, both are named, and the factor between them."""
+    assert judge(GRADIENTS, scaled(0.5, *range(6))) == Disagreement(
+        (0, 1), tuple(range(6)), (), 0.5, (1,), is_local=False, suspicion="UNDECIDED", total=6
+    )
+
+
+@pytest.mark.parametrize(
+    ("changing", "suspects", "suspicion"),
+    [((0,), (0,), "CHANGED"), ((1,), (1,), "CHANGED"), ((0, 1), (0, 1), "UNDECIDED"), ((), (), "")],
+)
+def test_the_rank_that_changed_its_gradients_after_the_reduction(
+    changing: tuple[int, ...], suspects: tuple[int, ...], suspicion: str
+) -> None:
+    """Of two ranks, the one that alone clips what the reduction left is named, and both if both do."""
+    digests = []
+    details = {}
+    for rank in range(2):
+        witness = GradientWitness()
+        layout = make_layout([gradient.clone() for gradient in GRADIENTS])
+        layout.clock.list_parameters = lambda layout=layout: list(zip(layout.names, layout.parameters, strict=True))
+        witness.see_reduction(layout.clock)
+        if rank in changing:
+            torch.nn.utils.clip_grad_norm_(layout.parameters, 1.0 + rank)
+        digests.append(witness.observe("step", layout))
+        details[rank] = Details(*witness.tell("step") or ())
+    assert (digests[0] != digests[1]) is bool(changing)
+    disagreement = compare_details(details, range(len(GRADIENTS)))
+    if changing:
+        assert (disagreement.ranks, disagreement.suspicion, disagreement.scaled) == (suspects, suspicion, suspects[-1:])
+        # The factor is that of the clip.
+        assert disagreement.ratio is not None
+        assert (disagreement.ratio < 1) is (suspicion == "CHANGED")
+
+
+def test_a_rank_without_gradients_skips_the_step() -> None:
+    """Of two ranks, the one without any gradient is named."""
+    disagreement = judge(GRADIENTS, [None] * len(GRADIENTS))
+    assert disagreement is not None
+    assert (disagreement.ranks, disagreement.empty) == ((0, 1), (1,))
 
 
 def sparse(*rows: int) -> torch.Tensor:
@@ -138,6 +218,39 @@ def test_gradients_that_are_equal_by_chance_show_nothing(gradients: list[Any]) -
     assert watch_steps(*[[gradients, gradients]] * 5, alone) == []
 
 
+@pytest.mark.parametrize(
+    ("steps_of_ranks", "expected"),
+    [
+        ([(5, 6, 5), (6, 7, 6)], [("SYN410", (1,)), ("SYN214", (1,))]),
+        ([(5, 7, 5), (6, 8, 6), (7, 9, 7)], [("SYN410", (1,)), ("SYN410", (1,)), ("SYN214", (1,))]),
+        ([(5, 5, 4), (6, 6, 5)], [("SYN410", (2,)), ("SYN214", (2,))]),
+        ([(5, 6), (6, 7)], [("SYN410", (0, 1)), ("SYN214", (0, 1))]),
+        ([(5, 15, 5), (6, 16, 6)], [("SYN410", (1,)), ("SYN410", (1,))]),
+        ([(5, 5, 5), (6, 6), (7, 7)], []),
+    ],
+    ids=["one skips", "one skips two", "one steps again", "of two", "others", "one has ended"],
+)
+def test_without_a_wrapper_steps_may_be_shifted(steps_of_ranks: list[tuple[int, ...]], expected: list[Any]) -> None:
+    """A rank that skips a step has the gradients that the other ranks have later, which is no change of gradients."""
+    ranks = len(steps_of_ranks[0])
+    steps = [agree(number, ranks) for number in range(1, 5)]
+    for gradients_of_ranks in steps_of_ranks:
+        steps.append([scaled(1.0 + number, *range(6)) for number in gradients_of_ranks])
+    assert watch_steps(*steps) == expected
+
+
+def test_a_cause_is_only_likely_if_steps_may_be_shifted() -> None:
+    """Without reductions, the number of a step shows nothing, unless one factor explains all gradients."""
+    certainties = []
+    for reduces, gradients in itertools.product((True, False), (scaled(2.0, 1, 2), scaled(2.0, *range(6)))):
+        disagreement = judge(GRADIENTS, gradients, GRADIENTS)
+        assert disagreement is not None
+        suspicion = describe_disagreement(make_layout(GRADIENTS, reduces=reduces), disagreement)
+        finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+        certainties.append(finding.certainty)
+    assert certainties == ["proved", "proved", "likely", "proved"]
+
+
 def test_a_wrapper_is_judged_from_its_first_step() -> None:
     """With a wrapper, the first step counts."""
     assert watch_steps(DEVIATING, reduces=True) == [("SYN410", (2,))]
@@ -146,3 +259,68 @@ def test_a_wrapper_is_judged_from_its_first_step() -> None:
 def test_a_step_without_any_gradient_is_a_skipped_step() -> None:
     """A rank that removes its gradients and calls the optimizer takes no step."""
     assert watch_steps([GRADIENTS, GRADIENTS, [None] * 6], reduces=True) == [("SYN214", (2,))]
+
+
+def test_ranks_with_other_shards_are_not_compared() -> None:
+    """With two sets of equal shards, the set that differs is judged alone."""
+    layout = make_layout([torch.ones(3)])
+    layout.replicas = ((0, 2), (1, 3))
+    digests = {0: ["copies 0", ""], 1: ["copies 1", ""], 2: ["copies 0", ""], 3: ["other", ""]}
+    suspicions = GradientWitness().compare(layout, digests, dict)
+    assert [suspicion.ranks for suspicion in suspicions] == [(1, 3)]
+    # The shards of HSDP are copies within each set.
+    digests = {0: ["", "shards 0"], 1: ["", "shards 1"], 2: ["", "other"], 3: ["", "shards 1"]}
+    suspicions = GradientWitness().compare(layout, digests, dict)
+    assert [suspicion.ranks for suspicion in suspicions] == [(0, 2)]
+
+
+def test_shards_are_not_named_beside_copies_that_differ() -> None:
+    """Of tensor-parallel ranks, the shards always differ; only the copies that differ are named, and counted."""
+    judging = GradientWitness()
+    suspicions = []
+    for step in range(1, 6):
+        observations = {}
+        answers = {}
+        layout: Any = None
+        for rank in range(2):
+            is_faulty = rank == 1 and step == 5
+            copies = [torch.full((4,), step * (0.5 if is_faulty else 1.0)), torch.full((4,), float(step))]
+            layout = make_layout([torch.full((4,), step + rank / 2), *copies], reduces=False)
+            layout.parameters[0].placements = [SimpleNamespace(is_replicate=lambda: False)]
+            witness = GradientWitness()
+            observations[rank] = witness.observe("step", layout)
+            answers[rank] = witness.tell("step")
+        suspicions += judging.judge(layout, observations, lambda answers=answers: answers)
+    (suspicion,) = suspicions
+    assert (suspicion.names, suspicion.clusters) == (("layer1",), ((0,), (1,)))
+    assert suspicion.facts[0].parameters["total"] == 2
+
+
+def test_a_rank_that_tells_no_details_is_named_by_its_digest() -> None:
+    """A process that has ended cannot tell how its gradients differ, but which rank deviates is known."""
+    observations = {}
+    for rank in range(3):
+        layout = make_layout(scaled(1.0 + (rank == 1), *range(6)))
+        observations[rank] = GradientWitness().observe("step", layout)
+    (suspicion,) = GradientWitness().judge(layout, observations, dict)
+    assert suspicion.ranks == (1,)
+
+
+def test_unequal_parameters_are_placed_between_two_comparisons() -> None:
+    """Parameters are compared at every eighth step, so the first difference is known to be between two of them."""
+    judging = ParameterWitness()
+    suspicions = []
+    for step in (8, 16, 24):
+        observations, answers = {}, {}
+        for rank in range(3):
+            layout = make_layout(GRADIENTS)
+            layout.clock.ticks, layout.repeated, layout.is_moved = step, 0, False
+            layout.find_place = lambda step=step: step
+            layout.parameters[0].data += step if step < 24 else rank // 2
+            witness = ParameterWitness()
+            observations[rank] = witness.observe("step", layout)
+            answers[rank] = witness.tell("step")
+        suspicions += judging.judge(layout, observations, lambda answers=answers: answers)
+    (suspicion,) = suspicions
+    assert suspicion.ranks == (2,)
+    assert suspicion.facts[1].parameters == {"equal": 16, "unequal": 24}

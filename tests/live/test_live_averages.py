@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.imports import import_or_skip
 from support.listings import get_failing, list_codes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,19 +65,19 @@ def derived(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
 
 
 def ema_pytorch(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    library = pytest.importorskip("ema_pytorch")
+    library = import_or_skip("ema_pytorch")
     ema = library.EMA(model, beta=DECAY, update_after_step=0, update_every=1)
     return ema, ema.update
 
 
 def without_online_model(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    library = pytest.importorskip("ema_pytorch")
+    library = import_or_skip("ema_pytorch")
     ema = library.EMA(model, beta=DECAY, update_after_step=0, update_every=1, include_online_model=False)
     return ema, ema.update
 
 
 def post_hoc(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    library = pytest.importorskip("ema_pytorch")
+    library = import_or_skip("ema_pytorch")
     ema = library.PostHocEMA(model, sigma_rels=(0.05, 0.3), update_every=1, checkpoint_every_num_steps="manual")
     return ema, ema.update
 
@@ -88,13 +89,13 @@ def torch_ema(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
 
 
 def timm_v2(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    library = pytest.importorskip("timm.utils")
+    library = import_or_skip("timm.utils")
     ema = library.ModelEmaV2(model, decay=DECAY)
     return ema, partial(ema.update, model)
 
 
 def timm_v3(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
-    library = pytest.importorskip("timm.utils")
+    library = import_or_skip("timm.utils")
     ema = library.ModelEmaV3(model, decay=DECAY)
     return ema, partial(ema.update, model)
 

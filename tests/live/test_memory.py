@@ -346,3 +346,17 @@ def test_tensors_on_a_device_are_compared() -> None:
     with torch.no_grad():
         second.fc.weight[0, 0] += 1
     assert compare(model, second).counts.different == 1
+
+
+def test_a_parameter_that_an_optimizer_has_updated_is_not_frozen() -> None:
+    """A GAN freezes one model while the other one trains; a backbone that has never trained stays frozen."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].requires_grad_(requires_grad=False)
+    metadata = snapshot(model, optimizer).metadata
+    assert metadata is not None
+    assert metadata.frozen == ("0.weight",)

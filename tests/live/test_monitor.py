@@ -81,7 +81,7 @@ def test_no_rank_continues_if_a_function_raises(syncheck_rank: Rank, failing: tu
 def test_a_repair_that_refuses_is_raised(syncheck_rank: Rank) -> None:
     """If the repair refuses, all ranks raise UsageError with the step, the reason and the next step."""
     outcome = all_raise(each_rank(Watched(plant=flip_at(1, rank=1)).run, 4, on_desync="resync"), "UsageError")
-    assert outcome.text.startswith('step 2: on_desync="resync" cannot repair: no majority: fc.weight; ')
+    assert outcome.text.startswith("step 2: on_desync='resync' cannot repair: no majority: fc.weight; ")
     assert "; to choose the source, pass on_desync=lambda report: resync(" in outcome.text
 
 

@@ -135,7 +135,7 @@ def test_findings_are_detailed_once(syncheck_rank: Rank) -> None:
     assert starts[2].startswith("syncheck: step 6: OUT OF SYNC (still, since step 4): SYN220 bit-flip on ")
     assert all(" ms, overhead " in line for line in starts)
     assert len(starts) == 3
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["SYN220", "what", "fix", "more"]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["SYN220", "what", "why", "fix", "more"]
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -151,7 +151,7 @@ def test_new_findings_beside_known_ones(syncheck_rank: Rank) -> None:
     Watched(plant=plant).run(4, on_desync="warn", console=console)
     if syncheck_rank.rank == 0:
         second = out.getvalue().partition("step 4: ")[2]
-        assert second.startswith("OUT OF SYNC (since step 2): ")
+        assert second.startswith("OUT OF SYNC (since step 2, new: SYN299): ")
         assert "head.bias" in second
 
 

@@ -10,15 +10,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, TensorDataset
 
+from syncheck.diagnose.syn107_settings_differ import Text
+from syncheck.live.watching.clock import Clock
+from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.identity import identify_dataset
 from syncheck.live.witnesses.rng import RngWitness
-from syncheck.live.witnesses.settings import SettingsWitness
+from syncheck.live.witnesses.rules import make_finding
+from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
+from syncheck.live.witnesses.witness import Suspicion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LAYOUT: Any = SimpleNamespace(key="clock/0", clock=SimpleNamespace(reduces=True))
+LAYOUT: Any = SimpleNamespace(key="clock/0", clock=SimpleNamespace(reduces=True), find_replicas=lambda _rank: (0, 1))
 RANKS = (0, 1)
 SAMPLES = 96
 DATA = TensorDataset(torch.arange(SAMPLES * 4.0).reshape(SAMPLES, 4))
@@ -212,59 +217,208 @@ def test_equal_random_numbers_are_named(seeds: tuple[int, int], dropout: float, 
     assert findings == expected
 
 
-def change_rate(optimizer: Any, _model: Any) -> None:
+def change_rate(layout: Any) -> None:
     """Another learning rate."""
-    optimizer.param_groups[0]["lr"] = 0.5
+    layout.optimizer.param_groups[0]["lr"] = 0.5
 
 
-def change_mode(_optimizer: Any, model: Any) -> None:
+def change_mode(layout: Any) -> None:
     """A module in evaluation mode."""
-    model[1].eval()
+    layout.model[1].eval()
 
 
-def change_momentum(_optimizer: Any, model: Any) -> None:
+def change_momentum(layout: Any) -> None:
     """Another momentum of BatchNorm."""
-    model[1].momentum = 0.5
+    layout.model[1].momentum = 0.5
 
 
-def freeze(_optimizer: Any, model: Any) -> None:
+def change_scale(layout: Any) -> None:
+    """Another scale."""
+    layout.scaler.load_state_dict({**layout.scaler.state_dict(), "scale": 2.0})
+
+
+def change_growth(layout: Any) -> None:
+    """A scale that grows sooner."""
+    layout.scaler.set_growth_interval(3)
+
+
+def count_steps(layout: Any) -> None:
+    """A scaler that was restored from another step; its scale is equal."""
+    layout.scaler.load_state_dict({**layout.scaler.state_dict(), "_growth_tracker": 5})
+
+
+def fuse(layout: Any) -> None:
+    """Choose another implementation."""
+    layout.optimizer.param_groups[0]["fused"] = True
+
+
+def name_group(layout: Any) -> None:
+    """Keys of the script, which no step reads."""
+    layout.optimizer.param_groups[0].update(name="of one rank", initial_lr=1.0)
+
+
+def change_undeclared(layout: Any) -> None:
+    """An option of an optimizer that declares none, as some do."""
+    layout.optimizer.param_groups[0]["momentum"] = 0.5
+
+
+def add_group(layout: Any) -> None:
+    """A further group, as for a layer that is unfrozen later."""
+    layout.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
+
+
+def freeze(layout: Any) -> None:
     """A frozen parameter."""
-    model[0].weight.requires_grad_(False)
+    layout.model[0].weight.requires_grad_(False)
 
 
-def keep(_optimizer: Any, _model: Any) -> None:
+def change_all(layout: Any) -> None:
+    """Settings of several kinds."""
+    for change in (fuse, change_momentum, change_rate, change_scale):
+        change(layout)
+
+
+def keep(_layout: Any) -> None:
     """No change."""
+
+
+def make_settings_layout() -> Any:
+    """Return the layout of one rank, with its model, optimizer and scaler."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    return SimpleNamespace(
+        key="clock/0",
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        scaler=torch.amp.GradScaler("cpu"),
+        parameters=list(model.parameters()),
+        names=[name for name, _ in model.named_parameters()],
+        list_modules=lambda: list(model.named_modules()),
+    )
+
+
+def judge_settings(change: Callable[[Any], None], prepare: Callable[[Any], None] = keep) -> list[Any]:
+    """Return what the witness of settings suspects if one of three ranks makes a change.
+
+    prepare: changes all ranks before.
+    """
+    observations = {}
+    details: dict[int, Mapping[str, str]] = {}
+    layout: Any = None
+    for rank in range(3):
+        layout = make_settings_layout()
+        prepare(layout)
+        if rank == 1:
+            change(layout)
+        witness = SettingsWitness()
+        observations[rank] = witness.observe("step", layout)
+        details[rank] = witness.tell("step")
+    return SettingsWitness().judge(layout, observations, lambda: details)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (change_rate, "param_groups.0.lr"),
-        (change_mode, "modules in evaluation mode"),
-        (change_momentum, "momentum of BatchNorm"),
-        (freeze, "frozen parameters"),
-        (keep, None),
+        (change_rate, [("param_groups.0.lr", Text.CAUSE)]),
+        (change_mode, [("modules in evaluation mode", Text.CAUSE_MODES)]),
+        (change_momentum, [("momentum of BatchNorm", Text.CAUSE_STATISTICS)]),
+        (change_scale, [("scaler.scale", Text.CAUSE_SCALER)]),
+        (change_growth, [("scaler.growth_interval", Text.CAUSE_SCALER)]),
+        (freeze, [("frozen parameters", Text.CAUSE_GRADIENTS)]),
+        (fuse, [("param_groups.0.fused", Text.CAUSE_ROUNDING)]),
+        (
+            change_all,
+            [
+                ("param_groups.0.lr", Text.CAUSE),
+                ("scaler.scale", Text.CAUSE_SCALER),
+                ("momentum of BatchNorm", Text.CAUSE_STATISTICS),
+                ("param_groups.0.fused", Text.CAUSE_ROUNDING),
+            ],
+        ),
+        (add_group, [("param_groups.1", Text.CAUSE)]),
+        (count_steps, []),
+        (name_group, []),
+        (keep, []),
     ],
 )
-def test_settings_that_differ_are_named(change: Callable[[Any, Any], None], expected: str | None) -> None:
-    """One of three ranks has another setting."""
-    observations = {}
-    details: dict[int, Mapping[str, str]] = {}
-    layout: Any = None
-    for rank in range(3):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        optimizer = torch.optim.AdamW(model.parameters())
-        if rank == 1:
-            change(optimizer, model)
-        layout = SimpleNamespace(
-            optimizer=optimizer,
-            parameters=list(model.parameters()),
-            names=[name for name, _ in model.named_parameters()],
-            list_modules=lambda model=model: list(model.named_modules()),
-        )
-        witness = SettingsWitness()
-        observations[rank] = witness.observe("step", layout)
-        details[rank] = witness.tell("step")
-    suspicions = SettingsWitness().judge(layout, observations, lambda: details)
-    named = [(suspicion.code, suspicion.ranks, suspicion.facts[0].parameters["name"]) for suspicion in suspicions]
-    assert named == ([] if expected is None else [("SYN107", (1,), expected)])
+def test_settings_that_differ_are_named(change: Callable[[Any], None], expected: list[tuple[str, Text]]) -> None:
+    """One of three ranks has other settings; each kind of setting has its cause."""
+    named = []
+    for suspicion in judge_settings(change):
+        finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+        assert len(finding.facts) == 1
+        named.append((finding.code, finding.ranks, finding.facts[0].parameters["name"], finding.cause.code))
+    assert named == [("SYN107", (1,), name, cause) for name, cause in expected]
+
+
+def test_an_optimizer_without_declared_options_is_compared_by_all_keys() -> None:
+    """The groups of an optimizer of the script may be all that states its options."""
+    (suspicion,) = judge_settings(change_undeclared, lambda layout: layout.optimizer.defaults.clear())
+    assert suspicion.facts[0].parameters["name"] == "param_groups.0.momentum"
+
+
+def test_the_model_itself_has_a_name() -> None:
+    """The root of the modules has an empty one."""
+    (suspicion,) = judge_settings(lambda layout: layout.model.eval())
+    assert suspicion.facts[0].parameters["values"] == {0: "none", 1: "the model, 0, 1", 2: "none"}
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_switches_of_cudnn_count_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, is_cuda: bool) -> None:
+    """A script may set them on one rank, whatever device it trains on."""
+
+    def place(layout: Any) -> None:
+        layout.parameters = [SimpleNamespace(is_cuda=is_cuda, requires_grad=True) for _ in layout.names]
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+
+    def switch(_layout: Any) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+
+    names = [suspicion.facts[0].parameters["name"] for suspicion in judge_settings(switch, place)]
+    assert names == ["torch.backends.cudnn.benchmark"] * is_cuda
+
+
+@pytest.mark.parametrize(
+    ("change", "variant", "expected"),
+    [
+        (change_scale, "_SCALED", [("SYN107", "_SCALER"), ("SYN410", "_SCALER")]),
+        (change_scale, "", [("SYN107", "_SCALER"), ("SYN410", "_SCALER")]),
+        (change_scale, "_MISSING", [("SYN107", "_SCALER"), ("SYN410", "_MISSING")]),
+        (change_growth, "_SCALED", [("SYN410", "_SCALED"), ("SYN107", "_SCALER")]),
+        (change_rate, "_SCALED", [("SYN410", "_SCALED"), ("SYN107", "")]),
+    ],
+)
+def test_gradients_divided_by_other_scales_have_them_as_their_cause(
+    change: Callable[[Any], None], variant: str, expected: list[tuple[str, str]]
+) -> None:
+    """Other settings of the same step, and another growth with equal scales, leave the cause of the gradients alone."""
+    gradients = Suspicion("SYN410", (1,), (), ("0.weight",), variant)
+    found = refer_to_scales([gradients, *judge_settings(change)])
+    assert [(suspicion.code, suspicion.variant) for suspicion in found] == expected
+    # Equal gradients are divided by the other scale, too: all parameters differ after the step.
+    affected = {suspicion.affected for suspicion in found if suspicion.variant == "_SCALER" and suspicion.affected}
+    names = tuple(make_settings_layout().names)
+    assert affected <= {names}
+
+
+def test_a_step_has_the_scaler_that_takes_it() -> None:
+    """A step of the script without the scaler has none, also after a step that failed within it."""
+
+    class Scaler(torch.amp.GradScaler):
+        """A scaler that no other test uses."""
+
+    watcher = Watcher({}, print, lambda *_: None)
+    layout = make_settings_layout()
+    layout.clock = Clock("steps", RANKS)
+    layout.note_optimizer = layout.note_gradients = lambda *_: None
+    scalers: list[Any] = []
+    watcher.find_layouts = lambda _optimizer: [layout]  # type: ignore[method-assign]
+    watcher._observe = lambda layout: scalers.append(layout.scaler)  # type: ignore[method-assign]
+    watcher._watch_scalers(Scaler)
+    layout.optimizer.register_step_pre_hook(watcher._before_step)
+    scaler = Scaler("cpu")
+    scaler.scale(layout.model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(layout.optimizer)
+    with pytest.raises(RuntimeError, match="step"):
+        scaler.step(layout.optimizer)
+    layout.optimizer.step()
+    assert scalers == [scaler, None]

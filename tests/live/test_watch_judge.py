@@ -7,8 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from syncheck.live.watching.clock import Clock
 from syncheck.live.watching.judge import Judge
+from syncheck.live.watching.layouts import Layout, Step
+from syncheck.live.watching.records import compare_steps
+from syncheck.live.witnesses.rules import make_finding
 
 RANKS = (0, 1, 2)
 
@@ -30,14 +35,17 @@ class Store:
         del self.records[key]
 
 
-def make_step(optimizer: int, number: int) -> Any:
-    """Return a step of one of two optimizers of a wrapper."""
-    clock = SimpleNamespace(name="clock", ranks=RANKS, reduces=True)
-    layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True)
-    return SimpleNamespace(layout=layout, number=number, key=f"clock/{optimizer}/{number}")
+def make_step(optimizer: int, number: int, ranks: tuple[int, ...] = RANKS) -> Any:
+    """Return a step of one of several optimizers of a wrapper."""
+    clock = SimpleNamespace(name="clock", ranks=ranks, reduces=True, counts_steps=True, unit="reduction")
+    layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True, names=["weight"])
+    layout.number, layout.is_beside = optimizer, False
+    key = f"clock/{optimizer}/{number}"
+    place = {"number": number, "place": number, "unit": clock.unit}
+    return SimpleNamespace(layout=layout, repeated=0, is_end=False, key=key, **place)
 
 
-def post(*ranks: int, **fields: str) -> list[dict[str, Any]]:
+def post(*ranks: int, **fields: Any) -> list[dict[str, Any]]:
     """Return the records of ranks that hold the same parameters. fields: further fields."""
     return [{"r": rank, "p": "parameters", **fields} for rank in ranks]
 
@@ -61,6 +69,30 @@ def test_a_record_that_comes_late_is_judged() -> None:
     store = Store({"clock/0/1": post(0, 1), "clock/0/2": post(*RANKS)}, {"clock/0/1": post(2)})
     assert judge_all(steps, store) == (2, [])
     assert steps == []
+
+
+@pytest.mark.parametrize(("skipping", "expected"), [((), []), ((1,), [("SYN214", 1, (1,))])])
+def test_a_rank_that_trains_nothing_outside_of_the_wrapper_skips_no_step(
+    skipping: tuple[int, ...], expected: list[Any]
+) -> None:
+    """Its optimizer has none outside, as if only other ranks unfroze a layer; a rank that has some tells of a skip."""
+    inside, outside, last = make_step(0, 1), make_step(0, 1), make_step(0, 2)
+    outside.layout.key, outside.key = "clock/0+", "clock/0+/1"
+    outside.layout.is_reduced, outside.layout.is_beside = False, True
+    records = {"clock/0/1": post(*RANKS), "clock/0+/1": post(0, 2), "clock/0/2": post(*RANKS)}
+    records["clock/0+/1"] += post(*skipping, x="skipped")
+    assert judge_all([inside, outside, last], Store(records, {})) == (2, expected)
+
+
+def test_other_ranks_show_nothing_about_a_slow_rank() -> None:
+    """A rank that is late with the step of one wrapper has skipped nothing if the ranks of another wrapper go on."""
+    steps = [make_step(0, 1, (0, 1)), make_step(1, 1, (0, 2)), make_step(1, 2, (0, 2))]
+    records = {"clock/0/1": post(0), "clock/1/1": post(0, 2), "clock/1/2": post(0, 2)}
+    store = Store(records, {})
+    assert judge_all(steps, store) == (2, [])
+    assert [step.key for step in steps] == ["clock/0/1"]
+    store.records["clock/0/1"] += post(1)
+    assert judge_all(steps, store) == (1, [])
 
 
 def test_records_of_old_steps_are_deleted() -> None:
@@ -95,8 +127,149 @@ def test_ranks_that_do_not_step_are_named_once(rows: list[dict[str, Any]], expec
     assert judged == (8 if expected else 7)
 
 
+@pytest.mark.parametrize(
+    ("fields_of_ranks", "expected"),
+    [
+        ([{}, {"a": 1}, {}], ("SYN214", (1,), "_EXTRA", "proved")),
+        ([{"a": 1}, {}, {"a": 1}], ("SYN214", (1,), "", "proved")),
+        ([{}, {"a": 1}], ("SYN214", (1,), "_EXTRA", "proved")),
+        ([{}, {"e": 1}, {}], ("SYN410", (1,), "_UNREDUCED", "likely")),
+        ([{"a": 1}, {"a": 1}], None),
+    ],
+    ids=["one again", "the others again", "two ranks", "other gradients", "all again"],
+)
+def test_ranks_that_step_more_often_are_named_by_their_gradients(
+    fields_of_ranks: list[dict[str, int]], expected: Any
+) -> None:
+    """Steps with the same gradients are a step more; with other gradients, they are likely not reduced."""
+    records = {rank: {"r": rank, **fields} for rank, fields in enumerate(fields_of_ranks)}
+    found = compare_steps(8, tuple(records), records)
+    causes = []
+    for suspicion in found:
+        finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+        causes.append((suspicion.code, suspicion.ranks, suspicion.variant, finding.certainty))
+    assert causes == [expected] * (expected is not None)
+
+
+def test_repeated_steps_are_told_by_their_gradients() -> None:
+    """A second step with the same gradients is told as such, one after another backward pass is not, also in place."""
+    model = torch.nn.Linear(2, 1)
+    clock = Clock("clock", (0, 1))
+    layout = Layout(clock, "0", None, list(model.parameters()), ["weight", "bias"], is_reduced=True)
+
+    def step(*, repeated: int, backward: bool = False) -> None:
+        if backward:
+            model(torch.ones(1, 2)).sum().backward()
+        layout.note_gradients(repeated)
+
+    step(repeated=0, backward=True)
+    step(repeated=1)
+    step(repeated=2)
+    assert layout.list_repeated() == {"a": 2}
+    clock.ticks += 1
+    layout.note_posted(Step(layout))
+    step(repeated=1, backward=True)
+    model.zero_grad()
+    step(repeated=2)
+    step(repeated=3, backward=True)
+    assert layout.list_repeated() == {"e": 2}
+    clock.ticks += 1
+    layout.note_posted(Step(layout))
+    assert layout.list_repeated() == {}
+
+
+def test_a_further_step_is_not_at_its_reduction() -> None:
+    """The reduction before a step without one was correct, so the place is after it."""
+    layout = Layout(Clock("clock", (0, 1)), "0", None, [], [], is_reduced=True)
+    layout.clock.unit = "reduction"
+    layout.clock.reduces = True
+    layout.clock.ticks = 6
+    units = [Step(layout).unit]
+    layout.posted = 6
+    assert [*units, Step(layout).unit] == ["reduction", "further step after reduction"]
+
+
+def test_steps_have_numbers_if_no_reduction_is_counted() -> None:
+    """Within a compiled program no reduction is seen, and its steps are numbered as without a wrapper."""
+    layout = Layout(Clock("clock", (0, 1)), "0", None, [], [], is_reduced=True)
+    layout.clock.reduces, layout.clock.unit = True, "wrapper 2 (Linear), reduction"
+    places = []
+    for _ in range(3):
+        step = Step(layout)
+        layout.note_posted(step)
+        places.append((step.unit, step.place))
+    assert places == [("wrapper 2 (Linear), step", number) for number in (1, 2, 3)]
+
+
 def test_an_incomplete_last_step_waits() -> None:
     """A step that a rank has not posted yet is neither judged nor removed."""
     steps = [make_step(0, 1)]
     assert judge_all(steps, Store({"clock/0/1": post(0, 1)}, {})) == (0, [])
     assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("looks", "late", "unjudged"),
+    [
+        (0, {}, ("reduction 2", "reduction 3")),
+        (5, {"clock/0/2": post(2)}, ("reduction 3",)),
+    ],
+    ids=["after an error", "waiting"],
+)
+def test_the_end_names_the_steps_that_were_not_judged(
+    looks: int, late: dict[str, list[dict[str, Any]]], unjudged: tuple[str, ...]
+) -> None:
+    """At the end, complete steps are judged, late records are waited for, and incomplete steps are listed."""
+    steps = [make_step(0, number) for number in (1, 2, 3)]
+    records = {"clock/0/1": post(*RANKS), "clock/0/2": post(0, 1), "clock/0/3": post(0)}
+    watcher: Any = SimpleNamespace(steps=steps, witnesses={}, is_on=True)
+    judge = Judge(watcher, Store(records, late), print)  # type: ignore[arg-type]
+    # The script ends before the judge has looked at a step.
+    judge._finishing.set()
+    judge._most_looks = looks
+    judge.start()
+    judge.finish(looks, 30)
+    assert not judge.is_alive()
+    assert judge.list_unjudged() == unjudged
+
+
+@pytest.mark.parametrize(
+    ("further", "most_repeated", "expected"),
+    [
+        ({1: "e"}, 0, [("SYN410", 6, (1,), "_UNREDUCED")]),
+        ({1: "a"}, 0, [("SYN214", 6, (1,), "_EXTRA")]),
+        # It is the rank of the judge, which went on alone.
+        ({0: "e"}, 0, [("SYN410", 6, (0,), "_UNREDUCED")]),
+        ({0: "e", 1: "e", 2: "e"}, 0, []),
+        # The script takes so many steps after each reduction.
+        ({1: "e"}, 2, []),
+        ({}, 0, []),
+    ],
+)
+def test_steps_after_the_last_reduction(further: dict[int, str], most_repeated: int, expected: Any) -> None:
+    """A rank that goes around the wrapper steps alone, and the others wait in the next reduction."""
+    step = make_step(0, 5)
+    step.layout.posted, step.layout.most_repeated = 5, most_repeated
+    records: dict[str, list[dict[str, Any]]] = {}
+    for number in (1, 2):
+        rows = [*itertools.chain.from_iterable(post(rank, **{field: number}) for rank, field in further.items())]
+        records[f"clock/0/5+{number}"] = rows
+    judgements: list[Any] = []
+    watcher = SimpleNamespace(steps=[], witnesses={})
+    judge = Judge(watcher, Store(records, {}), judgements.append)  # type: ignore[arg-type]
+    judge._judge_further_steps(step.layout)
+    found = [(row.suspicion.code, row.number, row.suspicion.ranks, row.suspicion.variant) for row in judgements]
+    assert found == expected
+
+
+def test_a_rank_skips_no_step_of_an_optimizer_that_it_lacks() -> None:
+    """Rank 0 has two optimizers for the parameters of the wrapper, the other ranks one: one line, and no finding."""
+    store = Store({"clock/0/1": [*post(0, o=2), *post(1, 2)], "clock/1/1": post(0, o=2)}, {})
+    steps = [make_step(0, 1), make_step(1, 1)]
+    judgements: list[Any] = []
+    lines: list[str] = []
+    watcher = SimpleNamespace(steps=steps, witnesses={}, print_line=lines.append)
+    judge = Judge(watcher, store, judgements.append)  # type: ignore[arg-type]
+    while judge._judge_next():
+        pass
+    assert (judgements, judge.judged["steps"], len(lines)) == ([], 2, 1)

@@ -16,6 +16,7 @@ from support.parity_cases import (
 )
 
 from syncheck.parity.check import check_parity
+from syncheck.parity.sentences import NotReduced
 from syncheck.records import OutOfSync
 from syncheck.testing import Rank, assert_parallel_equals_single
 
@@ -93,7 +94,7 @@ def test_not_reduced() -> None:
 
     report = check_parity(Local())
     assert codes(report) == ["SYN443"]
-    assert {fact.parameters["ranks"] for fact in report.findings[0].facts} == {(0,), (1,)}
+    assert {fact.parameters["ranks"] for fact in report.findings[0].facts[:-1]} == {(0,), (1,)}
 
     class HeadOnly(ManualCase):
         def reduce(self, model: Any) -> None:
@@ -104,6 +105,102 @@ def test_not_reduced() -> None:
     report = check_parity(HeadOnly())
     assert codes(report) == ["SYN443"]
     assert report.findings[0].tensors == ("head.weight",)
+    assert find(report, "TENSORS") == {"count": 1, "total": 9, "names": ["head.weight"]}
+    # The wrapper works, so its mesh is not to blame.
+    assert report.findings[0].fix == NotReduced.FIX_SOME()
+
+
+class Contiguous(ManualCase):
+    """Ranks read contiguous halves of the batch, which the default of `owner` does not say."""
+
+    def micro(self, batch: Any) -> Any:
+        return [tuple(part.chunk(2)[dist.get_rank()] for part in batch)]
+
+
+def test_another_split_than_the_owners() -> None:
+    """Without owners that fit, a missing reduction is not proved, and the finding asks for `owner`."""
+
+    class Local(Contiguous):
+        def reduce(self, model: Any) -> None:
+            pass
+
+    class MeanOfHalf(Contiguous):
+        def factor(self, targets: torch.Tensor, all_targets: torch.Tensor) -> float:
+            return 0.5 / count_tokens(targets)
+
+    assert codes(check_parity(Contiguous())) == []
+    # The tensor with one element has a finding of its own.
+    report = check_parity(Local())
+    finding = report.findings[0]
+    assert (finding.code, finding.certainty, finding.alternatives) == ("SYN443", "consistent", ("SYN445",))
+    assert "define owner and micro_batches of the case" in finding.evidence
+    report = check_parity(MeanOfHalf())
+    finding = report.findings[0]
+    assert (finding.code, finding.certainty) == ("SYN449", "consistent")
+    assert "define owner and micro_batches of the case" in finding.evidence
+    assert {finding.certainty for finding in report.findings} == {"consistent"}
+
+
+class Weighted(ManualCase):
+    """Samples with weights; `count` is their sum."""
+
+    lengths = (6,) * 8
+
+    def batch(self) -> Any:
+        return (*super().batch(), torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 1.0, 0.25, 4.0]))
+
+    def loss_terms(self, model: Any, batch: Any) -> torch.Tensor:
+        return super().loss_terms(model, batch[:2]).sum(1) * batch[2]
+
+    def ignored(self, batch: Any) -> None:
+        return None
+
+    def count(self, batch: Any) -> Any:
+        return batch[2].sum()
+
+    def backward(self, model: Any, batch: Any, mesh: Any) -> None:
+        share = [part[dist.get_rank() :: 2] for part in batch]
+        (self.loss_terms(model, share).sum() / self.divide(share, batch)).backward()
+        self.reduce(model)
+
+    def divide(self, share: Any, batch: Any) -> Any:
+        return batch[2].sum()
+
+
+def test_mean_of_weighted_means() -> None:
+    """A weighted mean per rank is a mean of means: weights follow the sums of the weights of the samples."""
+
+    class MeanPerSum(Weighted):
+        def divide(self, share: Any, batch: Any) -> Any:
+            return 2 * share[2].sum()
+
+    assert codes(check_parity(Weighted())) == []
+    report = check_parity(MeanPerSum())
+    assert codes(report) == ["SYN442"]
+    assert [part.parameters["count"] for part in find(report, "SHARE")["parts"]] == [2.75, 10]
+    assert find(report, "SHARE")["amount"] == "part of the count"
+
+    class Constant(MeanPerSum):
+        """The sum of the weights as a number, whose shares syncheck cannot know."""
+
+        def count(self, batch: Any) -> float:
+            return 12.75
+
+    report = check_parity(Constant())
+    assert (codes(report), find(report, "RECIPROCALS")) == (["SYN449"], {})
+
+
+def test_no_gradient_at_all() -> None:
+    """A program whose gradients are cleared is told so, and not that 0 is a product of sizes."""
+
+    class Cleared(ManualCase):
+        def reduce(self, model: Any) -> None:
+            model.zero_grad()
+            # A gradient of zeros is no other fault than no gradient.
+            model.norm.weight.grad = torch.zeros(12, dtype=torch.float64)
+
+    report = check_parity(Cleared())
+    assert (codes(report), find(report, "NONE")["count"]) == (["SYN441"], 9)
 
 
 def test_some_tensors_summed() -> None:
@@ -162,6 +259,59 @@ def test_lost_samples() -> None:
     assert (codes(report), find(report, "LOST")["parts"]) == (["SYN447"], ["sample 8", "sample 9"])
     assert find(report, "USUAL")["usual"] == pytest.approx(67 / 55)
     print(report.findings[0].evidence)
+
+
+def test_all_ranks_read_the_same_data() -> None:
+    """The samples of rank 0 count twice, and those of rank 1 are lost."""
+
+    class SameData(ManualCase):
+        lengths = (6,) * 8
+
+        def micro(self, batch: Any) -> Any:
+            return [tuple(part[::2] for part in batch)]
+
+    report = check_parity(SameData())
+    assert codes(report) == ["SYN447"]
+    assert (find(report, "WEIGHT")["multiple"], find(report, "WEIGHT")["parts"]) == (
+        2,
+        ["data rank 0, micro-batch 0 (samples 0, 2, 4, 6)"],
+    )
+    assert find(report, "LOST")["parts"] == ["data rank 1, micro-batch 0 (samples 1, 3, 5, 7)"]
+
+
+class Changed(ManualCase):
+    """Changes the gradient of one tensor on rank 1 after the reduction."""
+
+    def __init__(self, value: float | None) -> None:
+        super().__init__()
+        self.value = value
+
+    def reduce(self, model: Any) -> None:
+        super().reduce(model)
+        parameter = model.up.weight
+        if dist.get_rank() == 1 and self.value is None:
+            parameter.grad = None
+        elif dist.get_rank() == 1:
+            parameter.grad[3, 2] = self.value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gradient_that_is_not_finite(value: float) -> None:
+    """A NaN or an infinite element is reported with its tensor and its rank."""
+    report = check_parity(Changed(value))
+    [finding] = report.findings
+    assert (finding.code, finding.ranks, finding.tensors) == ("SYN449", (1,), ("up.weight",))
+    assert find(report, "NOT_FINITE")["ranks"] == (1,)
+    [tensor] = report.tensors
+    assert (tensor.mismatched, tensor.max_abs, tensor.clusters) == (1, None, ((0,), (1,)))
+
+
+def test_gradient_that_is_missing_on_one_rank() -> None:
+    """A rank whose gradient is None is named."""
+    report = check_parity(Changed(None))
+    [finding] = report.findings
+    assert (finding.code, finding.ranks, finding.tensors) == ("SYN449", (1,), ("up.weight",))
+    assert (find(report, "MISSING")["ranks"], find(report, "MISSING")["names"]) == ((1,), ["up.weight"])
 
 
 def test_unexplained() -> None:

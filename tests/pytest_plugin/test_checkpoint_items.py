@@ -15,12 +15,14 @@ from support.sessions import find_failure, session, sessions
 
 from syncheck import metadata
 from syncheck.messages import Note
+from syncheck.text import TYPED_IN_PYTEST, options_as_typed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 BN = ("running_mean", "running_var")
-KINDS_GUESSED = str(Note.KINDS_GUESSED())
+with options_as_typed(TYPED_IN_PYTEST):
+    KINDS_GUESSED = str(Note.KINDS_GUESSED())
 EVIL = "[red]\x1b[31m\n::x\x00\u202e]]>"
 
 
@@ -49,7 +51,7 @@ def test_failures_have_no_traceback(drifted: Path) -> None:
         "  fix   ",
     ):
         assert part in text
-    assert "allow='SYN201'" in text
+    assert "--syncheck-allow SYN201" in text
     assert " --allow" not in text
     assert "bn_count        2          2      0      0          0             0" in text
     assert text.count("running_var") == 3  # two rows, and the evidence
@@ -71,7 +73,7 @@ def test_texts_are_bounded(tmp_path: Path) -> None:
         save(tmp_path / f"ddp_rank{rank}.pth", state)
     text = find_failure(session(tmp_path, "--syncheck", "*.pth").out, "syncheck .::ddp::parameters")
     assert text.count(".weight  parameter ") == 10
-    assert "... and 20 more; output=FILE.html lists all" in text
+    assert "... and 20 more; --syncheck-output FILE.html lists all" in text
     assert measure_width(text.splitlines()) < 1000
 
 

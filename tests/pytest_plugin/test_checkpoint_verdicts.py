@@ -18,11 +18,11 @@ from support.states import omit
 import syncheck
 from syncheck import api
 from syncheck.messages import Refusal
-from syncheck.options import to_flag
 from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.records import Counts, Reason, TensorDiff
 from syncheck.report.items import findings_of_item
+from syncheck.text import to_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +127,7 @@ def arguments(options: dict[str, Any]) -> list[str]:
     return settings
 
 
+@pytest.mark.slow
 def test_pytest_agrees_on_constructed_cases(tmp_path: Path) -> None:
     """For cases of every kind, pytest exits with 0 if and only if the library returns in sync."""
     jobs, expected = [], []

@@ -61,14 +61,14 @@ def test_options(folder: Path, options: str, outcomes: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ("only=nonsense", "only='nonsense': must be one of params, buffers, optimizer, rng"),
-        ("allow=SYN999", "allow='SYN999': no such code"),
-        ("group-by=(", "group_by='(': not a regular expression"),
-        ("reference=7", "reference='7': no replica has this rank or path; there are ranks 0, 1"),
-        ("jobs=0", "jobs=0: must be at least 1"),
-        ("close ulp=16", "close cannot be combined with ulp"),
-        ("rtol=1e-5", "rtol and atol belong together"),
-        ("ulp=-1", "ulp=-1: must be at least 0"),
+        ("only=nonsense", "--syncheck-only nonsense: must be one of params, buffers, optimizer, rng"),
+        ("allow=SYN999", "--syncheck-allow SYN999: no such code"),
+        ("group-by=(", "--syncheck-group-by '(': not a regular expression"),
+        ("reference=7", "--syncheck-reference 7: no replica has this rank or path; there are ranks 0, 1"),
+        ("jobs=0", "--syncheck-jobs 0: must be at least 1"),
+        ("close ulp=16", "cannot be combined"),
+        ("rtol=1e-5", "belong together"),
+        ("ulp=-1", "--syncheck-ulp -1: must be at least 0"),
         ("atol=some", "--syncheck-atol: must be a number, not 'some'"),
     ],
 )

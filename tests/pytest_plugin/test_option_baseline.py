@@ -71,7 +71,7 @@ def test_an_update_requires_all_tests(tmp_path: Path, spread: tuple[str, ...]) -
     assert (
         "ERROR: the baseline was not updated, because 3 tests of checkpoints did not run, for example" in selected.out
     )
-    assert "update_baseline=True: requires the tests of all checkpoints: remove .::ddp::bn-stats" in first.out
+    assert "--syncheck-update-baseline: requires the tests of all checkpoints: remove .::ddp::bn-stats" in first.out
     assert "ERROR: the baseline is not updated: ddp_rank2.pth could not be read" in junk.out
     assert (broken / "known.json").read_text() == before
     assert "baseline written: known.json: 3 names in 2 runs accepted: 2 added, 1 removed" in done.lines
@@ -83,11 +83,11 @@ def test_wrong_usage(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "junk.json").write_text("{}")
     arguments = {
-        "known.json: no such baseline; create it with --update-baseline": FILES,
+        "known.json: no such baseline; create it with --syncheck-update-baseline": FILES,
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
-        "update_baseline=True: requires baseline=FILE": [*FILES[:3], "--syncheck-update-baseline"],
+        "--syncheck-update-baseline: requires --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
         "--syncheck-update-baseline: no checkpoints to compare": UPDATE[3:],
-        "baseline no/known.json: cannot be written: the folder no does not exist": [
+        "--syncheck-baseline no/known.json: cannot be written: the folder no does not exist": [
             *FILES[:-1],
             "no/known.json",
             "--syncheck-update-baseline",

@@ -39,7 +39,7 @@ def test_files_are_written(drifted: Path) -> None:
     assert "Number of elements by absolute difference" in (drifted / "one.html").read_text()
     for ending in ("html", "md", "txt", "xml"):
         advised = (drifted / f"one.{ending}").read_text()
-        assert "allow='SYN201'" in html.unescape(advised).replace("`", "")
+        assert "--syncheck-allow SYN201" in html.unescape(advised).replace("`", "")
     for name in ("one", "spread"):
         document = json.loads((drifted / f"{name}.json").read_text())
         assert document["groups"][0]["findings"][0]["code"] == "SYN201"
@@ -57,11 +57,11 @@ def test_output_errors(drifted: Path) -> None:
         (drifted, ["test_suite.py", "--syncheck-output", "a.json"]),
     )
     for run in (passed, failed):
-        assert "ERROR: output no_folder/a.json: cannot be written" in run.out
+        assert "ERROR: --syncheck-output no_folder/a.json: cannot be written" in run.out
         assert "report written" not in run.out
     assert (passed.code, failed.code) == (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.TESTS_FAILED)
     assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR
-    assert ending.out.startswith("ERROR: output a.pdf: unknown file extension")
+    assert ending.out.startswith("ERROR: --syncheck-output a.pdf: unknown file extension")
     assert nothing.out.startswith("ERROR: --syncheck-output a.json: no checkpoints to report on")
 
 

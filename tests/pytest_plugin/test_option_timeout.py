@@ -16,6 +16,7 @@ def test_with_its_own_limit(): time.sleep(1.5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "ini", "limit"),
     [

@@ -172,6 +172,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "texts"),
     [
@@ -260,6 +261,7 @@ def test_waits():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["INT", "TERM", "KILL"])
 def test_the_end_of_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of pytest end all ranks and their children."""
@@ -272,6 +274,7 @@ def test_the_end_of_pytest_ends_the_ranks(tmp_path: Path, signal: str) -> None:
     assert ("KeyboardInterrupt" in out) == (signal == "INT")
 
 
+@pytest.mark.slow
 def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
     """If pytest-timeout ends the test first, the ranks are killed and their stacks are shown."""
     path = pytester.makepyfile(WAITS)

@@ -79,6 +79,7 @@ def retried(pytester: pytest.Pytester) -> list[str]:
     return [str(p.get("value")) for p in properties if p.get("name") == "syncheck_retried_start"]
 
 
+@pytest.mark.slow
 def test_only_a_start_is_repeated(pytester: pytest.Pytester) -> None:
     """A failed start is repeated and reported; an abort in the code of the test fails the test."""
     result, recorded = run(pytester, "raises aborts")
@@ -92,6 +93,7 @@ def test_only_a_start_is_repeated(pytester: pytest.Pytester) -> None:
     assert (pytester.path / "body").exists()
 
 
+@pytest.mark.slow
 def test_number_of_starts_is_limited(pytester: pytest.Pytester) -> None:
     """A rank that never joins fails the test after three starts with the reason."""
     result, recorded = run(pytester, "aborts " * 9, "-k", "start")
@@ -102,6 +104,7 @@ def test_number_of_starts_is_limited(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*rank 1: its process was killed by SIGABRT before the test started*"])
 
 
+@pytest.mark.slow
 def test_crash_in_a_module_is_not_repeated(pytester: pytest.Pytester) -> None:
     """After a crash in a test module or conftest, the ranks are not started again."""
     pytester.makeconftest('import os\nif os.environ.get("RANK") == "1": open("n", "a").write("x"); os.abort()')

@@ -30,3 +30,11 @@ def wait_for_gloo() -> None:
 
 if "WAIT_FOR_GLOO" in os.environ:  # set by support/libraries.py
     atexit.register(wait_for_gloo)  # functions registered first are called last
+
+if "SYNCHECK_LIKE_MACOS" in os.environ:  # set by tools/like_macos.py
+    for name in ("O_DIRECT", "O_TMPFILE", "posix_fadvise"):
+        if hasattr(os, name):
+            delattr(os, name)
+    import multiprocessing
+
+    multiprocessing.set_start_method("spawn")

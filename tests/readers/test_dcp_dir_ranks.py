@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.imports import import_or_skip
 from support.listings import list_fields
 from support.states import pick
 
@@ -121,7 +122,7 @@ def test_hsdp(syncheck_rank: Rank) -> None:
 @pytest.mark.syncheck(ranks=2)
 def test_lightning_sharded_checkpoint(syncheck_rank: Rank) -> None:
     """Lightning's folder of a sharded model and its extra file are one checkpoint."""
-    lightning = pytest.importorskip("lightning.fabric.strategies.model_parallel")
+    lightning = import_or_skip("lightning.fabric.strategies.model_parallel")
     model, optimizer = fully_sharded(init_device_mesh("cpu", (2,)))
     state = {"model": model, "optimizer_0": optimizer, "global_step": 12, "epoch": 3}
     folder = syncheck_rank.shared / "epoch=3.ckpt"

@@ -230,7 +230,7 @@ def replaced(relative: str, how: str) -> Callable[[Path], None]:
         ("device", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
         ("folder", "mp_rank_01/model_optim_rng.pt: a folder; needed a file, or a folder that is one checkpoint"),
         ("loop", "mp_rank_01/model_optim_rng.pt: too many levels of symbolic links"),
-        ("dangling", "mp_rank_01/model_optim_rng.pt: no such file or directory. Check the path."),
+        ("dangling", "mp_rank_01/model_optim_rng.pt: no such file or directory. "),
         ("half a file", "mp_rank_01/model_optim_rng.pt: zip directory: "),
         ("nothing", "mp_rank_01: no file of this rank; needed one of model_optim_rng.pt, "),
         ("a file for the folder", "mp_rank_01: not a directory"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from support.checkpoints import save_pth
 from support.groups import make_finding, make_group
 from support.groups import text as message_of
 from support.listings import find_first, find_texts, list_absent, list_names, list_starts, measure_width
@@ -14,8 +17,12 @@ from support.real_runs import FIXTURES, REAL, compare_real_runs
 
 import syncheck
 from syncheck.messages import Detail
+from syncheck.readers import contents
 from syncheck.records import Counts, Reason, Replica, Report, TensorDiff
 from syncheck.report import html, json_document, parts, plain, terminal, text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HOSTILE = "a\x1b[31m<script>alert(1)</script>[bold]&\n$x$" + "n" * 150
 
@@ -86,7 +93,7 @@ def test_verdicts_are_not_wrapped(report: Report) -> None:
     groups = tuple(replace(group, run=f"a-long-name-{i}", name=f"a-long-name-{i} step 6", kinds=crowded) for i in "12")
     for width in (70, 76, 80):
         drawn = terminal.render(text.overview(Report("out_of_sync", groups), 1), width, color=False)
-        table = drawn.split("\n\n")[1]  # below the first line
+        table = drawn.split("\n\n")[0]
         assert table.count("OUT OF SYNC") == 2, drawn
 
 
@@ -133,7 +140,7 @@ def test_long_names_of_runs_have_their_own_line(report: Report, width: int) -> N
     name = "ddp-fault-optimizer-on-one-rank"
     runs = [replace(group, run=f"{name}-{i}", name=f"{name}-{i} step {i}", step=i) for i in (1, 2)]
     drawn = terminal.render(text.overview(Report("out_of_sync", tuple(runs)), 1), width, color=False)
-    table = drawn.split("\n\n")[1].splitlines()  # below the first line
+    table = drawn.split("\n\n")[0].splitlines()
     assert measure_width(table) <= width
     starts = find_texts(table, start=name)
     assert list_starts(starts, "  ") == list_names(runs)
@@ -151,7 +158,7 @@ def test_numbers_and_kinds_are_not_wrapped(report: Report, color: bool) -> None:
         max_abs=1.49, max_rel=1.9774, max_ulp=2120711899,
     )  # fmt: skip
     group = replace(report.groups[0], tensors=(outlier, replace(outlier, name="fc.weight")))
-    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=color)
+    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=color)
     bare = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
     assert measure_width(bare.splitlines()) <= 80
     assert f"\n  {name}" in bare
@@ -163,7 +170,7 @@ def test_names_are_wrapped_after_a_dot(report: Report) -> None:
     bn = find_first(report.tensors, kind="bn_mean")
     renamed = [replace(bn, name=name) for name in ("layer10.0.shortcut.1.running_mean", "n" * 33)]
     group = replace(report.groups[0], tensors=tuple(renamed))
-    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5), 80, color=False)
+    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=False)
     assert re.search(r"\n  layer10.0.shortcut.1.  +bn_mean .*\n  running_mean *\n", drawn)
     assert re.search(r"\n  n{20,32}  +bn_mean .*\n  n+ *\n", drawn)
 
@@ -192,3 +199,22 @@ def test_no_table_of_drift_without_running_statistics() -> None:
     without_statistics = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
     assert "running statistic" not in plain.render(text.overview(without_statistics, 3))
     assert "running statistic" in plain.render(text.overview(syncheck.compare(REAL[1]), 3))
+
+
+def test_long_names_do_not_widen_tables(tmp_path: Path) -> None:
+    """A name of thousands of characters is cut in the middle in every line of a text, and whole in the document."""
+    stem = "m." + "x" * 3000
+    names = [f"{stem}.weight", f"{stem}.bias", "head.weight"]
+    paths = []
+    for rank in range(2):
+        tensors = {name: np.full((4, 4), rank + 1.0, np.float32) for name in names}
+        paths.append(save_pth(tmp_path / f"rank{rank}.pth", {"model": tensors}))
+    for report in (syncheck.compare(*paths), syncheck.diff(*paths)):
+        drawn = plain.render(text.comparison(report, 0))
+        assert max(map(len, drawn.splitlines())) < 2000
+        assert stem not in drawn
+        assert "head.weight" in drawn
+        document = json.loads(json_document.render(report, "0"))
+        assert sorted(row["name"] for row in document["groups"][0]["tensors"]) == sorted(names)
+    shown = plain.render(text.list_contents(contents.describe(str(paths[0]))))
+    assert max(map(len, shown.splitlines())) < 300

@@ -172,3 +172,20 @@ def test_the_output_stays_small() -> None:
     drawn = github.render(replace(first, groups=groups, unreadable=first.unreadable * 5000))
     commands(drawn)
     assert len(drawn) < 300_000
+
+
+def test_folders_are_not_files(tmp_path: Path) -> None:
+    """Folders that were not compared with each other have a title of their own; only other files are "some files"."""
+    titles = {}
+    for name in ("plain", "notes"):
+        for run in ("run_a", "run_b"):
+            (tmp_path / name / run).mkdir(parents=True)
+            for rank in (0, 1):
+                save_pth(tmp_path / name / run / f"rank_{rank}.pth", network())
+        if name == "notes":
+            (tmp_path / name / "run_a" / "model.part").write_text("text")
+        report = syncheck.compare(tmp_path / name / "run_a", tmp_path / name / "run_b")
+        assert report.exit_code == 0
+        titles[name] = [command[1]["title"] for command in commands(github.render(report))]
+    folders = "syncheck: folders were not compared with each other"
+    assert titles == {"plain": [folders], "notes": [folders, "syncheck: some files were not compared"]}

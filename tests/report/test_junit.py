@@ -233,6 +233,7 @@ def test_names_cannot_break_the_document(name: str) -> None:
         assert f"\n{logged(f'  {name}')}" in str(root.findtext("testsuite/testcase/failure")).split("differing")[1]
 
 
+@pytest.mark.slow
 def test_the_document_stays_small(tmp_path: Path) -> None:
     """With long names and thousands of tensors and findings in a group, the document is small."""
     group = hostile("x" * 100_000).groups[0]

@@ -36,16 +36,35 @@ def cells(run: dict[str, Any], step: int = -1) -> dict[str, tuple[float, list[in
 
 
 def test_differences_belong_to_the_ranks_outside_the_majority() -> None:
-    """A difference belongs to the ranks outside the majority, or to all without a majority; tensors in file order."""
+    """A difference belongs to the ranks outside the majority, or to all without a majority; layers by number."""
     outlier = tensor("layer.10.weight", 4)
     tied = tensor("layer.2.weight", 4, clusters=((0, 1), (2, 3)), minority=(), max_abs=0.125)
     shard = tensor("layer.3.weight", 4, status="not_compared", reason="sharded", max_abs=None, minority=())
     (run,) = data_of(group(outlier, shard, tied, ranks=4))["runs"]
-    assert run["names"] == ["layer.10.weight", "layer.3.weight", "layer.2.weight"]
-    assert run["columns"] == ["0", "1", "2", "3"]
+    assert run["names"] == ["layer.2.weight", "layer.3.weight", "layer.10.weight"]
+    assert run["columns"] == ["0-1", "2", "3"]
     assert cells(run) == {
-        "layer.10.weight": (0.25, [3]), "layer.2.weight": (0.125, [0, 1, 2, 3]), "layer.3.weight": (0, [0, 1, 2, 3]),
+        "layer.10.weight": (0.25, [2]), "layer.2.weight": (0.125, [0, 1, 2]), "layer.3.weight": (0, [0, 1, 2]),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("in_file", "on_page"),
+    [
+        # A format that sorts names as texts.
+        (["m.10.b", "m.2.a", "m.2.b", "norm"], ["m.2.a", "m.2.b", "m.10.b", "norm"]),
+        # The order of a module is kept, whatever the names of its parts.
+        (["stem.w", "conv1.w", "bn1.w", "conv2.w", "a.0.w"], ["stem.w", "conv1.w", "bn1.w", "conv2.w", "a.0.w"]),
+        # Layers within layers, and files whose layers interleave.
+        (["e.1.x.10.w", "e.1.x.9.w", "head", "e.0.x.1.w"], ["e.0.x.1.w", "e.1.x.9.w", "e.1.x.10.w", "head"]),
+        (["m.1", "m.shared", "m.0"], ["m.0", "m.1", "m.shared"]),
+        ([f"m.{'9' * 5000}", "m.1"], ["m.1", f"m.{'9' * 5000}"]),
+    ],
+)
+def test_layers_are_in_the_order_of_their_numbers(in_file: list[str], on_page: list[str]) -> None:
+    """A chart along the depth of a model has layer 2 before layer 10; other names keep the order of the file."""
+    (run,) = data_of(group(*[tensor(name, 2) for name in in_file], ranks=2))["runs"]
+    assert run["names"] == on_page
 
 
 @pytest.mark.parametrize(
@@ -58,8 +77,9 @@ def test_differences_belong_to_the_ranks_outside_the_majority() -> None:
 )
 def test_differences_without_a_number(changes: dict[str, object]) -> None:
     """A tensor compared by digest, with NaN on one rank, or missing on one rank differs without a number."""
-    (run,) = data_of(group(tensor("a", 2, **changes), ranks=2))["runs"]
-    assert cells(run) == {"a": (UNKNOWN, [1])}
+    (run,) = data_of(group(tensor("a", 3, **changes), tensor("b", 3), ranks=3))["runs"]
+    assert run["columns"] == ["0-1", "2"]
+    assert cells(run)["a"] == (UNKNOWN, [1])
 
 
 def test_equal_values_are_no_difference() -> None:
@@ -68,11 +88,29 @@ def test_equal_values_are_no_difference() -> None:
     assert cells(run)["a"][0] == 0
 
 
-def test_many_ranks_share_columns() -> None:
-    """1,024 ranks share 64 columns, and every tensor keeps its column."""
-    (run,) = data_of(report(30, ranks=1024).groups[0])["runs"]
+def test_ranks_that_agree_share_a_column() -> None:
+    """Ranks that agree in every tensor share a column; one tensor in which they differ divides it."""
+    nodes = tensor("a", clusters=((0, 1, 2, 3), (4, 5, 6, 7)), minority=())
+    (run,) = data_of(group(nodes, nodes))["runs"]
+    assert (run["axis"], run["columns"], cells(run)["a"][1]) == ("ranks", ["0-3", "4-7"], [0, 1])
+    (run,) = data_of(group(nodes, tensor("b")))["runs"]
+    assert (run["columns"], cells(run)["b"][1]) == (["0-3", "4-6", "7"], [2])
+
+
+def test_two_replicas_share_one_column() -> None:
+    """A difference of two replicas is between both, so it has no rank."""
+    (run,) = data_of(group(tensor("a", 2), ranks=2))["runs"]
+    assert (run["axis"], run["columns"], cells(run)) == ("", ["difference"], {"a": (0.25, [0])})
+
+
+def test_many_different_ranks_share_columns() -> None:
+    """1,024 ranks that all differ share 64 columns; if only the last differs, there are two."""
+    everyone = tuple((rank,) for rank in range(1024))
+    (run,) = data_of(group(tensor("a", 1024, clusters=everyone, minority=()), ranks=1024))["runs"]
     assert (len(run["columns"]), run["columns"][-1]) == (MOST_COLUMNS, "1008-1023")
-    assert {tuple(position) for _, position in cells(run).values()} == {(63,)}
+    (run,) = data_of(report(30, ranks=1024).groups[0])["runs"]
+    assert run["columns"] == ["0-1022", "1023"]
+    assert {tuple(position) for _, position in cells(run).values()} == {(1,)}
 
 
 def test_each_step_has_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +140,17 @@ def test_curves_are_the_histories_of_the_findings() -> None:
     (run,) = data_of(with_history)["runs"]
     assert run["curves"] == {"SYN212 on rank 1": [[100, 0.0], [200, 0.0], [300, None], [400, 0.5]]}
     assert make_curves(make_history_group(None)) == {}
+    # The sentences of the finding have both points.
+    assert make_curves(make_history_group(History(points[2:], 300, None, ("a",), (1,)))) == {}
+
+
+def test_findings_with_equal_curves_share_one() -> None:
+    """Two findings with the same differences at each step have one curve, with both titles."""
+    points = tuple(HistoryPoint(step, 1, 0.5) for step in (1, 2, 3))
+    first = make_history_group(History(points, 1, None, ("a",), (1,)))
+    second = replace(first.findings[0], code="SYN299")
+    both = replace(first, findings=(*first.findings, second))
+    assert list(make_curves(both)) == ["SYN212 on rank 1, SYN299 on rank 1"]
 
 
 def bins(**counts: int) -> tuple[int, ...]:

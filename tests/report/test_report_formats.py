@@ -39,10 +39,10 @@ def test_formats_are_distinct() -> None:
 def test_errors_name_the_option(tmp_path: Path) -> None:
     """An error starts with the option and the path, and for an unknown extension lists the known extensions."""
     known_values = ", ".join(EXTENSIONS)
-    with pytest.raises(UsageError, match=f"^output out.pdf: .* {known_values}$"):
+    with pytest.raises(UsageError, match=f"^output='out.pdf': .* {known_values}$"):
         formats.check_extensions(["out.md", "out.pdf"])
     path = tmp_path / "no" / "out.md"
-    with pytest.raises(UsageError, match=f"^output {path}: .*{path.parent}"):
+    with pytest.raises(UsageError, match=f"^output='{path}': .*{path.parent}"):
         formats.write_file(str(path), EMPTY)
-    with pytest.raises(UsageError, match=r"^output out: "):
+    with pytest.raises(UsageError, match=r"^output='out': "):
         formats.check_extensions(["out"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncheck
+from support.listings import find_texts
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -162,6 +163,11 @@ def snapshot(path: str, tensors: dict[str, tuple[int, ...]] | None = None, **met
     return Snapshot(path, "torch-zip", 100, created, metadata=Metadata(**metadata) if metadata else None)
 
 
+def select_summary(text: str) -> list[str]:
+    """Return the lines of the last block of a text report."""
+    return text.rstrip().rpartition("\n\n")[2].splitlines()
+
+
 @dataclass
 class Done:
     """The result of a command."""
@@ -173,3 +179,13 @@ class Done:
 
     def __post_init__(self) -> None:
         self.lines = self.out.splitlines()
+
+    @property
+    def verdict(self) -> str:
+        """The line with the verdict in the summary of a text report, the last block of the output."""
+        return select_summary(self.out)[0]
+
+    @property
+    def counts(self) -> str:
+        """The line with the numbers of tensors in the summary of a text report."""
+        return find_texts(select_summary(self.out), " tensors: ")[0]

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from support.fork_server import SERVER, SPAWNED
 from support.listings import list_fields, list_names
 from support.scenarios import differing, load
 from support.started import ROOT, Processes
@@ -55,6 +56,14 @@ def command(pid: int) -> str:
         return ""
 
 
+def name(pid: int) -> str:
+    """Return the name of a process, or an empty string if the process does not exist."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
 def environment(pid: int) -> str:
     """Return the initial variables of a process, each between two NULs, or an empty string if it does not exist."""
     try:
@@ -64,19 +73,20 @@ def environment(pid: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """List the child processes of a process, except zombies."""
+    """List the child processes of a process, except zombies and servers of forks."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = path.read_text().rpartition(") ")[2].split()
-            if fields[1] == str(pid) and fields[0] != "Z":
+            start, _, rest = path.read_text().rpartition(") ")
+            fields = rest.split()
+            if fields[1] == str(pid) and fields[0] != "Z" and not start.endswith(SERVER):
                 pids.append(int(path.parent.name))
     return sorted(pids)
 
 
 def find_ranks(pid: int) -> list[int]:
     """List the ranks that a process has started with --spawn, without multiprocessing's resource tracker."""
-    return [child for child in children(pid) if "spawn_main" in command(child)]
+    return [child for child in children(pid) if SPAWNED in command(child) or SPAWNED in name(child)]
 
 
 def wait_until_trains(process: subprocess.Popen[str]) -> None:

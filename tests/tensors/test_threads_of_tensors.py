@@ -151,6 +151,7 @@ def test_more_replicas_than_file_descriptors(tmp_path: Path, mapped: bool) -> No
     assert diff["clusters"] == [[rank for rank in range(60) if rank != 42], [42]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [32, 64])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_renamed_shards_need_few_file_descriptors(tmp_path: Path, limit: int, transposed: bool) -> None:
@@ -168,6 +169,7 @@ def test_renamed_shards_need_few_file_descriptors(tmp_path: Path, limit: int, tr
     assert json.loads(done.stdout)["counts"]["identical"] == 150
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc here")
 def test_files_make_room_for_other_descriptors(tmp_path: Path) -> None:
     """If the process runs out of descriptors, files that were opened earlier are closed."""
     paths = [save_pth(tmp_path / f"{i}.pth", {"w": np.full(4, i, np.float32)}) for i in range(12)]

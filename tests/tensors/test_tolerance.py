@@ -286,9 +286,9 @@ def test_tolerances_in_memory() -> None:
     [
         (
             {"close": True, "rtol": 0.1, "atol": 0.1},
-            "close cannot be combined with rtol and atol",
+            "cannot be combined",
         ),
-        ({"close": True, "ulp": 0}, "close cannot be combined with ulp"),
+        ({"close": True, "ulp": 0}, "cannot be combined"),
         ({"close": 1}, "close=1: must be"),
         ({"atol": 0.1}, "rtol and atol belong together"),
         ({"rtol": 0.1, "atol": -1.0}, "must be 0 <= rtol <= 1 and a finite atol >= 0"),

@@ -89,6 +89,7 @@ def test_a_full_disk_keeps_states(ctx: RankContext, syncheck_rank: Rank, monkeyp
     assert notes.steps == [4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_a_slow_rank_reports_the_full_disk(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

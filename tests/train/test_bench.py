@@ -151,6 +151,7 @@ def test_invalid_arguments_are_one_line(words: list[str], start: str, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
     """Runs on one process, with --spawn, torchrun, torch.distributed.launch and by hand are recorded in files."""
     names = ["ddp", "ddp-torchrun", "ddp-launch", "ddp-file"]

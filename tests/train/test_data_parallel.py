@@ -171,6 +171,7 @@ def test_an_exception_reaches_the_caller() -> None:
     assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_training_is_reproducible(replicas: int) -> None:
     """Two runs with dropout end bitwise equal, even with four uneven shares; replicas have different buffers."""

@@ -48,6 +48,7 @@ def test_unsuitable_texts_and_options_are_refused(tmp_path: Path) -> None:
         load_data("text", None, None, DataOptions(augment="basic"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt-tiny", "gpt-tiny-moe"])
 def test_a_model_learns_the_text(model: str) -> None:
     """The loss per byte decreases from log(256) = 5.5 to below 3.8."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.data_files import cifar, cifar_batch, digits, idx, mnist, publish_mnist
+from support.imports import import_or_skip
 from support.listings import list_fields, list_files, list_names, list_pairs
 
 from train.data import DataOptions, download, load_data
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytest.importorskip("torchvision")
+import_or_skip("torchvision")
 
 
 @contextmanager
@@ -121,8 +122,8 @@ def test_missing_data_dir_is_an_error() -> None:
 def test_missing_files(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without the files causes exit code 2, and a line with the path of the first file and the source."""
     with pytest.raises(UserError, match=message) as info:
-        load_data(name, tmp_path / "none", None)
-    assert fail(capsys, name, tmp_path / "none") == str(info.value)
+        load_data(name, tmp_path, None)
+    assert fail(capsys, name, tmp_path) == str(info.value)
 
 
 def zeros(*shape: int) -> bytes:

@@ -66,6 +66,7 @@ def are_bitwise_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return list(a) == list(b) and all(a[n].numpy().tobytes() == b[n].numpy().tobytes() for n in a)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "adamw", "lr": 0.005}, {"amp": "bf16"}], ids=str)
 def test_replicas_equal_the_ranks_of_ddp(ctx: RankContext, changes: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ def test_single_learns_the_digits() -> None:
     assert (result.epochs, result.steps, result.test.samples, result.saved) == (3, 132, 360, ())
 
 
+@pytest.mark.slow
 def test_adamw_learns_too() -> None:
     """After two epochs of AdamW with its default learning rate, accuracy on the test images is above 80 %."""
     result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Recorder())

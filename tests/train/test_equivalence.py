@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.scenarios import NEEDS_FSDP, SMALL, fsdp, run, slow_fsdp, trained, whole_state
 from support.states import find_largest_difference
 from torch.nn.utils import clip_grad_norm_
@@ -38,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp --grad-clip": {"grad_clip": CLIP},
     "ddp --accumulate --grad-clip": {"accumulate": 3, "grad_clip": CLIP},
     "ddp --find-unused": {"find_unused": True},
-    "ddp --augment timm": {"augment": "timm"},
+    "ddp --augment strong --mixup": {"augment": "strong", "mixup": 0.2, "label_smoothing": 0.1},
     "zero": {"method": "zero"},
     "zero --accumulate --grad-clip": {"method": "zero", "accumulate": 3, "grad_clip": CLIP},
     # Averaging models with equal starts after every step is averaging gradients, because SGD is linear in the gradient.
@@ -75,6 +76,7 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     return max((together[name].double() - reference[name].double()).abs().max().item() for name in reference)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("batch_size", [32, 35], ids=["even", "uneven"])
 @pytest.mark.parametrize("variant", [fsdp(name) if name[0] in "fr" else name for name in VARIANTS])
@@ -83,6 +85,7 @@ def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> 
     assert difference_to_single(ctx, replace(NO_BN, batch_size=batch_size, **VARIANTS[variant])) < ROUNDING
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize(
@@ -107,8 +110,9 @@ def test_hsdp_with_sync_bn_trains_like_single(ctx: RankContext) -> None:
     assert difference_to_single(ctx, settings) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), *slow("zero")])
 def test_gradients_are_unscaled_before_clipping(ctx: RankContext, method: str) -> None:
     """With fp16, clipping applies to the unscaled gradient; clipping the scaled gradient would train another model."""
     settings = replace(NO_BN, method=method, amp="fp16", grad_clip=CLIP, max_steps=6)  # CPUs are slow at float16
@@ -122,14 +126,14 @@ def test_gradients_are_unscaled_before_clipping(ctx: RankContext, method: str) -
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
+@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), *slow("zero")])
 def test_adamw_trains_like_single(ctx: RankContext, method: str) -> None:
     """AdamW ends near one process too; its rounding is coarser, because Adam divides by small numbers at first."""
     assert difference_to_single(ctx, replace(NO_BN, method=method, optimizer="adamw", lr=0.005)) < 1e-4
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
+@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), *slow("zero")])
 def test_sync_bn_equals_batchnorm_on_the_whole_batch(ctx: RankContext, method: str) -> None:
     """Only with --sync-bn does a network with BatchNorm end within rounding of one process with plain BatchNorm.
 
@@ -142,7 +146,7 @@ def test_sync_bn_equals_batchnorm_on_the_whole_batch(ctx: RankContext, method: s
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", fsdp("fsdp"), "zero"])
+@pytest.mark.parametrize("method", ["ddp", slow_fsdp("fsdp"), *slow("zero")])
 def test_the_last_smaller_batch_has_its_own_mean(ctx: RankContext, method: str) -> None:
     """With --keep-last, 70 samples make batches of 32, 32 and 6, and each loss is the mean over its own batch."""
     settings = replace(NO_BN, method=method, keep_last=True, limit_train=70, accumulate=1, max_steps=None, epochs=3)
@@ -167,6 +171,7 @@ def clip_each_part(self: Trainer, x: Tensor, y: Tensor, samples: int, metric_sum
 ACCUMULATE = Trainer.accumulate
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("fault", [average_each_part, clip_each_part])
 def test_wrong_accumulation_exceeds_the_tolerance(
@@ -191,6 +196,7 @@ def test_hsdp_arranges_ranks_in_rows(ctx: RankContext) -> None:
     assert ctx.gather(job.method.metadata_fields["mesh"])[3] == {"replicate": 1, "shard": 1}
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("fault", [False, True], ids=["healthy", "planted"])

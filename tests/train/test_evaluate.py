@@ -64,6 +64,7 @@ def score_by_hand(state: dict[str, torch.Tensor], width: int | None) -> tuple[fl
     return (logits.argmax(1) == y).double().mean().item(), F.cross_entropy(logits, y).item()
 
 
+@pytest.mark.slow
 def test_scores_equal_a_plain_forward(drifted: Path) -> None:
     """Own scores equal a plain forward with the rank's file; averaged scores equal a forward with NumPy's averages."""
     result = scores(drifted)
@@ -171,6 +172,7 @@ def test_a_model_without_batchnorm_has_no_averages() -> None:
     assert result.sentence.endswith("weights agree, and there is no BatchNorm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

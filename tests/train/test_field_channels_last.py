@@ -100,6 +100,7 @@ def test_ranks_may_have_different_formats(syncheck_rank: Rank) -> None:
         assert_in_sync(model)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("hook", ["none", "powersgd"])
 def test_ranks_stay_equal(ctx: RankContext, syncheck_rank: Rank, hook: str) -> None:

@@ -33,6 +33,7 @@ HOOKS = ("fp16", "bf16", "powersgd")
 CONVNET = replace(SMALL, model="convnet", save_per_rank=False)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", pytest.param("zero", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -121,6 +122,7 @@ def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, m
     assert list_fields(differences, "reason", "detail") == [(Reason.RNG, Detail.POWERSGD_ERROR())]
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("lost", ["error_dict", "q"])
 def test_a_resumed_run_needs_the_whole_hook_state(
@@ -138,6 +140,7 @@ def test_a_resumed_run_needs_the_whole_hook_state(
         assert_bitwise(ctx, syncheck_rank.shared, settings, [5])
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_powersgd_keeps_the_order_of_collectives(ctx: RankContext, syncheck_rank: Rank) -> None:
     """DDP's collective after the last bucket (--find-unused) follows PowerSGD's; gloo fails on another order."""

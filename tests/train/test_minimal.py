@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 import runpy
 import shutil
@@ -112,12 +113,13 @@ def compare(ctx: RankContext, folder: Path, losses: list[float], **changes: Any)
     return equal
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SLOW)
 def test_single_equals_the_engine(tmp_path: Path, losses: list[float], variant: str) -> None:
     """In one process, all losses and the final model are bitwise equal to the engine's."""
     assert compare(RankContext(), tmp_path, losses, **VARIANTS[variant]) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("variant", SLOW)
 @pytest.mark.parametrize("method", METHODS)
@@ -128,6 +130,7 @@ def test_two_ranks_equal_the_engine(
     assert compare(ctx, tmp_path, losses, method=method, **VARIANTS[variant]) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no set_epoch", "no clipping", "no zero_grad"])
 def test_faults_differ_from_the_engine(
     tmp_path: Path, losses: list[float], monkeypatch: pytest.MonkeyPatch, fault: str
@@ -146,6 +149,7 @@ class Interrupted(Exception):
     """Ends a run of minimal.py after a save."""
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("second", METHODS)
 @pytest.mark.parametrize("first", METHODS)
@@ -257,3 +261,53 @@ def test_wrong_options(
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(FILE), run_name="__main__")
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["minimal_spawn.py", "minimal_by_hand.py"])
+def test_a_variant_differs_in_few_lines(name: str) -> None:
+    """At most 40 lines of a variant are not in minimal.py, and in the training only those of the loader."""
+    lines, variant = (FILE.with_name(file).read_text().splitlines() for file in ("minimal.py", name))
+    added = [line[2:] for line in difflib.ndiff(lines, variant) if line.startswith("+ ")]
+    assert 10 < len(added) <= 40
+    for function in ("wrap", "evaluate", "train", "save", "load"):
+        lines, variant = (list_statements(FILE.with_name(file), function) for file in ("minimal.py", name))
+        assert {line for line in variant if line not in lines and "DataLoader" not in line} == set(), function
+
+
+def list_statements(path: Path, name: str) -> list[str]:
+    """Return the lines of a function without comments, one statement each."""
+    (function,) = (node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == name)
+    return ast.unparse(function).splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@NEEDS_FSDP
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+def test_copies_of_the_variants_train_alike(programs: Programs, tmp_path: Path, method: str) -> None:
+    """Two ranks of mp.spawn, and two processes started by hand, print the losses of one process; both have workers."""
+    for name in ("minimal.py", "minimal_spawn.py", "minimal_by_hand.py"):
+        shutil.copy(FILE.with_name(name), tmp_path / name)
+    options = ("--epochs", 1, "--num-workers", 1, "--method", method, "--ranks", 2)
+    outputs = [programs.run(sys.executable, "minimal.py", "--epochs", 1, timeout=120)]
+    outputs.append(programs.run(sys.executable, "minimal_spawn.py", *options, timeout=240))
+    meet = ("--init-method", f"file://{tmp_path}/meet")
+    second = programs.start(sys.executable, "minimal_by_hand.py", *options, *meet, "--rank", 1)
+    outputs.append(programs.run(sys.executable, "minimal_by_hand.py", *options, *meet, "--rank", 0, timeout=240))
+    outputs.append(programs.finish(second, 120))
+    assert [output.returncode for output in outputs] == [0, 0, 0, 0], [output.stderr for output in outputs]
+    *losses, of_rank_1 = (read_epochs(output.stdout) for output in outputs)
+    assert list(losses[0]) == [1]
+    assert of_rank_1 == {}
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minimal_spawn.py", "minimal_by_hand.py"])
+def test_a_variant_refuses_one_rank_of_ddp(programs: Programs, name: str) -> None:
+    """A method for several ranks with one rank ends with one message that names the missing option."""
+    done = programs.run(sys.executable, str(FILE.with_name(name)), "--method", "ddp")
+    assert done.returncode == 2
+    assert "--method ddp: " in done.stderr
+    assert "--ranks" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.imports import import_or_skip
 from support.scenarios import SMALLEST
 from support.states import count_elements
 from torch import nn
@@ -35,7 +36,7 @@ def test_small_images(name: str, size: int) -> None:
     """Every model accepts 8x8 and 28x28 gray and 32x32 color images, and all its parameters get gradients."""
     width = 8 if "width" in MODELS[name].options else None
     if width is None:
-        pytest.importorskip("torchvision")
+        import_or_skip("torchvision")
     channels = 3 if size == 32 else 1
     model = build_model(name, channels, 10, width, image_size=size, **SMALLEST.get(name, {}))
     logits = model(torch.randn(2, channels, size, size))
@@ -52,6 +53,7 @@ def test_parameters_of_resnets() -> None:
     assert len(convolutions) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth", "alpha", "expected"),
     [
@@ -90,7 +92,7 @@ def test_a_pyramid_grows_in_every_block() -> None:
 @pytest.mark.parametrize(("name", "tensors"), [("resnet18", 122), ("resnet34", 218), ("resnet50", 320)])
 def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
     """Tensors have the names, the order and, except for the stem, the shapes of torchvision's networks."""
-    pytest.importorskip("torchvision")
+    import_or_skip("torchvision")
     with torch.device("meta"):
         ours = build_model(name, 3, 10, None).state_dict()
         theirs = build_model(f"tv_{name}", 3, 10, None).state_dict()
@@ -99,9 +101,10 @@ def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
     assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
 
 
+@pytest.mark.slow
 def test_resnet50_computes_torchvisions_features() -> None:
     """With equal weights, the stages after the stem compute bitwise equal features."""
-    pytest.importorskip("torchvision")
+    import_or_skip("torchvision")
     ours = build_model("resnet50", 3, 10, None).eval()
     theirs = build_model("tv_resnet50", 3, 10, None).eval()
     ours.load_state_dict(theirs.state_dict() | {"conv1.weight": ours.state_dict()["conv1.weight"]})
@@ -179,7 +182,7 @@ def test_an_unknown_model_is_refused() -> None:
 
 def test_the_list_has_every_model() -> None:
     """--list-models has a line per model: its parameters, normalization and source."""
-    pytest.importorskip("torchvision")
+    import_or_skip("torchvision")
     head, *lines = list_models().splitlines()
     assert head.split() == ["name", "parameters", "norm", "source"]
     table = {line.split()[0]: line.split()[1:] for line in lines}
@@ -192,7 +195,7 @@ def test_the_list_has_every_model() -> None:
 def test_fsdp_finds_the_blocks(name: str) -> None:
     """--method fsdp shards stages one by one; they have most parameters of a deep model."""
     if name.startswith("tv_"):
-        pytest.importorskip("torchvision")
+        import_or_skip("torchvision")
     with torch.device("meta"):
         model = build_model(name, 0 if MODELS[name].text else 3, 10, None)
     blocks = list(find_blocks(model))

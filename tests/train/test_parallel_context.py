@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CP = replace(GPT, method="cp")
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize(
     "changes",
@@ -36,6 +37,7 @@ def test_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     assert difference_to_single(ctx, replace(CP, **changes)) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("mode", ["allgather", "ulysses"])
 def test_slices_equal_the_whole_sequence(ctx: RankContext, syncheck_rank: Rank, mode: str) -> None:

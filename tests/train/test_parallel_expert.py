@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EP = replace(MOE, method="ep")
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize(
     "changes",
@@ -36,6 +37,7 @@ def test_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     assert difference_to_single(ctx, replace(EP, **changes)) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4, timeout=60)
 @pytest.mark.parametrize(
     ("fault", "part"),

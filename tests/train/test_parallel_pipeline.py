@@ -81,6 +81,7 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     return max(abs(a - b) for a, b in zip(measure_losses(ctx, settings), alone, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=120)
 @pytest.mark.parametrize(
     "variants", [["clip and accumulate", "zbv with clip"], pytest.param(list(TWO)[2:], marks=pytest.mark.slow)]
@@ -105,6 +106,7 @@ def compare_last(settings: Settings) -> syncheck.Group:
     return syncheck.compare(settings.out).groups[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=120)
 def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
     """syncheck compares the embedding across stages, and finds copies that were trained without each other's gradient.

@@ -76,6 +76,7 @@ def check_like_single(ctx: RankContext, settings: Settings) -> None:
     torch.testing.assert_close(state, reference, rtol=0, atol=ROUNDING * coarse)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=120)
 @pytest.mark.parametrize(
     "variants",
@@ -90,6 +91,7 @@ def test_shards_train_like_single(ctx: RankContext, variants: list[dict[str, Any
         check_like_single(ctx, replace(GPT, **changes))
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4, timeout=240)
 @pytest.mark.parametrize("method", ["ddp_tp", pytest.param("fsdp_tp", marks=pytest.mark.slow)])
@@ -115,6 +117,7 @@ def count_compared(ctx: RankContext, settings: Settings) -> tuple[list[str], int
     return codes, group.counts.compared, group.counts.tensors
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=120)
 def test_two_ranks_compare_replicated_tensors(ctx: RankContext, syncheck_rank: Rank) -> None:
     """3 norms and their momentum are compared; gradients that are not reduced are reported as SYN231."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.parity_cases import codes
 from support.scenarios import NEEDS_FSDP
 
+from benchmarks.equivalence import ROWS, Row, check_row
 from benchmarks.trainer_case import SMALL, TrainerCase
 from syncheck.parity.check import check_parity
 from train.launch import RankContext
@@ -32,6 +34,8 @@ COMBINATIONS = [(11, 1, 0), (8, 3, 1), (11, 3, 2)]
 if os.environ.get("SYNCHECK_MATRIX") == "all":
     COMBINATIONS = list(product((8, 11), (1, 3), (0, 1, 2)))
 TWO = [name for name in METHODS if name not in (*FOUR, *ALONE, "hsdp_tp")]
+# The slow tests check all of them with more settings.
+QUICK = ("ddp", "fsdp", "tp", "pp")
 
 
 def make_settings(method: str, **changes: Any) -> Settings:
@@ -48,7 +52,7 @@ def check(ctx: RankContext, settings: Settings) -> None:
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", TWO)
+@pytest.mark.parametrize("method", QUICK)
 def test_methods_on_two_ranks(ctx: RankContext, method: str) -> None:
     """Gradient, clipping and step are those of one process."""
     check(ctx, make_settings(method, batch_size=8))
@@ -115,11 +119,17 @@ def test_options_of_methods(ctx: RankContext, method: str, changes: dict[str, An
     check(ctx, make_settings(method, batch_size=8, **changes))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("method", ALONE)
 def test_methods_of_one_process(method: str, accumulate: int) -> None:
     """`single` and `dp` compute the gradient of the whole batch in one process, with accumulation."""
     check(RankContext(), make_settings(method, batch_size=11, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.ranks == 1], ids=attrgetter("name"))
+def test_rows_of_the_benchmark_in_one_process(row: Row) -> None:
+    """Each row of `benchmarks equivalence` in one process has several parts to compare."""
+    assert check_row(row)["codes"] == []
 
 
 def test_every_method_is_checked() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.imports import import_or_skip
 from support.resumed import TINY, assert_bitwise
 from support.scenarios import SMALL, fsdp, run, trained, whole_state
 from support.states import list_differing, pick
@@ -54,6 +55,7 @@ def test_dropout_differs_between_ranks(ctx: RankContext, method: str) -> None:
     assert len(set(chain.from_iterable(masks_of_ranks))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", fsdp("fsdp")])
 def test_a_run_with_dropout_is_reproducible(ctx: RankContext, method: str) -> None:
@@ -103,6 +105,7 @@ def test_transformers_stay_in_sync(ctx: RankContext, syncheck_rank: Rank) -> Non
     assert not list(report.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_a_transformer_learns_in_16_bits(ctx: RankContext) -> None:
     """A transformer learns in bfloat16 on two ranks."""
@@ -111,9 +114,10 @@ def test_a_transformer_learns_in_16_bits(ctx: RankContext) -> None:
     assert run(ctx, settings).test.accuracy > 0.4
 
 
+@pytest.mark.slow
 def test_the_list_of_models_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """--list-models prints the table on rank 0 only and exits with 0."""
-    pytest.importorskip("torchvision")
+    import_or_skip("torchvision")
     for variables, lines in (({}, 16), ({"RANK": "0", "WORLD_SIZE": "2"}, 16), ({"RANK": "1", "WORLD_SIZE": "2"}, 0)):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -45,7 +45,13 @@ NEXT = "; add --spawn 2, or start with torchrun"
             "--log-dir /dev/null/logs",
             "cannot write the log /dev/null/logs/single/rank_0.log: Not a directory",
         ),
-        ("--data-dir nowhere", "nowhere/digits.npz: not found; set --data-dir to the folder of digits.npz"),
+        (
+            "--data-dir nowhere",
+            (
+                "--data-dir nowhere: not an existing folder; pass the folder that contains digits.npz, or omit "
+                "--data-dir for the file of this clone"
+            ),
+        ),
         (
             "--method ddp",
             "--method ddp needs a launcher: start with 'torchrun --nproc-per-node 2 train/run.py', or add --spawn 2",
@@ -102,6 +108,13 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ("--width 99999999999999999999", "--width 99999999999999999999: must be at most 65536"),
         ("--accumulate 33", "--batch-size 32 (global) leaves some of 1 rank x 33 micro-batches empty; use 33 or more"),
         ("--modle resnet8", "unrecognized arguments: --modle resnet8; did you mean --model?"),
+        ("--gpu 0", "unrecognized arguments: --gpu 0; did you mean --gpus 0?"),
+        ("--gpu_devices 0 1", "unrecognized arguments: --gpu_devices 0 1; did you mean --gpus 0,1?"),
+        ("--grad_accu_steps=4", "unrecognized arguments: --grad_accu_steps=4; did you mean --accumulate?"),
+        (
+            "-g 1 -td logs",
+            "unrecognized arguments: -g 1 -td logs; did you mean --spawn N for -g, --out for -td?",
+        ),
         (
             "--spawn 2 --join --batch-size 31",
             "--join --batch-size 31: must be a multiple of 2, because all batches have one size",

@@ -28,13 +28,13 @@ UNEVEN: dict[str, Any] = {"batch_size": 15, "keep_last": True}  # five steps an 
 # Changed settings, and the steps after which the run crashes. Each option appears with methods for which it adds state.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "ddp, first step": ({"ema": 0.9, **ADAMW}, [1]),
-    "ddp, end of an epoch": ({}, [4]),
-    "ddp, before the last step": ({"amp": "fp16", **UNEVEN}, [9]),
     "zero, twice": ({"method": "zero", "accumulate": 2, **ADAMW}, [3, 6]),
-    "localsgd, between averages": ({"method": "localsgd", "average_every": 2, "amp": "bf16"}, [5]),
     "fsdp": ({"method": "fsdp", "amp": "fp16", "sync_bn": True, **ADAMW}, [3]),
 }
 MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "ddp, end of an epoch": ({}, [4]),
+    "ddp, before the last step": ({"amp": "fp16", **UNEVEN}, [9]),
+    "localsgd, between averages": ({"method": "localsgd", "average_every": 2, "amp": "bf16"}, [5]),
     "ddp, each step": ({"save_every": 3}, [1, 2, 3, 4, 5, 6, 7, 8]),
     "ddp, sync_bn, ema": ({"sync_bn": True, "ema": 0.9, "grad_clip": 0.5}, [3]),
     "ddp, own statistics": ({"buffer_sync": False, "amp": "bf16", **UNEVEN}, [6]),

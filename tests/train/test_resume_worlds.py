@@ -116,6 +116,7 @@ def _max_difference(a: Settings, b: Settings, ctx: RankContext) -> float:
     return find_largest_difference(remaining, right)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("model", ["convnet", "resnet8"])
 def test_one_rank_resumes_ddp_of_two(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str], model: str) -> None:
@@ -219,6 +220,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
     """With another number of ranks, zero needs the shards of all saved ranks; ddp needs only one file."""
@@ -245,6 +247,7 @@ def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.C
                 assert resume(alone, settings)[1].steps[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4, timeout=60)
 @pytest.mark.parametrize("method", ["ddp_tp", pytest.param("ep", marks=pytest.mark.slow)])
 def test_parts_of_a_model_need_the_same_number_of_ranks(
@@ -275,6 +278,7 @@ def test_parts_of_a_model_need_the_same_number_of_ranks(
     assert "DeviceMesh" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=4, timeout=60)
 def test_a_mesh_equal_to_the_default_is_accepted(ctx: RankContext, syncheck_rank: Rank) -> None:
     """A run saved without --parallel-degree resumes with the default value, and refuses another value."""

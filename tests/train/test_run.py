@@ -28,10 +28,10 @@ FLAGS = """
     accumulate alpha amp augment average-every backend batch-size bucket-view channels channels-last
     checkpoint-every classes comm-hook compile context-mode cpu-offload cudnn-benchmark data data-dir depth
     download ema epochs eval-every fault fault-step find-unused gpus grad-clip help image-size init-method ip join
-    keep-last limit-train list-faults list-models local-rank log-dir log-interval loss-parallel lr lr-scale
-    max-steps method model momentum monitor monitor-every mp-policy no-buffer-sync no-shuffle on-desync optimizer
-    out outer-lr outer-momentum parallel-degree pipeline-schedule port powersgd-rank powersgd-start progress rank
-    replicas reshard-after-forward resume save-best save-every save-format save-per-rank schedule seed
+    keep-last label-smoothing limit-train list-faults list-models local-rank log-dir log-interval loss-parallel lr
+    lr-scale max-steps method mixup model momentum monitor monitor-every mp-policy no-buffer-sync no-shuffle on-desync
+    optimizer out outer-lr outer-momentum parallel-degree pipeline-schedule port powersgd-rank powersgd-start progress
+    rank replicas reshard-after-forward resume save-best save-every save-format save-per-rank schedule seed
     sequence-parallel spawn static-graph sync-bn task tensorboard timeout train-samples warmup-epochs warmup-steps
     weight-decay width workers world-size
 """
@@ -76,6 +76,9 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings_from(build_parser().parse_args([])) == Settings()
     monkeypatch.setenv("RANK", "0")
     assert settings_from(build_parser().parse_args([])).method == "ddp"
+    for model, data in (("gpt-tiny", "text"), ("gpt-tiny-moe", "text"), ("convnet", "digits")):
+        assert settings_from(build_parser().parse_args(["--model", model])).data == data
+    assert settings_from(build_parser().parse_args(["--model", "gpt-tiny", "--data", "mnist"])).data == "mnist"
     args = ["--optimizer", "adamw", "--save-every", "5"]
     settings = settings_from(build_parser().parse_args(args))
     assert (settings.lr, settings.save_per_rank) == (0.005, True)
@@ -123,6 +126,7 @@ def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProces
     assert list_files(tmp_path / "ckpts") == ["single_rank0.safetensors"]
 
 
+@pytest.mark.slow
 def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """The README's command trains ddp on two processes, saves the files of both, and prints only on rank 0."""
     run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
@@ -163,6 +167,7 @@ def test_defaults_reach_97_percent(ctx: RankContext, *, sync_bn: bool) -> None:
     assert train(Settings(method="ddp", sync_bn=sync_bn), ctx, Recorder()).test.accuracy >= 0.97
 
 
+@pytest.mark.slow
 def test_imports_its_own_clone(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """`run.py` ignores another `train` package in the working folder."""
     (tmp_path / "train").mkdir()

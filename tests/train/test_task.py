@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from support.listings import find_all, read_json_lines
 from support.programs import TRAIN
-from support.scenarios import trained
+from support.scenarios import run, trained
 
+from train.engine import prepare
 from train.errors import UserError
 from train.evaluate.__main__ import main as evaluate
 from train.launch import RankContext
@@ -23,9 +25,10 @@ from train.task import make_task
 if TYPE_CHECKING:
     from support.programs import Programs
 
-EXAMPLE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), re.DOTALL)[
-    0
-]
+    from syncheck.testing import Rank
+
+PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
+EXAMPLE, IMAGE_FOLDER = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 BROKEN = (
     EXAMPLE
     + """
@@ -49,6 +52,51 @@ class NoLoad(Task):
 class Nothing(Sine):
     def load(self, settings):
         pass
+
+class MissingFolder(Sine):
+    def load(self, settings):
+        import os
+        os.scandir("photos/train")
+
+class FileAsFolder(Sine):
+    def load(self, settings):
+        import os
+        os.scandir("unfinished.py")
+
+class NoImages(Sine):
+    def load(self, settings):
+        raise FileNotFoundError("Found no valid file for the classes blue.\\nSupported extensions are: .jpg")
+
+class Unreadable:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise PermissionError(13, "Permission denied", "0.jpg")
+
+class UnreadableSample(Sine):
+    def load(self, settings):
+        return Data(train=Unreadable(), test=Unreadable())
+
+class Numbers:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((8,), index / 32), index % 2
+
+class Labels(Sine):
+    def load(self, settings):
+        return Data(train=Numbers(), test=Numbers())
+
+    def build_model(self, settings, data):
+        return nn.Linear(8, 2)
+
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+    def count(self, outputs, targets):
+        return (outputs.argmax(-1) != targets).sum().double()
 """
 )
 
@@ -139,6 +187,10 @@ def test_two_ranks_and_their_evaluation(module: str, programs: Programs, capsys:
         ("{}:Argument", "cannot be built"),
         ("{}:NoLoad", "define its method load"),
         ("{}:Nothing", "load returned NoneType"),
+        ("{}:MissingFolder", "No such file or directory: 'photos/train'"),
+        ("{}:FileAsFolder", "Not a directory"),
+        ("{}:NoImages", "classes blue. Supported extensions"),
+        ("{}:UnreadableSample", "Permission denied: '0.jpg'"),
     ],
 )
 def test_unsuitable_tasks_are_refused(module: str, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +201,27 @@ def test_unsuitable_tasks_are_refused(module: str, name: str, message: str, caps
     assert error.count("\n") == 1
     assert f"--task {name.format(module)}: " in error
     assert message in error
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_plain_numbers_as_labels_resume(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of ddp resumes if the labels of its data set are ints, like those of torchvision's ImageFolder."""
+    folder = syncheck_rank.shared / f"code_{ctx.rank}"
+    folder.mkdir()
+    (folder / "labels_task.py").write_text(BROKEN)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    settings = Settings(
+        method="ddp",
+        task="labels_task:Labels",
+        batch_size=8,
+        schedule="constant",
+        max_steps=2,
+        checkpoint_every=2,
+        out=syncheck_rank.shared,
+    )
+    run(ctx, settings)
+    assert prepare(replace(settings, max_steps=4, resume=True), ctx).state_saver.position.step == 2
 
 
 def test_replaced_options_are_refused() -> None:
@@ -166,3 +239,25 @@ def test_perplexity_is_finite_in_strange_runs() -> None:
     assert task.compute(2.0, (0.5, 0.75)) == expected
     assert task.compute(float("inf"), (0.0, 0.0))["perplexity"] == float("inf")
     assert task.compute(1e6, (0.0, 0.0))["perplexity"] > 1e5
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second example of the page reads images by class with torchvision, and learns to separate two colors."""
+    pytest.importorskip("torchvision", exc_type=ImportError)
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 16), ("val", 4)):
+        for color in ("red", "blue"):
+            folder = tmp_path / "photos" / part / color
+            folder.mkdir(parents=True)
+            for i in range(count):
+                image.new("RGB", (70 + i, 64), color).save(folder / f"{i}.jpg")
+    name = f"photos_{abs(hash(tmp_path))}"
+    # A smaller network and smaller images take seconds.
+    small = IMAGE_FOLDER.replace('SIZE = "photos", 64', 'SIZE = "photos", 16').replace("resnet18", "resnet8")
+    (tmp_path / f"{name}.py").write_text(small)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["--task", f"{name}:Photos", "--epochs", "3", "--batch-size", "8", "--log-dir", "log"]) == 0
+    _, *records, _ = read_events(Path("log/single/metrics.jsonl"))
+    assert find_all(records, event="epoch")[-1]["accuracy"] == 1

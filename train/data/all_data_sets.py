@@ -39,6 +39,6 @@ def load_data(name: str, folder: Path | None, limit_train: int | None, options: 
             option = f"--{field.replace('_', '-')} {getattr(options, field)}"
             raise UserError(f"{option}: not supported by --data {name}; use --data synthetic")
     data = DATASETS[name](folder, options)
-    if options.augment == "timm":
-        data.train.mixup = Mixup(options.seed, data.classes)
+    if options.mixup or options.label_smoothing:
+        data.train.mixup = Mixup(options.seed, data.classes, options.mixup, options.label_smoothing)
     return limit(data, limit_train, name)

@@ -5,8 +5,11 @@ The result is therefore equal on any rank, with any number of ranks and workers,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +18,7 @@ from train.errors import UserError, refuse
 from train.seeds import draw_integers, mixed, mixed_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from train.data.dataset import Augment, DataOptions, Normalize
 
@@ -23,15 +26,25 @@ AUGMENTATIONS = ("none", "basic", "strong", "timm")
 # Brightness, contrast and saturation are multiplied by 0.6 to 1.4.
 JITTER = 0.4
 ERASE_PROBABILITY = 0.25
-# Stream of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
-STRONG_STREAM = 1
+# Streams of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
+STRONG_STREAM, TIMM_STREAM = 1, 3
+# Arguments of timm's create_transform: RandAugment as in timm's recipes for ImageNet, and random erasing with noise.
+# The crop has timm's defaults: 8 % to 100 % of the area, and sides of 3:4 to 4:3.
+# mmax9: at magnitude 10, timm 1.0.31 posterizes to 0 bits, which Pillow 13 refuses.
+TIMM_RECIPE: dict[str, Any] = {
+    "is_training": True,
+    "auto_augment": "rand-m9-mstd0.5-mmax9-inc1",
+    "interpolation": "bicubic",
+    "re_prob": ERASE_PROBABILITY,
+    "re_mode": "pixel",
+}
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
     """Build the augmentation selected by the options, or return None for --augment none.
 
     flip: whether mirroring preserves the class, which is not true for digits. Raises UserError for unknown names,
-    unsupported numbers of channels, and if torchvision is missing.
+    unsupported numbers of channels, and if torchvision or timm is missing.
     """
     if options.augment == "none":
         return None
@@ -48,7 +61,8 @@ def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment
     try:
         return kinds[options.augment](options.seed, flip=flip)
     except ImportError as error:
-        raise UserError(f"{option}: torchvision is not installed; run pip install -e '.[train]'") from error
+        name, package = ("timm", "timm") if options.augment == "timm" else ("torchvision", "-e '.[train]'")
+        raise UserError(f"{option}: {name} is not installed; run pip install {package}") from error
 
 
 class BasicAugment:
@@ -123,23 +137,56 @@ class StrongAugment:
         return BasicAugment(self.seed, flip=self.flip).shift_and_flip(pixels, indices, epoch)
 
 
-class TimmAugment(StrongAugment):
-    """The recipe of timm for ImageNet: RandomResizedCrop, mirroring, and RandAugment; `Mixup` then mixes the images.
+class TimmAugment:
+    """The transform that timm's `create_transform` makes of `TIMM_RECIPE`: crop, mirroring, RandAugment and erasing.
 
-    A crop has 8 % to 100 % of the area and sides of 3:4 to 4:3, and is resized to the size of the image.
+    timm computes with PIL images, so grayscale images are converted to colors and back.
     """
 
     def __init__(self, seed: int, *, flip: bool) -> None:
-        super().__init__(seed, flip=flip)
-        self.change, self.erase = self.crop_and_flip, torch.nn.Identity()
+        # Imported only for --augment timm, which is not installed with the trainer.
+        from timm.data.transforms_factory import create_transform  # type: ignore[import-not-found, unused-ignore]
 
-    def move(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:  # noqa: ARG002 - for StrongAugment
-        """Return the images; `crop_and_flip` moves each image."""
-        return pixels
+        self.seed, self.flip, self.create_transform = seed, flip, create_transform
 
-    def crop_and_flip(self, image: Tensor) -> Tensor:
-        """Crop, resize and mirror one image, uint8 [channels, H, W]."""
-        from torchvision.transforms import v2
+    def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
+        """Augment and normalize the images, as described in Augment."""
+        from PIL import Image
 
-        image = v2.RandomResizedCrop(image.shape[1:], interpolation=v2.InterpolationMode.BICUBIC)(image)
-        return v2.RandomHorizontalFlip(p=0.5 if self.flip else 0.0)(image)  # type: ignore[no-any-return]
+        channels, size = pixels.shape[1], (pixels.shape[2], pixels.shape[3])
+        colors = 3 // channels  # how often a channel is repeated
+        transform = self.create_transform(
+            size,
+            hflip=0.5 if self.flip else 0.0,
+            mean=normalize.mean * (3 // len(normalize.mean)),
+            std=normalize.std * (3 // len(normalize.std)),
+            **TIMM_RECIPE,
+        )
+        keys = mixed_each(mixed(self.seed, epoch, TIMM_STREAM), indices.numpy()).tolist()
+        images = []
+        with keep_generators():
+            for image, key in zip(pixels, keys, strict=True):
+                seed_generators(key)
+                picture = Image.fromarray(image.repeat(colors, 1, 1).permute(1, 2, 0).numpy())
+                images.append(transform(picture)[:channels])
+        return torch.stack(images) if images else normalize(pixels)
+
+
+def seed_generators(key: int) -> None:
+    """Seed the generators of Python, numpy and torch, of which timm's operations draw."""
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    # torch.manual_seed would seed the GPUs too.
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def keep_generators() -> Iterator[None]:
+    """Restore the generators of Python, numpy and torch at the end, so that other random numbers do not change."""
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.default_generator.set_state(of_torch)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from train.data.folders import check_folder
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class DataOptions:
     """Options of a data set; None selects the default.
 
     image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic,
-    strong or timm. seed: seed of the augmentation.
+    strong or timm. mixup: parameter of the weights, or 0. label_smoothing: share of the probability, or 0. seed: seed
+    of the augmentation.
     """
 
     image_size: int | None = None
@@ -33,6 +35,8 @@ class DataOptions:
     classes: int | None = None
     train_samples: int | None = None
     augment: str = "none"
+    mixup: float = 0.0
+    label_smoothing: float = 0.0
     seed: int = 0
 
     @classmethod
@@ -109,7 +113,9 @@ class Images(Dataset[tuple[Tensor, ...]]):
                 raise IndexError(f"index out of range: the data set has {self.samples} samples")
             rows = rows % self.samples
         images, labels = self.load(rows)
-        if self.mixup is not None:
+        if self.mixup is not None and not self.mixup.alpha:
+            labels = self.mixup.smooth(labels)
+        elif self.mixup is not None:
             partners, weights = self.mixup.draw(rows, self.epoch, self.samples)
             pairs = zip((images, labels), self.load(partners), strict=True)
             images, labels = (self.mixup.mix(inputs, targets, weights) for inputs, targets in pairs)
@@ -147,9 +153,13 @@ class Collated(Images):
 
 
 def locate_file(folder: Path | None, default_folder: Path, name: str) -> tuple[Path, str]:
-    """Return the path of a data file, and how to fix its absence. folder: None for the file in this clone."""
+    """Return the path of a data file, and how to fix its absence. folder: None for the file in this clone.
+
+    Raises UserError for a folder that cannot contain the file.
+    """
     if folder is None:
         return default_folder / name, "the clone is incomplete"
+    check_folder(folder, name, "omit --data-dir for the file of this clone")
     return folder / name, f"set --data-dir to the folder of {name}"
 
 

@@ -13,6 +13,7 @@ import torch
 
 from train.data.augment import build_augment
 from train.data.dataset import Data, DataOptions, Images, Normalize
+from train.data.folders import check_folder
 from train.errors import UserError, explain_os_error, join_lines
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Source:
         """
         if folder is None:
             raise UserError(f"--data {self.name}: needs --data-dir, a folder with {self.contents}")
+        first_file, _ = self.list_files(folder)[0]
+        check_folder(folder, str(first_file.parent.relative_to(folder)), "add --download")
         self.check_files(folder)
         return self._read_part(folder, train=True), self._read_part(folder, train=False)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError, refuse
 from train.faults.base import Fault
+from train.faults.batches import NoSetEpoch, Overlap, RngShared, SameBatch
 from train.faults.buffers import BuffersNeverSynced, ExtraForward, LocalNormalizer, VarianceOnly
 from train.faults.damaged_files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
@@ -25,6 +26,7 @@ from train.faults.reduction import (
     ClipOnOneRank,
     DiffersByNode,
     ForwardThroughModule,
+    GradNotReducedOnce,
     LateHead,
     TiedApart,
 )
@@ -46,6 +48,7 @@ FAULTS: dict[str, type[Fault]] = {
     "local-normalizer": LocalNormalizer,
     "init-not-broadcast": InitNotBroadcast,
     "forward-through-module": ForwardThroughModule,
+    "grad-not-reduced-once": GradNotReducedOnce,
     "expert-replicated-wrongly": ExpertReplicatedWrongly,
     "router-updated-locally": RouterUpdatedLocally,
     "late-head": LateHead,
@@ -68,6 +71,10 @@ FAULTS: dict[str, type[Fault]] = {
     "clip-by-local-norm": ClipByLocalNorm,
     "rounding-only": RoundsOtherwise,
     "smaller-steps": SmallerSteps,
+    "same-batch": SameBatch,
+    "overlap": Overlap,
+    "no-set-epoch": NoSetEpoch,
+    "rng-shared": RngShared,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -19,20 +20,23 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.checkpoints.formats import Snapshot
+    from train.data import DistributedBatchSampler, OwnSharesSampler
     from train.launch import RankContext
     from train.methods.single import Method
     from train.settings import Settings
+
+    TrainingSampler = DistributedBatchSampler | OwnSharesSampler
 
 
 class Fault:
     """A fault without effect, and the base class of all faults.
 
-    summary: description for --list-faults. code: the finding that syncheck should report. when: the default step: at
-    "half" of the run, at the "last" step, or "always". fault_step: the step at which the fault occurs, counted from 1;
-    0 for "always". steps: of the whole run. early_save_step: a step after which the final files are written once before
-    the end. methods: the methods in which the fault has an effect. needs: options without which it has no effect.
-    refuses: options that prevent the effect. Both have a reason with the option to change; braces contain names of
-    settings.
+    summary: description for --list-faults. code: the finding that syncheck should report. in_files: whether the ranks'
+    files show it; otherwise `syncheck watch` does, while the run goes on. when: the default step: at "half" of the run,
+    at the "last" step, or "always". fault_step: the step at which the fault occurs, counted from 1; 0 for
+    "always". steps: of the whole run. early_save_step: a step after which the final files are written once before the
+    end. methods: the methods in which the fault has an effect. needs: options without which it has no effect. refuses:
+    options that prevent the effect. Both have a reason with the option to change; braces contain names of settings.
 
     Every hook is called on every rank. A hook that communicates must do so on all ranks, so that no rank waits forever.
     `is_faulty` marks the last rank, on which faults of a single rank occur.
@@ -42,6 +46,7 @@ class Fault:
 
     summary: ClassVar[str] = ""
     code: ClassVar[str] = ""
+    in_files: ClassVar[bool] = True
     when: ClassVar[str] = "always"
     methods: ClassVar[tuple[str, ...]] = ("ddp",)
     needs: ClassVar[Mapping[str, str]] = {}
@@ -73,9 +78,20 @@ class Fault:
         """Return whether the fault occurs on this rank at this step."""
         return self.is_faulty and step == self.fault_step
 
+    def change_sampler(self, sampler: TrainingSampler) -> TrainingSampler:
+        """Return the sampler, changed so that this rank trains on other samples."""
+        return sampler
+
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""
         return forward
+
+    def before_training(self, method: Method) -> None:
+        """Run once, when each rank has its own stream of random numbers."""
+
+    def around_step(self, step: int, method: Method) -> AbstractContextManager[None]:  # noqa: ARG002 - for subclasses
+        """Return a context for the forward and backward passes and the update of a step. step: counted from 1."""
+        return nullcontext()
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:
         """Run when the gradients are complete. step: counted from 1. x: [N, ...] this rank's last micro-batch."""

@@ -16,6 +16,12 @@ class FaultyTrainer(Trainer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.fault.scaler = self.scaler
+        self.fault.before_training(self.method)
+
+    def run(self, step: int, *arguments: Any) -> None:
+        """Run the step within the context of the fault."""
+        with self.fault.around_step(step, self.method):
+            super().run(step, *arguments)
 
     def accumulate(self, x: Tensor, *arguments: Any) -> None:
         """Keep the inputs of the last micro-batch."""

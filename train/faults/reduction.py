@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from train.methods.pp import Pp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -53,6 +55,22 @@ class ForwardThroughModule(UnequalGradients):
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - bypassed on purpose
         """Bypass the wrapper on all ranks."""
         return method.module
+
+
+class GradNotReducedOnce(UnequalGradients):
+    """Do not average the gradients of one step: every rank updates with the gradients of its own share.
+
+    Examples: `no_sync()` around the last micro-batch too, because the number of batches is no multiple of the number of
+    micro-batches: https://github.com/modelscope/FunASR/pull/3472.
+    """
+
+    summary = "the gradients of one step are not averaged, as with no_sync around the last micro-batch"
+    code = "SYN211"
+    when = "half"
+
+    def around_step(self, step: int, method: Method) -> AbstractContextManager[None]:
+        """Keep the gradients local on all ranks."""
+        return method.no_sync() if step == self.fault_step else nullcontext()
 
 
 class LocalGradients(UnequalGradients):

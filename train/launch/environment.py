@@ -100,6 +100,8 @@ class RankContext:
 TORCHRUN = "torchrun --nproc-per-node 2 train/run.py"
 TORCHRUN_ADVICE = f"start with '{TORCHRUN}'"
 SLURM_ADVICE = "start with 'srun --ntasks 2 python train/run.py'"
+# Options of ours whose counterparts under torchrun and torch.distributed.launch are options of the launcher.
+LAUNCHER_OPTIONS = {"--ip": "--master-addr", "--port": "--master-port"}
 ADDRESS_OPTIONS = "--init-method file:///PATH, or --ip ADDRESS --port PORT"
 HIGHEST_PORT = 65_535
 # Ports for SLURM jobs, below Linux's range for outgoing connections, which starts at 32768.
@@ -215,7 +217,10 @@ def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
 def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:
     """Read the variables of torchrun, torch.distributed.launch, or a user who sets them by hand."""
     for option in options.given("spawn", "rank", "world_size", "init_method", "ip", "port"):
-        raise UserError(f"{option} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
+        advice = "drop it, or unset the variables"
+        if option in LAUNCHER_OPTIONS:
+            advice += f"; did you mean {LAUNCHER_OPTIONS[option]} of the launcher, before train/run.py?"
+        raise UserError(f"{option} under a launcher that has set RANK or WORLD_SIZE: {advice}")
     rank, world_size = _read_rank(environment, "RANK", "WORLD_SIZE", TORCHRUN_ADVICE)
     # Without local variables, all ranks are on one machine.
     local_rank, local_world_size = rank, world_size

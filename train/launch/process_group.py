@@ -39,6 +39,8 @@ LIVENESS_SECONDS = 5.0
 CONNECT_SLACK = 5.0
 # Between two looks at the other ranks' keys before the run.
 HELLO_SECONDS = 0.02
+# For the other ranks to leave the store at the end.
+LEAVE_SECONDS = 1.0
 # FileStore writes this first: the length of a key, and the key.
 FILE_STORE_START = b"\x09\0\0\0refcount/"
 # RuntimeErrors of gloo and NCCL contain these texts when a peer has ended or hangs.
@@ -165,8 +167,14 @@ def leave_store(ctx: RankContext, store: Store) -> None:
     address = urlsplit(ctx.init_method)
     if address.scheme == "file":
         with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
+            path = Path(unquote(address.path)).resolve()  # not just a link to it
             if store.add("finished", 1) == ctx.world_size:
-                Path(unquote(address.path)).resolve().unlink(missing_ok=True)  # not just a link to it
+                path.unlink(missing_ok=True)
+            # The destructor of a store that still finds the file opens it twice, and so creates it again if the last
+            # rank removes it in between.
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while path.exists() and time.monotonic() < deadline:
+                time.sleep(HELLO_SECONDS)
 
 
 def uses_agent_store() -> bool:

@@ -150,8 +150,9 @@ class StateSaver:
             check_same_run(state, trainer, self.plan, where)
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
-            x, y = samples[0]
-            warm_up_buckets(trainer, torch.stack([x, x]), torch.stack([y, y]))
+            # A list of indices returns a batch like in training: the labels of a user's data set may be plain numbers.
+            x, y = samples[[0, 0]]
+            warm_up_buckets(trainer, x, y)
         restore_state(state, trainer)
         vars(self.best).update(state["also"]["best"])
         trainer.fault.after_resume(newest.step, trainer.method, trainer.optimizer)

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
+from syncheck.loaded import find_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ def as_plain_tensors() -> Iterator[None]:
 
     Does nothing if torch is not loaded.
     """
-    torch = sys.modules.get("torch")
+    torch = find_loaded("torch")
     if torch is None:
         yield
         return
@@ -37,8 +38,9 @@ def as_plain_tensors() -> Iterator[None]:
 def is_torch(source: Any) -> bool:
     """Whether a source is a torch tensor and not an array."""
     # Without `is_instance`: a check of a small model makes thousands of these calls.
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(source, torch.Tensor)
+    # While another thread imports torch, its module has no class yet.
+    kind: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+    return isinstance(source, kind)
 
 
 def is_instance(value: Any, package: str, class_name: str) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
+from syncheck.comparison.equal_shards import find_equal_digests
 from syncheck.comparison.replicas import list_hyperparameters
 from syncheck.comparison.selection import selected_kinds
 from syncheck.errors import UsageError
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 # Maximum bytes of differing tensors to fetch and measure, smallest tensors first. For the remaining tensors a report
 # has the ranks that differ, but not the size of the difference.
 BUDGET = 4 << 30
+# Bytes of an equal shard to fetch: enough to see that its values were drawn at random.
+START = 1 << 16
 
 
 def compare_across_ranks(
@@ -285,10 +288,13 @@ def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[
 
 
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
-    """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
+    """Return one rank per digest of each tensor that differs within a replica group, by name and digest.
+
+    Also of equal shards at different positions, because their first bytes show whether they were drawn at random.
+    """
     alignment = contents.alignment
     selected = _list_selected(alignment, options)
-    remote_tensors: dict[str, dict[bytes, RemoteTensor]] = defaultdict(dict)
+    remote_tensors = _find_equal_shards(alignment)
     for name, tensors in alignment.tensors.items():
         digests = {tensor.same for tensor in tensors.values()}
         if len(digests) < 2 or name not in selected:
@@ -301,6 +307,29 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
                 remote_tensors[source].update(by_digest)
 
     return remote_tensors
+
+
+def _find_equal_shards(alignment: Alignment) -> dict[str, dict[bytes, RemoteTensor]]:
+    """Return the start of one of several equal shards at different positions, by name and digest."""
+    remote_tensors: dict[str, dict[bytes, RemoteTensor]] = defaultdict(dict)
+    for name, ranks in find_equal_digests(alignment).items():
+        source = alignment.find_source(name)
+        for rank in ranks:
+            tensor = alignment.tensors[name][rank]
+            remote = _make_remote(source, rank, tensor)
+            remote_tensors[source][tensor.same] = remote._replace(size=min(remote.size, START))
+
+    return remote_tensors
+
+
+def _make_remote(source: str, rank: int, tensor: Tensor) -> RemoteTensor:
+    """Return the bytes of a rank's tensor. source: the name under which ranks exchange them."""
+    return RemoteTensor(
+        name=source,
+        digest=tensor.same,
+        rank=rank,
+        size=tensor.numel * DTYPES[tensor.dtype].size,
+    )
 
 
 def _list_selected(alignment: Alignment, options: Options) -> Container[str]:
@@ -325,14 +354,7 @@ def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[b
     for rank in reversed(members):
         tensor = members[rank]
         if tensor.same:
-            size = tensor.numel * DTYPES[tensor.dtype].size
-            remote = RemoteTensor(
-                name=source,
-                digest=tensor.same,
-                rank=rank,
-                size=size,
-            )
-            by_form[tensor.dtype, tensor.shape][tensor.same] = remote
+            by_form[tensor.dtype, tensor.shape][tensor.same] = _make_remote(source, rank, tensor)
 
     return [by_digest for by_digest in by_form.values() if len(by_digest) > 1]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.live.channel import world_size
 from syncheck.live.memory.tensor_bytes import holds_shard, is_tensor
+from syncheck.loaded import find_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
@@ -25,6 +26,7 @@ EXTRA_STATE = "_extra_state"
 _MOST_SEARCHED = 20_000
 # Classes and modules of Python, which refer to most of the program.
 CODE = (type, ModuleType)
+_DDP_CLASS = "DistributedDataParallel"
 _FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
 
 
@@ -45,6 +47,22 @@ def is_optimizer(value: Any) -> bool:
         return False
 
     return isinstance(getattr(value, "param_groups", None), list) and is_stateful(value)
+
+
+def list_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    parameters: list[Any] = []
+    for group in optimizer.param_groups:
+        parameters += group.get("params", ())
+
+    return parameters
+
+
+def list_updated(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer has a state of, or that have a gradient: they are or were trained."""
+    # What wraps an optimizer may have no state of its own.
+    state = getattr(optimizer, "state", {})
+    return [parameter for parameter in list_parameters(optimizer) if parameter in state or parameter.grad is not None]
 
 
 def is_bundle(value: Any) -> bool:
@@ -218,7 +236,7 @@ def get_custom_state(modules: Mapping[str, Any], names: Container[str]) -> tuple
 
 def _overrides(module: Any, method: str) -> bool:
     """Whether the class of a module has its own version of a method of torch's modules. Without torch, none has."""
-    torch: Any = sys.modules.get("torch")
+    torch = find_loaded("torch")
     if torch is None:
         return False
 
@@ -230,6 +248,15 @@ def _has_own_state_dict(module: Any) -> bool:
     """Whether a module's own `state_dict` method or hooks may add entries."""
     has_hooks = any(getattr(module, name, None) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
     return has_hooks or _overrides(module, "state_dict")
+
+
+def get_wrapped(module: Any) -> Any:
+    """Return the model of a DistributedDataParallel module, and any other module itself.
+
+    The names of a model must not depend on what else a rank compares: `normalize` removes the prefix of the wrapper
+    only if all names have it.
+    """
+    return getattr(module, "module", module) if type(module).__name__ == _DDP_CLASS else module
 
 
 def is_fsdp1(module: Any) -> bool:
@@ -270,7 +297,7 @@ def get_no_sync(modules: Iterable[Any]) -> NoSync:
     all (measured with torch 2.14), so replicas do not diverge.
     """
     for module in modules:
-        if type(module).__name__ != "DistributedDataParallel":
+        if type(module).__name__ != _DDP_CLASS:
             continue
         if getattr(module, "require_backward_grad_sync", True) is False:
             return "active"

@@ -27,6 +27,7 @@ from syncheck.live.memory.objects import (
     get_no_sync,
     get_referents,
     get_transient_buffers,
+    get_wrapped,
     has_extra_state,
     has_state,
     has_tensor,
@@ -35,6 +36,8 @@ from syncheck.live.memory.objects import (
     is_optimizer,
     is_sharded,
     is_stateful,
+    list_parameters,
+    list_updated,
 )
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.replica_parts import get_prefix, merge_parts
@@ -62,15 +65,6 @@ def get_local_optimizer(optimizer: Any) -> tuple[Any, bool]:
         return inner, True
 
     return optimizer, False
-
-
-def list_parameters(optimizer: Any) -> list[Any]:
-    """Return the parameters of all groups of an optimizer."""
-    parameters: list[Any] = []
-    for group in optimizer.param_groups:
-        parameters += group.get("params", ())
-
-    return parameters
 
 
 def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str], sharded: Container[int]) -> Any:
@@ -115,6 +109,8 @@ _EXACT_OR_NONE = (*_EXACT, NoneType)
 _OF_THE_PROGRAM = (*CODE, FunctionType, MethodType, BuiltinFunctionType, logging.Filterer)
 # The keys of an optimizer's state dict.
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
+# How `_pre_dp_module_transform` of torch states the placements of a parameter of a tensor-parallel module.
+_OF_SHARDS = frozenset({"_st_info"})
 
 
 class _Root(NamedTuple):
@@ -206,6 +202,9 @@ class Tree:
             target.clear()
 
         target.update(state_dict)
+        # A GAN freezes one model for a while, as other steps update it.
+        updated = set(map(self.names.get, map(id, list_updated(optimizer))))
+        self.frozen = sorted(set(self.frozen).difference(updated), key=self.frozen.index)
 
     def _list_compared(self) -> set[int]:
         """Return the ids of all objects in the tree, which are compared anyway."""
@@ -293,7 +292,7 @@ class Tree:
         description = describe_tensor(tensor)
         is_complete = description.sharding is None and not description.refused
         attributes = get_attributes(tensor) if is_complete else {}
-        if attributes:
+        if attributes.keys() - _OF_SHARDS:
             self._searched.append((f"{name}.(attributes)", tensor, [attributes]))
 
         return description
@@ -368,8 +367,8 @@ class Tree:
         """Return parameters and buffers by name, in the order of a state dict."""
         self.modules += 1
         self.synced.add(get_buffers_synced(module))
-        modules = dict(module.named_modules(remove_duplicate=False))
-        self.no_sync = self.no_sync or get_no_sync(modules.values())
+        self.no_sync = self.no_sync or get_no_sync(module.modules())
+        modules = dict(get_wrapped(module).named_modules(remove_duplicate=False))
         flat_prefixes = tuple(add_dot(path) for path, owner in modules.items() if is_fsdp1(owner))
         root = _Root(
             prefix=get_prefix(name),

@@ -10,7 +10,7 @@ from syncheck.frozen import record
 from syncheck.live.memory.objects import EXTRA_STATE
 from syncheck.records import largest_first
 from syncheck.tensors.kinds import BUFFERS, OPTIMIZER
-from syncheck.text import group_ranks, names_text, ranks_text
+from syncheck.text import group_ranks, names_text, option_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -286,9 +286,10 @@ def _describe_ties(jobs: Sequence[Job]) -> str:
     names = _join_names(job.name for job in jobs)
     text = f"no majority: {names}; choose the healthy rank with source=RANK"
     if {job.kind for job in jobs} <= BUFFERS:
+        without_buffers = option_text("only", ("params", "optimizer"))
         text += (
             ". Under plain DDP each rank has its own BatchNorm statistics: source=0 copies the statistics of rank "
-            "0, only=('params', 'optimizer') skips them"
+            f"0, {without_buffers} skips them"
         )
 
     return text

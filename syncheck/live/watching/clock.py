@@ -14,8 +14,10 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncheck.loaded import find_loaded
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 # Communication hooks of torch.distributed.algorithms.ddp_comm_hooks.
@@ -28,36 +30,103 @@ class Clock:
     name: equal on all ranks: wrappers and optimizers are created in the same order.
     ranks: that are compared, as ranks of the whole world.
     wrapper: a DistributedDataParallel module, whose reductions are counted; None to count optimizer steps.
+    counts_steps: False to count forward passes.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], wrapper: Any = None) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], wrapper: Any = None, *, counts_steps: bool = True) -> None:
         self.name = name
         self.ranks = ranks
         self.ticks = 0
         self.reduces = wrapper is not None
         """Whether it counts reductions, so that ranks must step with equal gradients."""
-        self.is_first = False
-        """Whether the wrapper is the first one of these ranks."""
+        self.counts_steps = counts_steps
+        self.replicas: tuple[tuple[int, ...], ...] = (ranks,)
+        """The sets of ranks that hold the same part of the model."""
+        self.unit = "reduction" if self.reduces else "step"
+        if not counts_steps:
+            self.unit = "forward pass"
+        self._is_local = False
         self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
+        self.class_name = type(self.module).__name__
+        """Of the model."""
+        # The parameters by name, as they are when the wrapper is created.
+        self._wrapped: dict[str, weakref.ref[Any]] = {}
+        # Those of them that require a gradient then.
+        self._reduced: list[weakref.ref[Any]] = []
+        for name, parameter in self._list_all():
+            self._wrapped[name] = weakref.ref(parameter)
+            if parameter.requires_grad:
+                self._reduced.append(self._wrapped[name])
 
     @property
     def wrapper(self) -> Any:
         """The wrapper; None after its end, or without one."""
         return None if self._wrapper is None else self._wrapper()
 
+    @property
+    def module(self) -> Any:
+        """The model; None after its end, or without a wrapper."""
+        return getattr(self.wrapper, "module", None)
+
+    def list_parameters(self) -> list[tuple[str, Any]]:
+        """Return the parameters whose gradients the wrapper reduces, with their names.
+
+        DDP reduces those that its module has and trains when the wrapper is created.
+        """
+        ignored = getattr(self.wrapper, "parameters_to_ignore", ())
+        reduced = {id(reference()) for reference in self._reduced}
+        parameters = []
+        for name, parameter in self._list_all():
+            if name not in ignored and id(parameter) in reduced:
+                parameters.append((name, parameter))
+        return parameters
+
+    def list_local(self) -> list[Any]:
+        """Return the parameters that each rank keeps to itself, for example experts."""
+        ignored = getattr(self.wrapper, "parameters_to_ignore", ())
+        return [parameter for name, parameter in self._list_all() if name in ignored]
+
+    def _list_all(self) -> list[tuple[str, Any]]:
+        """Return the names and parameters of the wrapper; without the wrapper, none.
+
+        `_pre_dp_module_transform`, with which tensor-parallel modules become data-parallel, replaces the registered
+        parameters by DTensors in the first forward pass. DDP and optimizers keep the parameters of before.
+        """
+        module = self.module
+        if module is None:
+            return []
+        return list(module.named_parameters()) or self.list_replaced()
+
+    def list_replaced(self) -> list[tuple[str, Any]]:
+        """Return the names and parameters of a wrapper whose module has replaced all of its parameters."""
+        replaced = []
+        wrapper = self.wrapper
+        if wrapper is not None and next(wrapper.parameters(), None) is None:
+            for name, reference in self._wrapped.items():
+                # DDP and the optimizer hold it.
+                replaced.append((name, reference()))
+        return replaced
+
     def keeps_gradients_local(self) -> bool:
         """Whether a communication hook leaves gradients of its own to each rank, so that the replicas differ by design.
 
-        Scripts register hooks after the wrapper is created; local SGD averages parameters instead.
+        Scripts register hooks after the wrapper is created; local SGD averages parameters instead. The last steps are
+        judged when the wrapper may be gone.
         """
-        for hook, _ in getattr(self.wrapper, "_comm_hooks", ()):
-            if getattr(hook, "__name__", "") in _LOCAL_HOOKS:
-                return True
-        return False
+        hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(self.wrapper, "_comm_hooks", ())]
+        self._is_local = self._is_local or not set(_LOCAL_HOOKS).isdisjoint(hooks)
+        return self._is_local
+
+    def is_joining(self) -> bool:
+        """Whether the ranks may run out of data one after the other, so that replicas differ until all have."""
+        config = getattr(self.wrapper, "_join_config", None)
+        return bool(getattr(config, "enable", False))
 
     def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
         torch: Any = sys.modules["torch"]
+        # Noted while the wrapper exists: the last steps may be judged after its end.
+        self.keeps_gradients_local()
         if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync:
             return
         # As DDP and FSDP do, which have no public name for it either.
@@ -80,7 +149,42 @@ class Clock:
                 tensor.register_hook(handle_gradient)
 
 
+def has_compiled() -> bool:
+    """Whether torch has compiled anything: hooks of a compiled program do not run, so its reductions are not seen."""
+    compiling = find_loaded("torch._dynamo.utils")
+    return bool(compiling and compiling.counters["frames"])
+
+
+def name_units(clocks: Sequence[Clock]) -> None:
+    """Let the reductions of several models have the number and the class of the model, as in a GAN."""
+    # Also ended clocks: an end is not at the same time on all ranks.
+    wrappers = [clock for clock in clocks if clock.reduces]
+    if len(wrappers) < 2:
+        return
+    for number, clock in enumerate(wrappers, 1):
+        clock.unit = f"wrapper {number} ({clock.class_name}), reduction"
+
+
 def list_tensors(content: Any) -> list[Any]:
-    """Return the tensors in what a module takes or returns, where DDP looks for them too: in nested containers."""
+    """Return the tensors in the inputs or outputs of a module, where DDP looks too: in nested containers."""
     distributed: Any = sys.modules["torch.nn.parallel.distributed"]
     return list(distributed._find_tensors(content))  # noqa: SLF001 - there is no public function for it
+
+
+def read_state(tensor: Any) -> tuple[int, ...]:
+    """Return the versions and the address of a tensor: an operation in place changes a version."""
+    # Operations on a DTensor change its version, and not the version of its shard.
+    content = getattr(tensor, "_local_tensor", tensor)
+    # A sparse tensor has no address.
+    address = 0 if content.is_sparse else content.data_ptr()
+    return tensor._version, content._version, address  # noqa: SLF001 - there is no public name
+
+
+def list_wrappers(clocks: Sequence[Clock], ranks: tuple[int, ...]) -> list[Any]:
+    """Return the wrappers of some ranks, in the order of their creation."""
+    last_of_module = {}
+    for clock in clocks:
+        if clock.ranks == ranks and clock.wrapper is not None:
+            # A script may wrap a module again; the earlier wrapper may live for a while on some ranks.
+            last_of_module[id(clock.module)] = clock.wrapper
+    return list(last_of_module.values())

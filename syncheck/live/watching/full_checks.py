@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
+from syncheck.live.channel import Channel, create_group
 from syncheck.live.monitor import SyncMonitor
-from syncheck.live.watching.settings import SAVE_FOLDER
+from syncheck.live.watching.clock import list_wrappers
+from syncheck.live.watching.passing_changes import PassingChanges
+from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
 from syncheck.readers.metadata_block import metadata
+from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.live.watching.clock import Clock
+    from syncheck.live.watching.layouts import Layout
     from syncheck.live.watching.settings import WatchSettings
     from syncheck.live.watching.watcher import Watcher
     from syncheck.records import Report
@@ -29,8 +35,24 @@ if TYPE_CHECKING:
 _FIRST = 2
 # Ranks look for announcements at every fourth reduction.
 _PERIOD = 4
+# Reductions of each wrapper before a periodic check at which parameters are observed.
+_OBSERVED = 2
+# Seconds that the first rank waits for the other ranks at the end.
+_END_SECONDS = 2.0
+# Seconds that it waits for them once more, when all have come.
+_MEETING_SECONDS = 1.0
+# Lines about the same findings, and about repairs that are refused.
+_MOST_REPEATED = 3
 # A rank that does not come to a check has ended, or hangs, as it would without the check.
 _TIMEOUT = timedelta(seconds=120)
+_PASSING_CHANGES = (
+    "parameters are changed before a reduction and restored before the step, as SAM does, so all replicas are compared "
+    "at the end only"
+)
+_NO_REDUCTIONS = (
+    "no reduction of a wrapper was seen, as within torch.compile, so all replicas are compared at the end only"
+)
+_UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
 
 class FullChecks:
@@ -40,93 +62,237 @@ class FullChecks:
         self._watcher, self._settings = watcher, settings
         self.wanted = False
         """Whether the judge of this rank wants a check soon."""
+        self.has_ended = False
+        """Whether the last end of training was compared, on all sets of ranks."""
         self.reports: list[Report] = []
+        self.last_step = 0
+        """The number of the last comparison."""
         # The process group and the monitor of each set of ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
         self._monitors: dict[tuple[int, ...], tuple[tuple[int, ...], SyncMonitor]] = {}
         self._is_saved = False
-        # The number of the reduction of the last check.
-        self._number = 0
+        self._refusals = 0
+        self._changes = PassingChanges()
+        # The lines that were printed.
+        self._printed: set[str] = set()
+        # The reductions of all wrappers of each set of ranks: a GAN has two, and a script may wrap a model again.
+        self._reductions: Counter[tuple[int, ...]] = Counter()
+        # The steps of all optimizers of each set of ranks.
+        self._steps: Counter[tuple[int, ...]] = Counter()
+        # The wrappers whose training has ended; a script may train again, with another process group.
+        self._ended: set[Clock] = set()
 
     def add(self, clock: Clock) -> None:
         """Create a process group for the checks. The ranks of a wrapper create it together, and may wait here too."""
+        self._watcher.comparing.after_step = False
+        # A model of FSDP2 is in its first backward pass.
+        if clock.module is not clock.wrapper:
+            self._changes.note_start(clock)
         if clock.ranks not in self._groups:
-            distributed: Any = sys.modules["torch.distributed"]
             # Messages of a check must not come between messages of the script.
-            self._groups[clock.ranks] = distributed.new_group(
-                list(clock.ranks), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True
-            )
+            self._groups[clock.ranks] = create_group(clock.ranks, timeout=_TIMEOUT)
 
     def tick(self, clock: Clock) -> None:
         """Check after a reduction, if a check is due. Raises OutOfSync with `raise`."""
-        # One clock of each set of ranks states when all of their wrappers are checked.
-        if clock.is_first and self._is_due(clock) and not clock.keeps_gradients_local():
+        self._reductions[clock.ranks] += 1
+        differs_by_design = clock.keeps_gradients_local() or clock.is_joining()
+        if self._is_due(clock) and not differs_by_design:
             self._check(clock)
+        if self._is_near(clock.ranks):
+            self._changes.note_reduction(clock)
+
+    def see_step(self, layout: Layout, is_after: bool) -> None:
+        """Observe the parameters of a layout before or after their step, if a periodic check is near."""
+        self._steps[layout.clock.ranks] += is_after
+        if not is_after:
+            self._changes.note_before_step(layout)
+            return
+        self._changes.forget_reduction(layout)
+        if self._is_near(layout.clock.ranks):
+            self._changes.note_after_step(layout)
+
+    def _is_near(self, ranks: tuple[int, ...]) -> bool:
+        """Whether a periodic check is due within the next reductions. Without a wrapper, there is none."""
+        number = self._reductions[ranks]
+        period = self._settings.every
+        most = _OBSERVED * len(list_wrappers(self._watcher.clocks, ranks))
+        return number > 0 and (number < _FIRST or period - number % period <= most)
+
+    def end(self) -> None:
+        """Compare once more at the end of training, if all ranks come. Raises OutOfSync with `raise`."""
+        distributed: Any = sys.modules["torch.distributed"]
+        # Without its process group, a script that has ended already is not compared.
+        clocks = list(self._watcher.clocks) if distributed.is_initialized() else []
+        are_compared = []
+        for clock in clocks:
+            is_new = clock.ranks in self._groups and clock not in self._ended
+            if is_new and self._has_trained(clock) and not clock.keeps_gradients_local():
+                # All wrappers of the same ranks are compared together.
+                self._ended.update(ended for ended in clocks if ended.ranks == clock.ranks)
+                are_compared.append(self._agree_on_end(clock))
+                self.has_ended = all(are_compared)
+                if not clock.ticks:
+                    self._print_once(_NO_REDUCTIONS)
+                if are_compared[-1]:
+                    self._watcher.comparing.after_step = True
+                    # After the last step, no change is one for a moment.
+                    self._changes = PassingChanges()
+                    self._check(clock)
+
+    def _has_trained(self, clock: Clock) -> bool:
+        """Whether a wrapper has reduced, or an optimizer has stepped with its parameters.
+
+        A compiled program contains no hook, so nothing counts the reductions of a wrapper within `torch.compile`.
+        """
+        return clock.ticks > 0 or clock in self._watcher.stepping
+
+    def release(self) -> None:
+        """Drop the process groups: the script destroys all of them, and each group holds the store of the script."""
+        self._monitors.clear()
+        self._groups.clear()
+
+    def _agree_on_end(self, clock: Clock) -> bool:
+        """Return whether all ranks are at the end, hold their models, and have not changed them since the last step.
+
+        No rank waits long for one that has failed, and all ranks follow the first one.
+        """
+        board: Any = self._watcher.board
+        distributed: Any = sys.modules["torch.distributed"]
+        rank, place = distributed.get_rank(), f"end/{clock.name}"
+        state = [self._reductions[clock.ranks], self._watcher.holds_last_step(clock.ranks)]
+        board.post(place, {"rank": rank, "state": state})
+        if rank == clock.ranks[0]:
+            rows = board.wait(place, len(clock.ranks), _END_SECONDS)
+            is_agreed = len(rows) == len(clock.ranks) and state[1] and all(row["state"] == state for row in rows)
+            # Without reductions, the steps of the first rank number the comparison on all ranks.
+            number = self._reductions[clock.ranks] or self._steps[clock.ranks]
+            board.post(f"{place}/decision", {"compares": is_agreed, "number": number})
+        decisions = board.wait(f"{place}/decision", 1, 2 * _END_SECONDS)
+        if not decisions:
+            return False
+        decision = decisions[0]
+        self._reductions[clock.ranks] = decision["number"]
+        return decision["compares"] and self._meet(clock, place)
+
+    def _meet(self, clock: Clock, place: str) -> bool:
+        """Return whether all ranks are still there: a rank waits for the first rank only some seconds."""
+        board: Any = self._watcher.board
+        distributed: Any = sys.modules["torch.distributed"]
+        board.post(f"{place}/present", {})
+        if distributed.get_rank() == clock.ranks[0]:
+            present = board.wait(f"{place}/present", len(clock.ranks), _MEETING_SECONDS)
+            board.post(f"{place}/begin", {"all": len(present) == len(clock.ranks)})
+        return {"all": True} in board.wait(f"{place}/begin", 1, 2 * _MEETING_SECONDS)
 
     def _check(self, clock: Clock) -> None:
-        self._number = clock.ticks
-        monitor = self._get_monitor(clock)
+        """Compare now, unless the parameters of a rank are changed for a moment."""
+        changes_pass, averages = self._agree_on_moment(clock)
+        if changes_pass:
+            self._print_once(_PASSING_CHANGES)
+            return
+        monitor = self._get_monitor(clock, averages)
         last_report = monitor.last
         try:
-            monitor.step(clock.ticks)
+            with options_as_typed(self._settings.prefix):
+                monitor.step(self._reductions[clock.ranks])
         except UsageError as error:
             # `resync` refuses on all ranks, for example without a majority; the run goes on, and so does watching.
-            self._watcher.print_line(str(error))
+            self._refusals += 1
+            if self._refusals <= _MOST_REPEATED:
+                self._watcher.print_line(str(error))
         finally:
             # The summary has the report that raises, too.
             if monitor.last is not None and monitor.last is not last_report:
                 self.reports.append(monitor.last)
+                self.last_step = self._reductions[clock.ranks]
+
+    def _agree_on_moment(self, clock: Clock) -> tuple[bool, list[Any]]:
+        """Return whether a rank has changed its parameters for a moment, and the averaged copies that all ranks have.
+
+        Many scripts average on the first rank only, which is no difference of the replicas.
+        """
+        averages: list[Any] = []
+        counts = []
+        for wrapper in list_wrappers(self._watcher.clocks, clock.ranks):
+            averages_of_wrapper = self._watcher.averages.list_of(wrapper)
+            averages += averages_of_wrapper
+            counts.append(len(averages_of_wrapper))
+        states = Channel(self._groups[clock.ranks]).gather((self._changes.exist, tuple(counts)), "moment")
+        changes_of_ranks, counts_of_ranks = map(set, zip(*states.values(), strict=True))
+        if len(counts_of_ranks) > 1:
+            self._print_once(_UNEQUAL_AVERAGES)
+            averages = []
+        return True in changes_of_ranks, averages
+
+    def _print_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
+            self._watcher.print_line(text)
 
     def _is_due(self, clock: Clock) -> bool:
-        number = clock.ticks
-        is_planned = self._is_planned(clock)
+        number = self._reductions[clock.ranks]
+        is_planned = self._is_planned(clock, number)
         return is_planned or number == _FIRST or number % self._settings.every == 0
 
-    def _is_planned(self, clock: Clock) -> bool:
-        """Announce or read a plan; return whether a check is planned for this reduction."""
+    def _is_planned(self, clock: Clock, number: int) -> bool:
+        """Announce or read a plan; return whether a check is planned for this reduction. number: of the reduction."""
         board = self._watcher.board
         if board is None:
             return False
-        number = clock.ticks
+        plan = f"check/{clock.ranks}"
         if self.wanted and number % _PERIOD == _PERIOD - 2:
             self.wanted = False
-            board.post(f"check/{clock.name}/{number + 2}", {})
+            board.post(f"{plan}/{number + 2}", {})
+            # The store answers after it has the announcement, which other machines must not miss.
+            board.read(f"{plan}/{number + 2}")
         if number % _PERIOD:
             return False
-        return bool(board.read(f"check/{clock.name}/{number}"))
+        return bool(board.read(f"{plan}/{number}"))
 
-    def _get_monitor(self, clock: Clock) -> SyncMonitor:
-        """Return the monitor of the wrappers and optimizers of some ranks, at the number of a reduction."""
-        wrappers = self._watcher.list_wrappers(clock.ranks)
+    def _get_monitor(self, clock: Clock, averages: list[Any]) -> SyncMonitor:
+        """Return the monitor of the wrappers and optimizers of some ranks, at the number of a reduction.
+
+        averages: the averaged copies of their models.
+        """
+        wrappers = list_wrappers(self._watcher.clocks, clock.ranks)
         optimizers = self._watcher.list_optimizers(clock.ranks)
-        objects = (*wrappers, *optimizers)
-        identities = tuple(map(id, objects))
+        models = [*wrappers, *averages]
+        outside = self._watcher.list_outside(clock.ranks)
+        identities = tuple(map(id, (*models, *outside.values(), *optimizers)))
+        if outside:
+            models.append(outside)
+        events = self._settings.events
         last_monitor = self._monitors.get(clock.ranks)
-        # A GAN creates its wrappers one after the other; optimizers appear at their first step.
+        # A GAN creates its wrappers one after the other; optimizers appear at their first step, averages later.
         if last_monitor is None or last_monitor[0] != identities:
             monitor = SyncMonitor(
-                wrappers[0] if len(wrappers) == 1 else tuple(wrappers),
+                _simplify(models),
                 _simplify(optimizers),
                 # When a check is due is decided here.
                 every=1,
-                on_desync=self._choose_action(wrappers, optimizers),
+                on_desync=self._choose_action(clock, wrappers, optimizers),
                 group=self._groups[clock.ranks],
-                start=clock.ticks - 1,
-                events=self._settings.events if 0 in clock.ranks else None,
+                start=max(self._reductions[clock.ranks] - 1, 0),
+                events=events and name_file_of_judge(events, clock.ranks[0]),
                 only=self._settings.only,
                 include=self._settings.include,
                 exclude=self._settings.exclude,
                 allow=self._settings.allow,
             )
+            if last_monitor is not None:
+                monitor.continue_from(last_monitor[1])
+            monitor.comparing = self._watcher.comparing
+            # The last line has the numbers of all checks.
+            monitor.most_repeated = _MOST_REPEATED
             last_monitor = self._monitors[clock.ranks] = (identities, monitor)
         return last_monitor[1]
 
-    def _choose_action(self, wrappers: list[Any], optimizers: list[Any]) -> Any:
+    def _choose_action(self, clock: Clock, wrappers: list[Any], optimizers: list[Any]) -> Any:
         if self._settings.on_desync != "save":
             return self._settings.on_desync
-        return self._make_saver(wrappers, optimizers)
+        return self._make_saver(clock, wrappers, optimizers)
 
-    def _make_saver(self, wrappers: list[Any], optimizers: list[Any]) -> Callable[[Report], None]:
+    def _make_saver(self, clock: Clock, wrappers: list[Any], optimizers: list[Any]) -> Callable[[Report], None]:
         """Return an action that saves one checkpoint per rank at the first desync."""
 
         def save(_report: Report) -> None:
@@ -136,19 +302,30 @@ class FullChecks:
             torch: Any = sys.modules["torch"]
             distributed: Any = sys.modules["torch.distributed"]
             rank, ranks = distributed.get_rank(), distributed.get_world_size()
-            folder = os.path.join(SAVE_FOLDER, f"step_{self._number}")
+            folder = os.path.join(SAVE_FOLDER, f"step_{self._reductions[clock.ranks]}")
             os.makedirs(folder, exist_ok=True)
             content: dict[str, Any] = {}
-            for number, wrapper in enumerate(wrappers):
-                content["model" if number == 0 else f"model{number}"] = wrapper.module.state_dict()
+            models = list(map(_unwrap, wrappers))
+            for number, model in enumerate(models):
+                content["model" if number == 0 else f"model{number}"] = model.state_dict()
             for number, optimizer in enumerate(optimizers):
                 content["optimizer" if number == 0 else f"optimizer{number}"] = optimizer.state_dict()
-            content["syncheck"] = metadata(model=wrappers[0].module, run="watch", rank=rank, world_size=ranks)
+            content["syncheck"] = metadata(
+                model=models[0],
+                run="watch",
+                rank=rank,
+                world_size=ranks,
+            )
             # A file of an earlier run is not overwritten; the error ends watching with one line, and the run goes on.
             with open(os.path.join(folder, f"rank_{rank}.pth"), "xb") as file:
                 torch.save(content, file)
 
         return save
+
+
+def _unwrap(wrapper: Any) -> Any:
+    """Return the model of a DistributedDataParallel module; a model of FSDP2 has no wrapper."""
+    return wrapper.module if hasattr(wrapper, "require_backward_grad_sync") else wrapper
 
 
 def _simplify(objects: list[Any]) -> Any:

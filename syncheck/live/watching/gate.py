@@ -1,5 +1,7 @@
 """The gate of `--on-desync raise`: no rank takes a step before all ranks have told of it.
 
+Tensor-parallel ranks do not begin a forward pass before all of them have told of their batch.
+
 Each rank reads the records of all ranks and compares them itself, so that all ranks raise together or none does. A rank
 that does not come within a limited time lets the other ranks go on; the judge then compares later.
 """
@@ -10,10 +12,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.watching.judge import Judgement
-from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, compare_steps
+from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, OptimizerCounts, compare_steps
+from syncheck.live.witnesses.batches import BatchWitness
+from syncheck.live.witnesses.copies import let_gradients_lead
 from syncheck.live.witnesses.gradients import GradientWitness
+from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rules import make_finding
-from syncheck.live.witnesses.settings import SettingsWitness
+from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
 from syncheck.records import OutOfSync, Report
 
 if TYPE_CHECKING:
@@ -46,24 +51,41 @@ class Gate:
         self._watcher, self._seconds, self._allow, self._report = watcher, seconds, allow, report
         # The judge compares with witnesses of its own, which remember what they have seen.
         self._witnesses: list[Witness] = []
-        for witness_class in (GradientWitness, SettingsWitness):
+        for witness_class in (GradientWitness, ParameterWitness, SettingsWitness):
             if witness_class.name in watcher.witnesses:
                 self._witnesses.append(witness_class())
 
+        let_gradients_lead({witness.name: witness for witness in self._witnesses})
+        self._counts = OptimizerCounts()
+        # Equal batches of data-parallel ranks leave the replicas in sync, and stop no run.
+        self._input_witness = BatchWitness()
+
     def pass_step(self, step: Step, record: Mapping[str, Any]) -> None:
-        """Wait for the records of a step, and compare them. Raises OutOfSync on all ranks of the clock."""
-        records = self._collect(step.key, len(step.layout.clock.ranks))
+        """Wait for the records of a step or a forward pass, and compare them. Raises OutOfSync on all ranks."""
+        ranks = self._counts.list_stepping(step.layout)
+        # Another rank lacks this optimizer.
+        if len(ranks) < len(step.layout.clock.ranks):
+            return
+        records = self._collect(step.key, len(ranks))
         if not records:
             return
+        self._counts.add(step.layout, records)
         for suspicion in self._compare(step, records, record[RANK]):
             if suspicion.code not in self._allow:
                 clock = step.layout.clock
                 if record[RANK] == clock.ranks[0]:
-                    self._report(Judgement(step.number, clock.reduces, suspicion))
+                    judgement = Judgement(
+                        step.place,
+                        step.unit,
+                        suspicion,
+                        step.layout,
+                    )
+                    self._report(judgement)
                 finding = make_finding(
                     suspicion.code, suspicion.ranks, suspicion.facts, names=suspicion.names, variant=suspicion.variant
                 )
-                text = f"step {step.number}: {finding.code} {finding.slug}: {finding.evidence}. {finding.fix}"
+                place = f"step {step.place}" if clock.counts_steps else f"{clock.unit} {step.place}"
+                text = f"{place}: {finding.code} {finding.slug}: {finding.evidence}. {finding.fix}"
                 raise OutOfSync(text, Report("out_of_sync", ()))
 
     def _collect(self, key: str, count: int) -> dict[int, dict[str, Any]]:
@@ -87,7 +109,8 @@ class Gate:
         signatures = {record[SIGNATURE] for record in records.values()}
         if len(signatures) > 1:
             return suspicions
-        for witness in self._witnesses:
+        witnesses = self._witnesses if step.layout.clock.counts_steps else [self._input_witness]
+        for witness in witnesses:
 
             def exchange_details(witness: Witness = witness) -> dict[int, Any]:
                 key = f"{step.key}/{witness.key}"
@@ -96,6 +119,7 @@ class Gate:
                 board.post(key, {RANK: rank, "details": details})
                 return {number: row["details"] for number, row in self._collect(key, len(records)).items()}
 
-            observations = {number: record[witness.key] for number, record in sorted(records.items())}
-            suspicions += witness.judge(step.layout, observations, exchange_details)
-        return suspicions
+            # Parameters are not observed at every step.
+            observations = {number: row[witness.key] for number, row in sorted(records.items()) if witness.key in row}
+            suspicions += witness.compare(step.layout, observations, exchange_details)
+        return refer_to_scales(suspicions)

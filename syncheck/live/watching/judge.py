@@ -10,19 +10,30 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.watching.board import PAUSE
-from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, compare_steps
-from syncheck.text import group_ranks
+from syncheck.live.watching.records import (
+    NO_STEP,
+    RANK,
+    SIGNATURE,
+    OptimizerCounts,
+    compare_repetitions,
+    compare_steps,
+    find_changed,
+)
+from syncheck.live.witnesses.parameters import ParameterWitness
+from syncheck.live.witnesses.rules import CHANGED_AT_THE_END, PARAMETERS_DIFFER
+from syncheck.live.witnesses.settings import refer_to_scales
+from syncheck.text import group_ranks, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from syncheck.live.watching.board import Board
-    from syncheck.live.watching.layouts import Step
+    from syncheck.live.watching.layouts import Layout, Step
     from syncheck.live.watching.watcher import Watcher
     from syncheck.live.witnesses.witness import Suspicion
 
@@ -37,18 +48,22 @@ _LOOK_AHEAD = 8
 # Steps whose records stay on the board: ranks that wait for each other may still read them.
 _KEPT_STEPS = 2
 _ASK = "ask"
+# Steps after the last reduction that are read.
+_MOST_FURTHER = 100
 
 
 class Judgement(NamedTuple):
     """What the judge found at one step.
 
     number: of the reduction before the step, or of the step without a wrapper.
-    reduces: whether it is the number of a reduction.
+    unit: the word before the number, such as "reduction".
+    layout: the parameters that step; None if they are unknown.
     """
 
     number: int
-    reduces: bool
+    unit: str
     suspicion: Suspicion
+    layout: Layout | None = None
 
 
 @contextmanager
@@ -74,48 +89,153 @@ class Judge(threading.Thread):
         # Counts for each clock, as the responders count.
         self._questions: Counter[str] = Counter()
         self._deadline = math.inf
+        # At the end: the looks without a new record, and how many of them end the judge; the records at the last look.
+        self._vain_looks = 0
+        self._most_looks = 0
+        self._pending_records = 0
         self._finishing = threading.Event()
         self.judged: Counter[str] = Counter()
-        """The number of judged steps, and of steps out of sync."""
-        # The keys of judged steps, to delete.
-        self._spent: deque[str] = deque()
+        """The number of judged steps, of forward passes whose inputs must be equal, of steps out of sync, of compared
+        sets of copies, and of models with equal parameters at the end; and the last step with equal parameters."""
+        self.uncompared: dict[str, tuple[str, ...]] = {}
+        """By layout, the parameters of which no rank was found to hold a copy."""
+        self.layouts: dict[str, dict[str, Layout]] = defaultdict(dict)
+        """The layouts that were judged, by "steps" and "passes", and by key."""
+        self.ranks: set[int] = set()
+        """The ranks whose steps are judged here."""
+        self._counts = OptimizerCounts()
+        # The clocks whose ranks have different optimizers.
+        self._unlike: set[str] = set()
+        # The keys of judged steps, to delete, by ranks.
+        self._spent: dict[tuple[int, ...], deque[str]] = defaultdict(deque)
 
-    def finish(self, seconds: float) -> None:
-        """Judge the posted steps within a limited time, and end."""
+    def finish(self, looks: int, seconds: float) -> None:
+        """Judge the steps to the last one, as long as records of other ranks arrive, and end.
+
+        looks: for the next record, 50 in a second. On a busy machine they take longer, as the other ranks do.
+        seconds: in all.
+        """
+        self._most_looks = looks
         self._deadline = time.monotonic() + seconds
         self._finishing.set()
         self.join(seconds + 1)
+        # The records of other ranks came too late.
+        for step in self._watcher.steps:
+            self.uncompared.setdefault(step.layout.key, tuple(step.layout.names))
+            # The end of one model says nothing about the end of another model.
+            if step.is_end:
+                self.judged["ends"] = 0
+
+    def list_unjudged(self) -> tuple[str, ...]:
+        """Return the steps whose records other ranks posted too late, or never, such as "reduction 4"."""
+        places: dict[str, None] = {}
+        for step in list(self._watcher.steps):
+            if not step.is_end:
+                places[f"{step.unit} {step.place}"] = None
+        return tuple(places)
+
+    def count_optimizers(self) -> int:
+        """Return the number of optimizers whose steps were judged; one that trains several models counts for each."""
+        # A wrapper that replaces another one has the same parameters.
+        trained: set[frozenset[int]] = set()
+        for layout in self.layouts["steps"].values():
+            trained.add(frozenset(layout.identities))
+        return len(trained)
+
+    def list_uncompared(self) -> tuple[str, ...]:
+        """Return the names of the parameters of which no rank was found to hold a copy."""
+        names: dict[str, None] = {}
+        for key, uncompared in self.uncompared.items():
+            if key not in self._watcher.outdated:
+                names.update(dict.fromkeys(uncompared))
+        return tuple(names)
+
+    def _list_shards_without_copy(self, layout: Layout) -> tuple[str, ...]:
+        """Return the names of the shards of a layout of which no copy is known, although other parameters have copies.
+
+        A wrapper states which ranks hold copies of shards; without one, the ranks may not have shown it.
+        """
+        are_known = []
+        for witness in self._watcher.witnesses.values():
+            learned = getattr(witness, "learned", {}).get(f"{layout.key}/shards")
+            if learned is not None:
+                are_known.append(learned.is_known)
+        return tuple(layout.list_sharded()) if are_known and not any(are_known) else ()
+
+    def is_behind(self, after_step: bool) -> bool:
+        """Whether steps of earlier reductions are to be judged. after_step: also of the last reduction."""
+        if not (self.is_alive() and self._watcher.is_on):
+            return False
+        return any(step.number < step.layout.clock.ticks + after_step for step in list(self._watcher.steps))
 
     def run(self) -> None:
         """Judge step by step, in the order of this rank."""
         with _errors_end_watching(self._watcher):
-            while not self._is_over():
-                if not self._judge_next():
+            is_over = False
+            while not is_over:
+                is_finishing = self._finishing.is_set()
+                is_idle = not self._judge_next()
+                is_over = is_finishing and self._is_over()
+                if is_idle:
                     time.sleep(PAUSE)
+            for layout in self.layouts["steps"].values():
+                self._judge_further_steps(layout)
+
+    def _judge_further_steps(self, layout: Layout) -> None:
+        """Judge the steps after the last reduction of a model: a rank may go on alone."""
+        records: dict[int, Record] = {}
+        for rank in layout.clock.ranks:
+            records[rank] = {}
+        most = 0
+        while most < _MOST_FURTHER:
+            posted = self._board.read(f"{layout.key}/{layout.posted}+{most + 1}")
+            if not posted:
+                break
+            most += 1
+            records.update({record[RANK]: record for record in posted})
+        # A script may take several steps after each reduction, and a rank may end before the others take them.
+        if most > layout.most_repeated:
+            number = layout.posted + 1
+            for suspicion in compare_repetitions(number, records):
+                self._report(Judgement(number, layout.clock.unit, suspicion, layout))
 
     def _is_over(self) -> bool:
-        if not self._finishing.is_set():
-            return False
-        return not self._watcher.steps or time.monotonic() > self._deadline
+        """Whether to end, maybe with steps that are incomplete."""
+        # A judged step leaves the list with its records, so their number changes with each judged step, too.
+        records = sum(len(self._read(step)) for step in list(self._watcher.steps)[:_LOOK_AHEAD])
+        self._vain_looks = self._vain_looks + 1 if records == self._pending_records else 0
+        self._pending_records = records
+        if not self._watcher.steps or time.monotonic() > self._deadline:
+            return True
+        return self._vain_looks > self._most_looks
 
     def _judge_next(self) -> bool:
-        """Judge the steps up to the first complete one; return whether there was any."""
-        steps = self._watcher.steps
-        count = self._count_posted()
-        if not count:
-            return False
-        for step in steps[:count]:
-            self._judge(step, self._read(step))
-            self._spent.append(step.key)
-            if len(self._spent) > _KEPT_STEPS:
-                self._board.delete(self._spent.popleft())
-        del steps[:count]
-        return True
+        """Judge the steps of each set of ranks up to the first complete one; return whether there was any."""
+        # A rank with a record of a step has told of the earlier steps of the same ranks, or passed them.
+        steps_of_ranks: dict[tuple[int, ...], list[Step]] = defaultdict(list)
+        for step in list(self._watcher.steps):
+            steps_of_ranks[step.layout.clock.ranks].append(step)
+        count = 0
+        for ranks, steps in steps_of_ranks.items():
+            self.ranks.update(ranks)
+            posted = steps[: self._count_posted(steps)]
+            count += len(posted)
+            for step in posted:
+                self._judge(step, self._read(step))
+                self._watcher.steps.remove(step)
+                self._delete_later(ranks, step)
+        return count > 0
 
-    def _count_posted(self) -> int:
-        """Return the number of steps that all ranks told of or passed: up to the first complete one of a layout."""
-        for position, step in enumerate(self._watcher.steps[:_LOOK_AHEAD]):
-            if len(self._read(step)) == len(step.layout.clock.ranks):
+    def _delete_later(self, ranks: tuple[int, ...], step: Step) -> None:
+        spent = self._spent[ranks]
+        spent.append(step.key)
+        if len(spent) > _KEPT_STEPS:
+            self._board.delete(spent.popleft())
+
+    def _count_posted(self, steps: Sequence[Step]) -> int:
+        """Return the number of steps that all stepping ranks told of or passed: up to the first complete one."""
+        for position, step in enumerate(steps[:_LOOK_AHEAD]):
+            if len(self._read(step)) >= len(self._counts.list_stepping(step.layout)):
                 return position + 1
         return 0
 
@@ -126,35 +246,89 @@ class Judge(threading.Thread):
     def _judge(self, step: Step, records: Mapping[int, Record]) -> None:
         """Judge a step that no rank will tell more of."""
         clock = step.layout.clock
+        if step.is_end:
+            self._judge_end(step, records)
+            return
+        self._counts.add(step.layout, records)
+        if self._counts.differ(step.layout):
+            self._note_unlike(step.layout)
         stepping = {rank: record for rank, record in records.items() if NO_STEP not in record}
         # Backward passes without a step on any rank, as in accumulation, are no steps.
         if not stepping:
             return
         suspicions: list[Suspicion] = []
-        if clock.reduces:
-            suspicions += compare_steps(step.number, clock.ranks, records)
+        # How often each rank steps without a reduction is told with its next step.
+        if clock.reduces and not step.repeated:
+            # A rank that has no parameters outside of the wrapper never tells of their steps, and skips none.
+            ranks = self._counts.list_stepping(step.layout) if step.layout.is_reduced else tuple(records)
+            suspicions += compare_steps(step.number, ranks, records)
         suspicions += self._ask_witnesses(step, stepping)
-        for suspicion in suspicions:
-            self._report(Judgement(step.number, clock.reduces, suspicion))
+        for suspicion in refer_to_scales(suspicions):
+            self._report(Judgement(step.place, step.unit, suspicion, step.layout))
         # Parameters outside of the wrapper step together with the parameters inside.
-        if step.layout.is_reduced or not clock.reduces:
-            self.judged["steps"] += 1
-        self.judged["out of sync"] += bool(suspicions)
+        if not step.layout.is_beside:
+            kind = "steps" if clock.counts_steps else "passes"
+            self.judged[kind] += 1
+            self.layouts[kind][step.layout.key] = step.layout
+
+    def _judge_end(self, step: Step, records: Mapping[int, Record]) -> None:
+        """Judge the parameters after the last step."""
+        suspicions = self._ask_witnesses(step, records)
+        changed = find_changed(records)
+        # All ranks may load parameters of their own.
+        variant = "_ALL" if len(changed) == len(records) else ""
+        for suspicion in suspicions:
+            found = suspicion
+            # A script may load its best parameters on one rank, to test them.
+            if changed and suspicion.code == PARAMETERS_DIFFER and suspicion.agrees_beside(changed):
+                found = suspicion._replace(
+                    code=CHANGED_AT_THE_END,
+                    ranks=changed,
+                    variant=variant,
+                )
+            self._report(Judgement(step.place, step.unit, found, step.layout))
+        self.judged["ends"] += not suspicions and self.judged["compared"] == step.place
 
     def _ask_witnesses(self, step: Step, records: Mapping[int, Record]) -> list[Suspicion]:
         """Return what the witnesses find among the ranks that hold the same parameters."""
         suspicions: list[Suspicion] = []
+        earlier = self._count_comparisons(ParameterWitness.name)
         signatures = {rank: record[SIGNATURE] for rank, record in sorted(records.items())}
-        for ranks in group_ranks(signatures).values():
+        ranks_by_signature = group_ranks(signatures)
+        if len(ranks_by_signature) > 1:
+            self._note_unlike(step.layout)
+        for ranks in ranks_by_signature.values():
             for witness in self._watcher.witnesses.values():
                 observations = {rank: records[rank][witness.key] for rank in ranks if witness.key in records[rank]}
-                if len(observations) > 1:
-                    suspicions += witness.judge(
-                        step.layout,
-                        observations,
-                        lambda name=witness.name: self._ask(step, name),  # type: ignore[misc]
-                    )
+                suspicions += witness.compare(
+                    step.layout,
+                    observations,
+                    lambda name=witness.name: self._ask(step, name),  # type: ignore[misc]
+                )
+        if not suspicions and self._count_comparisons(ParameterWitness.name) > earlier:
+            self.judged["compared"] = step.place
+        comparisons = self._count_comparisons(*self._watcher.witnesses)
+        layout = step.layout
+        names = self.uncompared.setdefault(layout.key, tuple(layout.names))
+        has_compared = comparisons > self.judged["comparisons"]
+        self.uncompared[layout.key] = self._list_shards_without_copy(layout) if has_compared else names
+        self.judged["comparisons"] = comparisons
         return suspicions
+
+    def _note_unlike(self, layout: Layout) -> None:
+        """Print once that ranks train different parameters of one model, so that their steps have no copy."""
+        clock = layout.clock
+        if not layout.is_reduced or clock.name in self._unlike:
+            return
+        self._unlike.add(clock.name)
+        self._watcher.print_line(
+            f"the optimizers of {ranks_text(clock.ranks)} train different parameters of one model, so the witnesses "
+            "do not compare all of their steps; create the same optimizers in the same order on all ranks"
+        )
+
+    def _count_comparisons(self, *names: str) -> int:
+        """Return how often the witnesses with these names compared copies so far."""
+        return sum(getattr(self._watcher.witnesses.get(name), "comparisons", 0) for name in names)
 
     def _ask(self, step: Step, witness: str) -> dict[int, Any]:
         """Return the details of a step from all ranks that answer in time."""

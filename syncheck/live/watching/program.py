@@ -6,22 +6,29 @@ are the same as of `python SCRIPT`.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import signal
 import sys
+import types
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.errors import UsageError
 from syncheck.live.watching.full_checks import FullChecks
-from syncheck.live.watching.session import Session
+from syncheck.live.watching.session import start_session
+from syncheck.live.watching.wrappers import hide_frames, skip_frame, wrap
+from syncheck.suggestions import suggest_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from syncheck.live.watching.session import Session
     from syncheck.live.watching.settings import WatchSettings
 
 # Workers that load data have no model.
@@ -31,8 +38,10 @@ _UNWATCHED = ("torch.utils.data",)
 def check_target(target: str, *, is_module: bool) -> None:
     """Raise UsageError if there is no such script or module."""
     if not is_module:
-        if not os.path.exists(target):
-            raise UsageError(f"watch: {target}: no such script; pass the path of a Python file")
+        # Python runs a folder by the __main__.py in it.
+        script = os.path.join(target, "__main__.py") if os.path.isdir(target) else target
+        if not os.path.exists(script):
+            raise UsageError(f"watch: {target}: no such script; pass the path of a Python file{suggest_path(target)}")
         return
     # As `python -m` finds modules.
     sys.path[0] = os.getcwd()
@@ -51,13 +60,13 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
     """
     session = _start_session(settings)
     sys.argv = [target, *arguments]
-    # Python replaces the folder of the running program, that of syncheck, by the folder of the script.
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(target))
+    # Python replaces the folder of the running program, that of syncheck, by the folder of the script, behind links.
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(target, run_name="__main__")
+            _run_script(target)
     except SystemExit as end:
         # Many scripts end with sys.exit(main()).
         # No code is success, as 0 is; a text is printed, and is a failure.
@@ -66,6 +75,8 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
         session.finish(normally=False)
         raise
     except KeyboardInterrupt as error:
+        # Launchers send the signal once more, within the last moments of watching.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         session.finish(normally=False)
         _print_error(error)
         # Shells and launchers expect the end by the signal, as of any Python program.
@@ -78,13 +89,37 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
     return session.choose_exit_code(0)
 
 
+def _run_script(target: str) -> None:
+    """Run a file, or a folder or archive with a __main__.py.
+
+    For a file, runpy makes no absolute path of __file__, which scripts that change the folder need, and ends the
+    models of the script before they are compared.
+    """
+    if pkgutil.get_importer(target) is not None or target.endswith(".pyc"):
+        runpy.run_path(target, run_name="__main__")
+        return
+    path = os.path.join(os.getcwd(), target)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    _programs.append(sys.modules["__main__"])
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)  # noqa: S102 - the purpose of the command
+
+
+# The program that started the script: Python would clear it, and it is still running.
+_programs: list[types.ModuleType] = []
+
+
 def _print_error(error: BaseException) -> None:
     """Print an error of the script as Python would: the traceback begins in the script."""
     trace = error.__traceback__
     while trace is not None and _is_of_launch(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     # The script may have replaced the hook.
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    shown = hide_frames(error.with_traceback(trace))
+    sys.excepthook(type(shown), shown, shown.__traceback__)
 
 
 def _is_of_launch(path: str) -> bool:
@@ -97,8 +132,8 @@ _sessions: list[Session] = []
 
 def _start_session(settings: WatchSettings) -> Session:
     if not _sessions:
-        _sessions.append(Session(settings, FullChecks))
-        _sessions[0].start()
+        # A script that calls `syncheck.live.watch()` gets the same session.
+        _sessions.append(start_session(settings, FullChecks))
         _watch_processes(settings)
         _watch_exit(_sessions[0])
     return _sessions[0]
@@ -109,7 +144,7 @@ def _watch_exit(session: Session) -> None:
     exit_now = os._exit
     process = os.getpid()
 
-    @functools.wraps(exit_now)
+    @wrap(exit_now)
     def exit_watched(status: int) -> NoReturn:
         # A forked process, which inherits this function, has no session of its own.
         if os.getpid() == process:
@@ -137,6 +172,7 @@ class WatchedTarget:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
+    @skip_frame
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the function in the started process."""
         session = _start_session(self.settings)
@@ -145,6 +181,9 @@ class WatchedTarget:
             result = self.target(*arguments, **named)
             ended = True
             return result
+        except BaseException as error:
+            hide_frames(error)
+            raise
         finally:
             session.finish(normally=ended)
 
@@ -153,7 +192,7 @@ def _watch_processes(settings: WatchSettings) -> None:
     """Watch every process that multiprocessing starts from now on, by any start method."""
     create = BaseProcess.__init__
 
-    @functools.wraps(create)
+    @wrap(create)
     def create_watched(
         process: BaseProcess, group: None = None, target: Any = None, *arguments: Any, **named: Any
     ) -> None:
@@ -164,4 +203,4 @@ def _watch_processes(settings: WatchSettings) -> None:
                 session.has_children = True
         create(process, group, target, *arguments, **named)
 
-    BaseProcess.__init__ = create_watched  # type: ignore[assignment, method-assign]
+    BaseProcess.__init__ = create_watched  # type: ignore[method-assign]

@@ -4,27 +4,93 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.layouts import AGAIN, REPEATED
 from syncheck.live.witnesses.rules import Seen
 from syncheck.live.witnesses.witness import Suspicion, find_minority
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.live.watching.layouts import Layout
+
 # The keys of a record beside the keys of the witnesses.
 RANK = "r"
 SIGNATURE = "p"
 NO_STEP = "x"
-REPEATED = "e"
+# The number of optimizers that train parameters of the wrapper, unless a single optimizer trains all.
+OPTIMIZERS = "o"
+# At the end, how a rank has changed parameters after its last step, as `Layout.describe_change` returns it.
+CHANGED = "c"
 # Why a rank tells of a step that its optimizer did not take.
 SKIPPED = "skipped"
 INFINITE = "infinite"
+# In a context of uneven inputs (`ddp.join()`), a rank without data takes part in reductions, and does not step.
+JOINED = "joined"
+
+
+class OptimizerCounts:
+    """How many optimizers each rank has for the parameters of each wrapper.
+
+    A rank may have an additional optimizer, for example for a layer with another learning rate. The remaining ranks
+    never step with this optimizer, so no rank skips a step.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def add(self, layout: Layout, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Note the numbers in the records of a step of a layout."""
+        for rank, record in records.items():
+            key = layout.clock.name, rank
+            self._counts[key] = max(record.get(OPTIMIZERS, 1), self._counts.get(key, 1))
+
+    def list_stepping(self, layout: Layout) -> tuple[int, ...]:
+        """Return the ranks that have an optimizer with the number of the layout's."""
+        ranks = []
+        for rank in layout.clock.ranks:
+            # Before the first record of a rank, it is expected.
+            if self._counts.get((layout.clock.name, rank), layout.number + 1) > layout.number:
+                ranks.append(rank)
+        return tuple(ranks)
+
+    def differ(self, layout: Layout) -> bool:
+        """Whether ranks have different numbers of optimizers, as far as their records show."""
+        name = layout.clock.name
+        counts = {self._counts[name, rank] for rank in layout.clock.ranks if (name, rank) in self._counts}
+        return len(counts) > 1
+
+
+def find_changed(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the ranks that changed parameters after their last step, as no rank or not all ranks did after each step.
+
+    records: of the end.
+    """
+    ranks_by_change: dict[int, list[int]] = {}
+    for rank, record in records.items():
+        ranks_by_change.setdefault(record[CHANGED], []).append(rank)
+    new: list[int] = []
+    changed: list[int] = []
+    for change, ranks in ranks_by_change.items():
+        changed += ranks * bool(change)
+        new += ranks * (change < 0)
+    # What all ranks did belongs to the step.
+    if len(ranks_by_change) < 2:
+        changed = new
+    return tuple(sorted(new or changed))
+
+
+# A rank that goes around the wrapper, or calls the optimizer twice, steps more often between two reductions.
+_REPETITIONS = (
+    (REPEATED, "SYN410", Seen.REPEATED, "_UNREDUCED"),
+    (AGAIN, "SYN214", Seen.AGAIN, "_EXTRA"),
+)
 
 
 def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
     """Return SYN214, SYN216 or SYN410 if ranks did not step as other ranks did.
 
     number: of the reduction.
-    ranks: of the clock. A rank without a record has gone on to a later reduction.
+    ranks: that step with the optimizer. A rank without a record has gone on to a later reduction.
     """
     reasons = {rank: records.get(rank, {NO_STEP: SKIPPED}).get(NO_STEP) for rank in ranks}
     suspicions = []
@@ -33,9 +99,21 @@ def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mappi
         # If no rank steps, as in accumulation, none deviates.
         if 0 < len(suspects) < len(ranks):
             suspicions.append(Suspicion(code, suspects, (sentence(ranks=suspects, reduction=number),)))
-    # A rank that goes around the wrapper steps once more than the other ranks between two reductions.
-    repeated = {rank: records[rank].get(REPEATED, 0) for rank in sorted(records)}
-    if len(set(repeated.values())) > 1:
-        fact = Seen.REPEATED(steps=repeated, reduction=number)
-        suspicions.append(Suspicion("SYN410", find_minority(repeated), (fact,), variant="_LOCAL"))
+    return suspicions + compare_repetitions(number, records)
+
+
+def compare_repetitions(number: int, records: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+    """Return SYN214 or SYN410 if ranks took further steps before a reduction. number: of this reduction."""
+    suspicions = []
+    for field, code, sentence, variant in _REPETITIONS:
+        counts = {rank: records[rank].get(field, 0) for rank in sorted(records)}
+        suspects = find_minority(counts)
+        most = max(counts.values(), default=0)
+        # If two ranks differ, the one that steps more often is named.
+        if len(suspects) == len(counts):
+            suspects = tuple(rank for rank in counts if counts[rank] == most)
+        if len(set(counts.values())) > 1:
+            fact = sentence(steps=counts, reduction=number)
+            has_most = counts[suspects[0]] == most
+            suspicions.append(Suspicion(code, suspects, (fact,), variant=variant * has_most))
     return suspicions

@@ -12,30 +12,45 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncheck.live.channel import world_size
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.board import PAUSE
+from syncheck.live.watching.causes import Comparing
 from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
-from syncheck.live.watching.summary import Summary
+from syncheck.live.watching.summary import Ending, Summary
 from syncheck.live.watching.termination import flush_before_termination
 from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.batches import BatchWitness
+from syncheck.live.witnesses.copies import let_gradients_lead
 from syncheck.live.witnesses.gradients import GradientWitness
+from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rng import RngWitness
 from syncheck.live.witnesses.settings import SettingsWitness
+from syncheck.records import OutOfSync
+from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncheck.live.watching.board import Board
     from syncheck.live.watching.clock import Clock
+    from syncheck.live.watching.layouts import Layout
     from syncheck.live.watching.settings import WatchSettings
     from syncheck.live.witnesses.witness import Witness
     from syncheck.records import Finding, Report
 
-_WITNESS_CLASSES = (GradientWitness, BatchWitness, RngWitness, SettingsWitness)
-# Seconds at the end of the script for the judge to judge the last steps, and for the other ranks to answer it.
-_END_SECONDS = 2.0
-# Seconds to judge after SIGTERM: launchers wait for 10 or 30 seconds before SIGKILL.
-_FLUSH_SECONDS = 0.5
+_WITNESS_CLASSES = (GradientWitness, ParameterWitness, BatchWitness, RngWitness, SettingsWitness)
+# Looks of the judge for the next record, and seconds in all, at the end of the script. 100 looks take 2 seconds, and
+# longer on a busy machine.
+_END = (100, 20.0)
+# After an error, other ranks may have ended too: only the records that are there count.
+_ERROR = (0, 1.0)
+# After SIGTERM, launchers wait for 10 or 30 seconds before SIGKILL.
+_SIGNAL = (25, 0.5)
+# Seconds at the end for the other ranks to answer the judge.
+_ANSWER_SECONDS = 4.0
+_ALONE = (
+    "only one rank is watched, so there is nothing to compare; start several: "
+    "torchrun --nproc-per-node 2 -m syncheck watch SCRIPT"
+)
 _DONE = "done"
 _LEFT = "left"
 
@@ -44,10 +59,14 @@ class Checks(Protocol):
     """The comparisons of all replicas: `full_checks.FullChecks`.
 
     wanted: whether the judge wants one soon.
+    has_ended: whether the end of training was compared.
+    last_step: the number of the last comparison; 0 without one.
     reports: so far.
     """
 
     wanted: bool
+    has_ended: bool
+    last_step: int
     reports: list[Report]
 
     def add(self, clock: Clock) -> None:
@@ -55,6 +74,15 @@ class Checks(Protocol):
 
     def tick(self, clock: Clock) -> None:
         """Compare after a reduction, if it is due."""
+
+    def see_step(self, layout: Layout, is_after: bool) -> None:
+        """Observe the parameters of a layout before or after their step."""
+
+    def end(self) -> None:
+        """Compare at the end of training."""
+
+    def release(self) -> None:
+        """Give back the process groups, before the script destroys all of them."""
 
 
 class Session:
@@ -79,6 +107,8 @@ class Session:
         self._checks: Checks | None = None
         self.has_children = False
         """Whether the script has started processes, which are watched on their own."""
+        # Whether a line says that one process trains alone.
+        self._is_explained = False
         self.watcher: Watcher
 
     @property
@@ -100,7 +130,10 @@ class Session:
     def choose_exit_code(self, code: int) -> int:
         """End watching, and return the exit code: that of the script, or 1 with `strict` for a finding that counts."""
         has_failed = self.stop(normally=code == 0)
-        return 1 if code == 0 and self.settings.strict and has_failed else code
+        if code == 0 and self.settings.strict and has_failed:
+            self._reporter.print_text("the exit code is 1, because ranks were out of sync (--strict)", "bold red")
+            return 1
+        return code
 
     def __enter__(self) -> Session:
         return self
@@ -116,25 +149,36 @@ class Session:
         for witness_class in _WITNESS_CLASSES:
             if witness_class.name in self.settings.witnesses:
                 witnesses[witness_class.name] = witness_class()
+        let_gradients_lead(witnesses)
         self.watcher = Watcher(witnesses, self._print_on_first_rank, self._begin_answering)
         self.watcher.on_first_step = self._begin_judging
+        self.watcher.on_alone = self._explain_alone
+        self.watcher.comparing = Comparing(self.watcher, self._summary.causes)
         if self.settings.every and self._make_checks is not None:
             self._checks = self._make_checks(self.watcher, self.settings)
             self._summary.reports = self._checks.reports
             self.watcher.on_wrapper = self._checks.add
             self.watcher.on_tick = self._checks.tick
+            self.watcher.on_optimizer = self._checks.see_step
+            self.watcher.on_end = self._checks.end
+            self.watcher.on_destroy = self._checks.release
         if self.settings.on_desync == "raise":
             allow = frozenset(self.settings.allow)
             self.watcher.on_step = Gate(self.watcher, self.settings.patience, allow, self._report).pass_step
         self.watcher.install()
         flush_before_termination(self._flush)
 
+    def _explain_alone(self) -> None:
+        """Print at the first step of a single process that nothing is compared, unless a launcher started more."""
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 and not self._is_explained:
+            self._is_explained = True
+            self._print_on_first_rank(_ALONE)
+
     def _flush(self) -> None:
         """Judge the posted steps: the process is about to end by SIGTERM."""
         if self._judge is not None and not self._has_ended:
-            self._judge.finish(_FLUSH_SECONDS)
-            self._summary.print_end(self._judge.judged, is_complete=self.watcher.is_on)
-            self._summary.write_outputs()
+            self._judge.finish(*_SIGNAL)
+            self._conclude(self._judge, is_complete=self.watcher.is_on, normally=False)
 
     def finish(self, *, normally: bool) -> bool:
         """Judge the last steps, and end all threads; return whether this rank saw a finding that counts.
@@ -145,23 +189,53 @@ class Session:
         if self in _running:
             _running.remove(self)
         if normally:
-            self.watcher.tell_last_skipped()
+            # The script is over: the finding is in the summary.
+            with suppress(OutOfSync):
+                self.watcher.tell_end()
         # An error of syncheck may have ended watching before.
         is_complete = self.watcher.is_on
         self.watcher.is_on = False
+        reasons = (
+            self.watcher.has_posted,
+            self.has_children,
+            self._is_explained,
+            # An error has its own message.
+            not normally,
+            not is_complete,
+        )
+        if not any(reasons):
+            self._print_on_first_rank(_explain_nothing())
         if self._responder is not None:
             self._end_judging(normally=normally, is_complete=is_complete)
             self._leave(self._responder, wait=normally)
-        elif normally and not self.has_children:
-            self._print_on_first_rank(_explain_nothing())
         return self._summary.has_failed
 
     def _end_judging(self, *, normally: bool, is_complete: bool) -> None:
         if self._judge is not None:
-            # After an error, other ranks may have ended too.
-            self._judge.finish(_END_SECONDS if normally else 0.0)
-            self._summary.print_end(self._judge.judged, is_complete=is_complete)
-            self._summary.write_outputs()
+            self._judge.finish(*(_END if normally else _ERROR))
+            self._conclude(self._judge, is_complete=is_complete, normally=normally)
+
+    def _conclude(self, judge: Judge, *, is_complete: bool, normally: bool) -> None:
+        """Print and write what the run has shown."""
+        with options_as_typed(self.settings.prefix):
+            self._describe_run(judge, is_complete=is_complete, normally=normally)
+
+    def _describe_run(self, judge: Judge, *, is_complete: bool, normally: bool) -> None:
+        ending = Ending(
+            judged=judge.judged,
+            uncompared=judge.list_uncompared(),
+            unjudged=judge.list_unjudged(),
+            is_complete=is_complete,
+            normally=normally,
+            ranks=tuple(sorted(judge.ranks)),
+            world_size=self.watcher.world_size,
+            is_compared=self._checks is not None and self._checks.has_ended,
+            last_comparison=0 if self._checks is None else self._checks.last_step,
+            sees_steps=all(layout.sees_steps for layout in judge.layouts["steps"].values()),
+            optimizers=judge.count_optimizers(),
+        )
+        self._summary.print_end(ending)
+        self._summary.write_outputs(min(judge.ranks, default=0))
 
     def _leave(self, responder: Responder, *, wait: bool) -> None:
         """End together with the other ranks, if they end in time: judges may ask, and rank 0 may serve the store."""
@@ -173,7 +247,7 @@ class Session:
         members: set[int] = set()
         for clock in self.watcher.clocks:
             members.update(clock.ranks)
-        deadline = time.monotonic() + 2 * _END_SECONDS
+        deadline = time.monotonic() + _ANSWER_SECONDS
         # The process that serves the store may have ended.
         with suppress(RuntimeError):
             responder.board.post(f"{_DONE}/{responder.rank}", {})
@@ -181,7 +255,9 @@ class Session:
         responder.stop()
         with suppress(RuntimeError):
             responder.board.post(f"{_LEFT}/{responder.rank}", {})
-            if responder.rank in judges:
+            served = responder.board.list_served()
+            members |= served
+            if served or responder.rank in judges:
                 _wait_for_keys(responder.board, [f"{_LEFT}/{rank}" for rank in members], deadline)
 
     def _begin_answering(self, watcher: Watcher, board: Board) -> None:
@@ -192,10 +268,13 @@ class Session:
 
     def _begin_judging(self, board: Board) -> None:
         self._judge = Judge(self.watcher, board.clone(), self._report)
+        self._summary.causes.is_judging = self._judge.is_behind
         self._judge.start()
 
     def _report(self, judgement: Judgement) -> None:
-        finding = self._summary.add(judgement)
+        # In the thread of the judge, or in the script's.
+        with options_as_typed(self.settings.prefix):
+            finding = self._summary.add(judgement)
         if finding is not None and self._checks is not None:
             self._checks.wanted |= finding.fails
 
@@ -211,7 +290,7 @@ class Session:
 def _explain_nothing() -> str:
     """Return why nothing was watched."""
     if max(world_size(), int(os.environ.get("WORLD_SIZE", "1"))) < 2:
-        return "nothing to watch: one process trains alone; start several, for example with torchrun"
+        return _ALONE
     return (
         "nothing was watched: no optimizer of torch stepped while a process group existed; processes that the script "
         "starts with subprocess are not watched"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import TYPE_CHECKING
 
-from syncheck.errors import UsageError
+from syncheck.errors import OptionError
 from syncheck.frozen import record
-from syncheck.text import brief
+from syncheck.suggestions import suggest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WITNESSES = ("gradients", "batches", "rng", "settings")
+WITNESSES = ("gradients", "parameters", "batches", "rng", "settings")
 ACTIONS = ("warn", "raise", "resync", "save")
 SAVE_FOLDER = "syncheck-desync"
 
@@ -39,6 +41,14 @@ class WatchSettings:
     """Exit with 1 if the script exits with 0 and the ranks were out of sync."""
     patience: float = 5.0
     """Seconds that `raise` waits for the records of the other ranks before a step."""
+    prefix: str = ""
+    """What options begin with in texts: see `text.options_as_typed`. Empty in a script that calls `watch()`."""
+
+
+def check_patience(seconds: float) -> None:
+    """Raise UsageError for a time to wait that is negative, infinite or no number."""
+    if not 0 <= seconds < math.inf:
+        raise OptionError("must be a number of seconds of at least 0", patience=seconds)
 
 
 def check_witnesses(witnesses: str | Sequence[str]) -> tuple[str, ...]:
@@ -46,5 +56,17 @@ def check_witnesses(witnesses: str | Sequence[str]) -> tuple[str, ...]:
     names = (witnesses,) if isinstance(witnesses, str) else tuple(witnesses)
     for name in names:
         if name not in WITNESSES:
-            raise UsageError(f"witnesses={brief(witnesses)}: {name!r} is none of {', '.join(WITNESSES)}")
+            choices = ", ".join((*WITNESSES, "none"))
+            raise OptionError(f"must be one of {choices}{suggest(name, WITNESSES)}", witnesses=name)
     return names
+
+
+def name_file_of_judge(path: str, rank: int) -> str:
+    """Return the path of an output of the judge on a rank.
+
+    Several sets of replicas have several judges, and none replaces the file of another one. The first rank writes the
+    file with the path of the user.
+    """
+    root, extension = os.path.splitext(path)
+    # A stream has room for all of them.
+    return path if rank == 0 or not extension else f"{root}.rank{rank}{extension}"

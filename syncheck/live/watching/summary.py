@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
-from syncheck.live.witnesses.rules import DATA_CODES, Seen, make_finding
+from syncheck.live.watching.causes import Causes
+from syncheck.live.watching.settings import name_file_of_judge
+from syncheck.live.witnesses.rules import (
+    CHANGED_AT_THE_END,
+    DATA_CODES,
+    PARAMETERS_DIFFER,
+    SETTINGS_DIFFER,
+    Seen,
+    make_finding,
+)
+from syncheck.report.events import add_witnessed, describe_finding
 from syncheck.report.selections import find_failing
-from syncheck.text import ranks_text
+from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from syncheck.live.reporter import Reporter
     from syncheck.live.watching.judge import Judgement
     from syncheck.live.watching.settings import WatchSettings
     from syncheck.records import Finding, Report
 
-_MOST_NAMES = 8
+
+class Ending(NamedTuple):
+    """How the watching of a run ended."""
+
+    judged: Counter[str]
+    """Numbers of steps, as the judge counts them."""
+    uncompared: tuple[str, ...] = ()
+    """The names of parameters of which no rank was found to hold a copy."""
+    unjudged: tuple[str, ...] = ()
+    """The steps that were not judged, because records of other ranks came too late, or never."""
+    is_complete: bool = True
+    """Whether watching went on to the end of the script; what came after its end is unknown."""
+    normally: bool = True
+    """Whether the script ended by itself, without an error."""
+    is_compared: bool = False
+    """Whether all replicas were compared at the end."""
+    last_comparison: int = 0
+    """The step of the last comparison of all replicas; 0 without one."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that were judged."""
+    world_size: int = 0
+    """The number of all ranks."""
+    sees_steps: bool = True
+    """Whether the steps were seen; steps of an optimizer that is not torch's are not."""
+    optimizers: int = 1
+    """The number of optimizers whose steps were judged; an optimizer of several models counts for each of them."""
+
+    @property
+    def has_passes_only(self) -> bool:
+        """Whether only the inputs of forward passes were judged here: another rank judges the steps of the model."""
+        return self.judged["steps"] == 0 < self.judged["passes"]
 
 
 class Summary:
@@ -31,8 +71,17 @@ class Summary:
         self._reporter, self._settings = reporter, settings
         self._allow = frozenset(settings.allow)
         self.reports: list[Report] = []
-        self.findings: dict[tuple[str, tuple[int, ...]], Finding] = {}
-        """By code and ranks."""
+        self.causes = Causes()
+        """What the findings explain."""
+        self.findings: dict[tuple[str, tuple[int, ...], str], Finding] = {}
+        """By code, ranks and kind of setting."""
+        # Where the witnesses found them first and last, by code and ranks.
+        self._places: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._last_places: dict[tuple[str, tuple[int, ...]], str] = {}
+        # How many comparisons of all replicas came before the last finding of a witness that counts.
+        self._earlier_reports = 0
+        # At how many steps, by code and ranks.
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def add(self, judgement: Judgement) -> Finding | None:
         """Write a finding as an event, and print it unless the same ranks had it before; return a new one."""
@@ -45,30 +94,46 @@ class Summary:
             variant=suspicion.variant,
             allow=self._allow,
         )
-        self._write_event(finding, judgement.number)
-        key = (finding.code, finding.ranks)
-        if key in self.findings:
-            return None
-        self.findings[key] = finding
-        unit = "reduction" if judgement.reduces else "step"
-        self._reporter.print_finding(finding, f"{unit} {judgement.number}")
-        return finding
-
-    def _write_event(self, finding: Finding, number: int) -> None:
+        place = Seen.PLACE(unit=judgement.unit, number=judgement.number)
+        # The line on the console begins with the place.
+        placed = replace(finding, facts=(place, *finding.facts))
+        effect_of = self._find_cause(judgement)
         self._reporter.write_event(
             "witness",
-            step=number,
-            code=finding.code,
-            slug=finding.slug,
-            severity=finding.severity,
-            allowed=finding.allowed,
-            ranks=list(finding.ranks),
-            tensors=len(finding.tensors),
-            names=list(finding.tensors[:_MOST_NAMES]),
-            evidence=finding.evidence,
-            cause=str(finding.cause),
-            fix=str(finding.fix),
+            step=judgement.number,
+            effect_of=effect_of,
+            **describe_finding(placed, {}),
         )
+        self.causes.add(judgement, placed)
+        if finding.fails:
+            self._earlier_reports = len(self.reports)
+        if effect_of:
+            return None
+        key = finding.code, finding.ranks
+        is_other_place = self._last_places.get(key) != str(place)
+        self._counts[key] += is_other_place
+        self._last_places[key] = str(place)
+        # Each kind of setting has a cause of its own. Other findings may only look different at later steps.
+        kind = suspicion.variant if finding.code == SETTINGS_DIFFER else ""
+        if (*key, kind) in self.findings:
+            return None
+        self.findings[*key, kind] = placed
+        self._places.setdefault(key, f", first {place}")
+        self._reporter.print_finding(finding, f"{judgement.unit} {judgement.number}")
+        return finding
+
+    def _find_cause(self, judgement: Judgement) -> str:
+        """Return the code of an earlier finding that explains parameters that differ; empty without one."""
+        suspicion = judgement.suspicion
+        if suspicion.code != PARAMETERS_DIFFER:
+            return ""
+        compared = chain.from_iterable(report.findings for report in self.reports)
+        for finding in find_failing(compared):
+            # Their tensors have the same names, unless several models are compared.
+            has_names = set(finding.tensors).issuperset(suspicion.names)
+            if has_names and suspicion.agrees_beside(finding.ranks):
+                return finding.code
+        return self.causes.find(judgement)
 
     @property
     def has_failed(self) -> bool:
@@ -77,48 +142,155 @@ class Summary:
             return True
         return bool(find_failing(self.findings.values()))
 
-    def print_end(self, judged: Counter[str], *, is_complete: bool) -> None:
-        """Print the last line.
+    def _describe_sync(self, ending: Ending, watched: str) -> tuple[str, str]:
+        """Return the text and the style of the last line without a finding that counts."""
+        judged = ending.judged
+        is_changed = CHANGED_AT_THE_END in {code for code, _, _ in self.findings}
+        names = names_text(ending.uncompared)
+        unjudged = names_text(ending.unjudged)
+        # With `--every 0`, the user has asked for witnesses only.
+        is_compared = any((self.reports, ending.is_compared, not self._settings.every))
+        moment = "so far" if judged["ends"] else "when last compared"
+        # A rank may have skipped a step that is not seen.
+        last_moment = "up to the last step" if ending.sees_steps else "when last compared"
+        # Conditions that limit the verdict, each with its line; the first one counts.
+        limits = (
+            (not (ending.is_complete and judged["steps"]), f"could not tell: {watched}, not the whole run"),
+            # Shards of FSDP, or ranks that train apart between two averages.
+            (
+                not (judged["comparisons"] or self.reports),
+                f"could not tell: {watched}; no rank was found to hold copies of another rank's tensors",
+            ),
+            (not ending.normally, f"in sync {moment}: {watched}; the run was ended"),
+            # A fault in these steps would be unknown.
+            (
+                bool(ending.unjudged),
+                f"could not tell for {unjudged}, whose records did not come in time; the rest is in sync: {watched}",
+            ),
+            (is_changed, f"in sync {last_moment}: {watched}; then {CHANGED_AT_THE_END}, see above"),
+            (
+                bool(ending.uncompared),
+                f"could not tell for {names}, which no two ranks hold copies of; the rest is in sync: {watched}",
+            ),
+            (not (judged["ends"] or ending.is_compared), f"in sync when last compared: {watched}"),
+            (
+                not is_compared,
+                f"trained parameters in sync: {watched}; could not tell for buffers and optimizer states",
+            ),
+        )
+        for is_limited, text in limits:
+            if is_limited:
+                return text, "yellow"
+        return f"in sync: {watched}", "green"
 
-        judged: numbers of steps, as the judge counts them.
-        is_complete: watching went on to the end of the script; what came after its end is unknown.
-        """
-        watched = Seen.WATCHED(steps=judged["steps"], checks=len(self.reports))
-        if not self.has_failed:
-            if is_complete and judged["steps"]:
-                self._reporter.print_text(f"in sync: {watched}", "green")
-            else:
-                self._reporter.print_text(f"could not tell: {watched}, not the whole run", "yellow")
+    def _describe_extent(self, ending: Ending) -> str:
+        """Return how many steps, or forward passes, and comparisons the verdict is of."""
+        judged, checks = ending.judged, len(self.reports)
+        if ending.has_passes_only:
+            return f"{Seen.WATCHED_PASSES(passes=judged['passes'], checks=checks)}"
+        if ending.optimizers > 1:
+            extent = Seen.WATCHED_OPTIMIZERS(
+                steps=judged["steps"],
+                optimizers=ending.optimizers,
+                checks=checks,
+            )
+            return f"{extent}"
+        return f"{Seen.WATCHED(steps=judged['steps'], checks=checks)}"
+
+    def print_end(self, ending: Ending) -> None:
+        """Print the last line."""
+        judged = ending.judged
+        # Each set of replicas has a line of its own.
+        prefix = ""
+        if 0 < len(ending.ranks) < ending.world_size:
+            prefix = f"{ranks_text(ending.ranks)}: "
+        watched = self._describe_extent(ending)
+        # With a finding, and after an error, the verdict has no room for them.
+        if ending.unjudged and (self.has_failed or not ending.normally):
+            watched += f", not judged: {names_text(ending.unjudged)}"
+        if self.has_failed:
+            self._print_findings(prefix, watched)
             return
+        # Other ranks judge the steps, and print the verdict.
+        if ending.has_passes_only:
+            return
+        if judged["ends"]:
+            watched += f", {Seen.EQUAL_AT_END()}"
+        elif judged["compared"]:
+            watched += f", {Seen.EQUAL_BEFORE(step=judged['compared'])}"
+        elif ending.last_comparison:
+            watched += f", {Seen.COMPARED_AT(step=ending.last_comparison)}"
+        text, style = self._describe_sync(ending, watched)
+        self._reporter.print_text(f"{prefix}{text}", style)
+
+    def _print_findings(self, prefix: str, watched: str) -> None:
+        """Print the last line of a run with findings that count."""
         failing = [*find_failing(self.findings.values())]
+        is_repaired = False
         for report in self.reports[-1:]:
             failing += find_failing(report.findings)
-        # Replicas that train on equal data are still replicas.
+            is_repaired = report.verdict == "in_sync" and self._earlier_reports < len(self.reports)
         verdict = "OUT OF SYNC"
-        if all(finding.code in DATA_CODES for finding in failing):
+        if failing and all(finding.code in DATA_CODES for finding in failing):
+            # Replicas that train on equal data are still replicas.
             verdict = "in sync, with findings"
+        elif is_repaired:
+            # After a repair for example.
+            verdict = "in sync again"
+            failing += find_failing(chain.from_iterable(report.findings for report in self.reports))
         texts: dict[str, None] = {}
         for finding in failing:
-            texts[f"{finding.code} {finding.slug} on {ranks_text(finding.ranks)}"] = None
-        text = f"{verdict} at {judged['out of sync']} of {watched}: {'; '.join(texts)}"
+            repeated = self._describe_repetition(finding)
+            texts[f"{finding.code} {finding.slug} on {ranks_text(finding.ranks)}{repeated}"] = None
+        text = f"{prefix}{verdict}: {watched}: {'; '.join(texts)}"
         self._reporter.print_text(text, "bold red")
 
-    def write_outputs(self) -> None:
-        """Write the files of `--output`: the last comparison, with the findings of the witnesses."""
+    def _describe_repetition(self, finding: Finding) -> str:
+        """Return where a finding was first, at how many steps, and in how many comparisons of all replicas."""
+        key = finding.code, finding.ranks
+        compared = Counter(
+            (similar.code, similar.ranks) for similar in chain.from_iterable(report.findings for report in self.reports)
+        )
+        text = self._places.get(key, "")
+        if self._counts[key] > 1:
+            text += f", {Seen.AT_STEPS(count=self._counts[key])}"
+        if compared[key] > 1 or not text:
+            text += f", {Seen.IN_COMPARISONS(count=compared[key])}"
+        return text
+
+    def write_outputs(self, rank: int) -> None:
+        """Write the files of `--output`: the last comparison, with the findings of the witnesses.
+
+        rank: of this judge.
+        """
+        events = self._settings.events
+        # The comparisons of another judge than the first rank have a file of their own.
+        for path in dict.fromkeys([events, name_file_of_judge(events, rank)] if events else []):
+            self._confirm(path)
         if not self.reports:
+            if self._settings.outputs:
+                paths = names_text(self._settings.outputs)
+                self._reporter.print_text(f"{paths}: not written, because no replicas were compared", "yellow")
             return
         from syncheck.report.formats import write_file  # most runs only print
 
         report = self.reports[-1]
-        (group,) = report.groups
-        compared = {(finding.code, finding.ranks) for finding in group.findings}
-        witnessed = [finding for key, finding in self.findings.items() if key not in compared]
-        merged = replace(report, groups=(replace(group, findings=(*group.findings, *witnessed)),))
+        (check,) = report.groups
+        merged = replace(report, groups=(add_witnessed(check, self.findings.values()),))
         if self.has_failed:
             merged = replace(merged, verdict="out_of_sync")
-        for path in self._settings.outputs:
+        for path in [name_file_of_judge(output, rank) for output in self._settings.outputs]:
             try:
                 write_file(path, merged)
+                self._confirm(path)
             except UsageError as error:
                 # The exit code stays that of the script.
                 self._reporter.print_text(f"error: {error}", "bold red")
+
+    def _confirm(self, path: str) -> None:
+        """Print a line about a written file. Without an event, there is no file of events."""
+        from syncheck.report.formats import describe_file  # most runs only print
+
+        text = describe_file(path)
+        if text:
+            self._reporter.print_text(text)

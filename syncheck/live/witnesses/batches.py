@@ -8,7 +8,6 @@ bounded.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
 import weakref
@@ -17,10 +16,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
-from syncheck.live.watching.clock import list_tensors
+from syncheck.live.watching.wrappers import wrap
 from syncheck.live.witnesses.identity import identify_dataset
-from syncheck.live.witnesses.rules import OverlappingBatches, RepeatedOrder, SameBatch
-from syncheck.live.witnesses.witness import Suspicion, Witness
+from syncheck.live.witnesses.inputs import list_inputs
+from syncheck.live.witnesses.rules import DifferentBatches, OverlappingBatches, RepeatedOrder, SameBatch
+from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ _SAMPLES_PER_BATCH = 6
 _SAMPLES_PER_EPOCH = 4096
 # Inputs of fewer elements are equal by chance.
 _LEAST_ELEMENTS = 8
+# Elements that are looked at first.
+_FIRST_ELEMENTS = 64
 # Indices of an epoch that are compared with the epoch before.
 _ORDER = 512
 # Forward passes whose inputs are told with one step.
@@ -106,14 +108,14 @@ class BatchWitness(Witness):
     def __init__(self) -> None:
         super().__init__()
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
-        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, _Loader | None] = weakref.WeakKeyDictionary()
         # The loader that creates an iterator now: with workers, the iterator draws before anybody has it.
         self._beginning: _Loader | None = None
         # The loader that returned the last batch.
         self._current: _Loader | None = None
         self._passed: list[_Passed] = []
-        # Samples by layout, on the rank that judges.
-        self._epochs: dict[str, _Epochs] = defaultdict(_Epochs)
+        # Samples by layout and replicas, on the rank that judges.
+        self._epochs: dict[tuple[str, tuple[int, ...]], _Epochs] = defaultdict(_Epochs)
 
     def install(self, guard: Callable[..., None]) -> None:
         """Watch what data loaders draw."""
@@ -122,20 +124,20 @@ class BatchWitness(Witness):
         draw = loading._BaseDataLoaderIter._next_index  # noqa: SLF001 - there is no public place
         fetch = loading._BaseDataLoaderIter.__next__  # noqa: SLF001
 
-        @functools.wraps(iterate)
+        @wrap(iterate)
         def iterate_watched(loader: Any) -> Any:
             guard(self._begin_epoch, loader)
             iterator = iterate(loader)
             guard(self._bind, iterator)
             return iterator
 
-        @functools.wraps(draw)
+        @wrap(draw)
         def draw_watched(iterator: Any) -> Any:
             indices = draw(iterator)
             guard(self._draw, iterator, indices)
             return indices
 
-        @functools.wraps(fetch)
+        @wrap(fetch)
         def fetch_watched(iterator: Any) -> Any:
             # After its last batch, the loader is not the one that a later forward pass trains with.
             guard(self._forget_loader)
@@ -154,9 +156,8 @@ class BatchWitness(Witness):
         self._beginning.begin_epoch()
 
     def _bind(self, iterator: Any) -> None:
-        if self._beginning is not None:
-            self._iterators[iterator] = self._beginning
-            self._beginning = None
+        self._iterators[iterator] = self._beginning
+        self._beginning = None
 
     def _forget_loader(self) -> None:
         self._current = None
@@ -174,7 +175,7 @@ class BatchWitness(Witness):
         """Note the digest of the inputs of a forward pass; the loader that returned them trains."""
         if self._current is not None:
             self._current.trains = True
-        tensors = [tensor.detach() for tensor in list_tensors(inputs)]
+        tensors = list_inputs(inputs)
         if len(self._passed) < _MOST_PASSES and _are_distinctive(tensors):
             digest = hash_digests(digest_all(tensors, threads=1))[:_HASH_BYTES]
             elements = sum(tensor.numel() for tensor in tensors)
@@ -192,14 +193,18 @@ class BatchWitness(Witness):
         return observation or None
 
     def judge(self, layout: Any, observations: Mapping[int, Any], _ask: Ask) -> list[Suspicion]:
-        """Return SYN401 to SYN403. Only data-parallel ranks, which a wrapper states, must see different samples."""
+        """Return SYN401 to SYN403, or SYN406 of tensor-parallel ranks.
+
+        Only data-parallel ranks, which a wrapper states, must see different samples.
+        """
+        observed = dict(sorted(observations.items()))
         if not layout.clock.reduces:
-            return []
-        observed = {rank: observation for rank, observation in sorted(observations.items()) if observation}
+            return _compare_replicated(observed)
         suspicions = _compare_inputs(observed)
         # Equal batches are common samples too.
         if not suspicions:
-            suspicions = self._epochs[layout.key].compare(observed, len(observations))
+            replicas = layout.find_replicas(min(observed))
+            suspicions = self._epochs[layout.key, replicas].compare(observed, len(observations))
         return [*suspicions, *_compare_orders(observed)]
 
 
@@ -218,7 +223,9 @@ def _varies(tensor: Any) -> bool:
     if tensor.is_cuda:
         return True
     flat = tensor.flatten()
-    return bool((flat != flat[0]).any())
+    # Most tensors vary at their start, and the rest of a large one takes time.
+    parts = (flat[:_FIRST_ELEMENTS], flat[_FIRST_ELEMENTS:])
+    return any(bool((part != flat[0]).any()) for part in parts)
 
 
 def _compare_inputs(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
@@ -227,9 +234,30 @@ def _compare_inputs(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion
     digests = {rank: tuple(observation["d"]) for rank, observation in observed.items() if "d" in observation}
     for ranks in group_ranks(digests).values():
         if len(ranks) > 1:
-            fact = SameBatch.FACT(ranks=tuple(ranks), elements=observed[ranks[0]]["n"])
-            suspicions.append(Suspicion("SYN401", tuple(ranks), (fact,)))
+            facts = [SameBatch.FACT(ranks=tuple(ranks), elements=observed[ranks[0]]["n"])]
+            # Without loaders, or without a watched sample in this step, it is unknown whether targets are equal, too.
+            drawn = {observed[rank].get("s", "") for rank in ranks}
+            are_drawn = len(drawn) == 1 and "" not in drawn
+            if are_drawn:
+                facts.append(SameBatch.DRAWN())
+            suspicions.append(Suspicion("SYN401", tuple(ranks), tuple(facts), variant="_INPUTS" * (not are_drawn)))
     return suspicions
+
+
+def observe_replicated(digest: bytes, elements: int, fact: str = "FACT") -> dict[str, Any]:
+    """Return the observation of inputs that must be equal on several ranks. fact: the name of its sentence."""
+    return {"t": b64encode(digest[:_HASH_BYTES]).decode(), "n": elements, "f": fact}
+
+
+def _compare_replicated(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
+    """Return SYN406 if ranks whose inputs must be equal trained on different ones."""
+    digests = {rank: observation["t"] for rank, observation in observed.items() if "t" in observation}
+    if len(set(digests.values())) < 2:
+        return []
+    elements = {rank: observed[rank]["n"] for rank in digests}
+    sentence = getattr(DifferentBatches, observed[min(digests)]["f"])
+    fact = sentence(ranks=tuple(digests), sets=len(set(digests.values())), elements=max(elements.values()))
+    return [Suspicion("SYN406", find_minority(digests), (fact,))]
 
 
 def _compare_orders(observed: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:

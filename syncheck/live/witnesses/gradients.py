@@ -1,18 +1,16 @@
-"""The witness of gradients: after the reduction, replicas step with equal gradients.
-
-A digest of the gradients of copies is posted with each step, and one of the gradients of shards. With a wrapper that
-reduces gradients, copies must agree at every step. Without one, nobody states which ranks reduce together, so ranks are
-held to what they showed: ranks with equal gradients at several steps belong together.
-"""
+"""The witness of gradients: after the reduction, replicas step with equal gradients."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from syncheck.live.digest import digest_all, hash_digests
+from syncheck.live.watching.clock import read_state
+from syncheck.live.witnesses.copies import CopiesWitness, Details, select_digests
 from syncheck.live.witnesses.rules import Seen, UnequalGradients
-from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
+from syncheck.live.witnesses.shifts import History
+from syncheck.live.witnesses.witness import Suspicion, find_minority
 from syncheck.records import largest_first
 from syncheck.text import group_ranks
 
@@ -20,237 +18,257 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.live.witnesses.witness import Ask
+    from syncheck.sentences import Message
 
-# Elements to recognize a factor between ranks: of the first tensors, the first elements.
-_SAMPLED_TENSORS = 4
-_SAMPLED_ELEMENTS = 4
-# Steps with equal and changing gradients after which ranks without a wrapper are held to be copies.
-_LEARNED_STEPS = 3
-
-
-class Details(NamedTuple):
-    """The gradients of one step, to tell other ranks about."""
-
-    digests: list[str]
-    """The digest of each tensor, as text; empty for a parameter without gradient."""
-    elements: dict[int, list[float]]
-    """The first elements of the first tensors, by the index of the tensor."""
+# Each float32 gradient is rounded once by a factor.
+_ROUNDING = 1e-5
+# The factor of tensors that differ in none of their compared elements.
+_UNKNOWN = 1.0
+# The suffix of the sentences for gradients that show no cause, by whether reductions number the steps.
+_UNKNOWN_CAUSES = {True: "", False: "_UNCOUNTED"}
 
 
-class GradientWitness(Witness):
+class GradientWitness(CopiesWitness):
     """The gradients that this rank steps with."""
 
     name: ClassVar[str] = "gradients"
     key: ClassVar[str] = "g"
+    code: ClassVar[str] = "SYN410"
 
     def __init__(self) -> None:
         super().__init__()
-        # What ranks without a wrapper have shown, by layout and by copies or shards.
-        self._learned: dict[str, _LearnedSets] = {}
-        # The findings so far, by layout and suspects.
-        self._explained: dict[tuple[str, tuple[int, ...]], Suspicion] = {}
+        # The state of each gradient after the last reduction, by the identity of the parameter.
+        self._reduced: dict[str, dict[int, tuple[int, ...]]] = {}
+        # The steps that were judged, by layout.
+        self._histories: defaultdict[str, History] = defaultdict(History)
 
-    def observe(self, key: str, layout: Any) -> list[str]:
-        """Return the digests of the gradients of copies and of shards, and keep the details.
+    def read(self, parameter: Any) -> Any:
+        """Return the gradient."""
+        return parameter.grad
 
-        The parameters of the layout are in an order that is equal on all ranks. Without gradients, the digest is empty.
-        """
-        parameters = layout.parameters
-        tensors: list[Any] = []
-        indices: list[int] = []
-        sharded: set[int] = set()
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                parts = _list_tensors(parameter.grad)
-                tensors += parts
-                indices += [index] * len(parts)
-                if _is_sharded(parameter):
-                    sharded.add(index)
-        # One thread: the others belong to the training.
-        hashed = digest_all(tensors, threads=1)
-        digests = [""] * len(parameters)
-        for index, (_, digest) in zip(indices, hashed, strict=True):
-            digests[index] += digest[:8].hex()
-        elements: dict[int, list[float]] = {}
-        for index, tensor in zip(indices[:_SAMPLED_TENSORS], tensors, strict=False):
-            if tensor.is_floating_point():
-                elements[index] = tensor.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()
-        self._keep(key, Details(digests, elements))
-        copies = [index for index in range(len(parameters)) if index not in sharded]
-        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(sharded))]
+    def see_reduction(self, clock: Any) -> None:
+        """Note the gradients that a reduction left."""
+        states = self._reduced[clock.name] = {}
+        for _, parameter in clock.list_parameters():
+            # Operations on a list of DTensors, as in clip_grad_norm_, change no version.
+            if parameter.grad is not None and not hasattr(parameter, "placements"):
+                states[id(parameter)] = read_state(parameter.grad)
 
-    def tell(self, key: str) -> list[Any] | None:
-        """Return the details of a step, or None for an old step."""
-        details = super().tell(key)
-        return None if details is None else list(details)
+    def holds_reduced(self, layout: Any) -> bool:
+        """Whether the gradients are those that the last reduction left; False without a reduction, and for shards."""
+        states = self._reduced.get(layout.clock.name, {})
+        gradients = {id(parameter): parameter.grad for parameter in layout.parameters if parameter.grad is not None}
+        return bool(gradients) and all(
+            states.get(identity) == read_state(gradient) for identity, gradient in gradients.items()
+        )
+
+    def is_unreduced(self, layout: Any) -> bool:
+        """Whether the step is not the first one after a reduction."""
+        if layout.hides_reductions:
+            return False
+        return bool(layout.clock.reduces and layout.posted == layout.clock.ticks)
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
-        """Return SYN410 if ranks that hold copies have different gradients."""
-        differing = self._find_differing(layout, observations)
-        if not differing:
-            return []
-        key = (layout.key, find_minority({rank: tuple(observations[rank]) for rank in differing}))
-        # A fault that lasts is explained once, so that the judge keeps up with the run.
-        if key not in self._explained:
-            answers = ask()
-            details = {rank: _read_details(answers[rank]) for rank in differing if rank in answers}
-            if len(details) < len(differing):
-                return [Suspicion("SYN410", differing, (UnequalGradients.DIGESTS(),))]
-            self._explained[key] = describe_disagreement(layout, compare_details(details))
-        return [self._explained[key]]
+        """Return SYN410 if gradients differ; without a wrapper SYN214, if they are those of another step."""
+        suspicions = super().judge(layout, observations, ask)
+        # Reductions number the steps of a wrapper.
+        are_numbered = layout.clock.reduces and not layout.hides_reductions
+        facts = () if are_numbered else self._histories[layout.key].add(observations)
+        if not facts:
+            return suspicions
+        return [Suspicion("SYN214", suspicion.ranks, facts, variant="_UNEQUAL") for suspicion in suspicions]
 
-    def _find_differing(self, layout: Any, observations: Mapping[int, Any]) -> tuple[int, ...]:
-        """Return the first set of ranks whose gradients must be equal and are not; empty without any."""
-        differing: list[tuple[int, ...]] = []
-        for position, kind in enumerate(("copies", "shards")):
-            digests = {rank: observation[position] for rank, observation in observations.items()}
-            for ranks in self._list_sets(layout, kind, digests):
-                if len({digests[rank] for rank in ranks}) > 1:
-                    differing.append(ranks)
-        return differing[0] if differing else ()
+    def describe(self, layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> Suspicion:
+        """Return SYN410, or SYN212 and SYN214 for parameters outside of the wrapper and for ranks without gradient."""
+        return describe_disagreement(layout, compare_details(details, indices))
 
-    def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
-        """Return the sets of ranks whose gradients must be equal."""
-        if layout.clock.keeps_gradients_local():
-            return []
-        # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
-        if layout.clock.reduces:
-            return [tuple(digests)] if kind == "copies" else []
-        learned = self._learned.setdefault(f"{layout.key}/{kind}", _LearnedSets())
-        return learned.learn(digests)
-
-
-def _read_details(answer: Sequence[Any]) -> Details:
-    """Return details as a rank told them: JSON has texts as keys."""
-    digests, elements = answer
-    return Details(digests, {int(index): values for index, values in elements.items()})
-
-
-class _LearnedSets:
-    """The ranks that had equal gradients at several steps."""
-
-    def __init__(self) -> None:
-        self._sets: list[tuple[int, ...]] = []
-        self._steps = 0
-        self._last: Mapping[int, str] = {}
-
-    def learn(self, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that must agree now; empty while this is not known."""
-        if self._steps >= _LEARNED_STEPS:
-            return self._sets
-        # Gradients that do not change, such as zeros, are equal by chance; an empty digest is of no gradient.
-        changed = {rank: digest for rank, digest in sorted(digests.items()) if digest != self._last.get(rank, "")}
-        sets = [tuple(ranks) for ranks in group_ranks(changed).values() if len(ranks) > 1]
-        if sets != self._sets:
-            self._steps = 0
-        if sets:
-            self._steps += 1
-        self._sets, self._last = sets, digests
-        return []
-
-
-def _hash_texts(digests: Sequence[str], indices: Sequence[int]) -> str:
-    """Return the digest of some gradients; empty if none of the parameters has one."""
-    parts = []
-    for index in indices:
-        # Another parameter without gradient is another set of gradients, whatever their bytes are.
-        if digests[index]:
-            parts.append((f"{index}", bytes.fromhex(digests[index])))
-    return hash_digests(parts)[:12].hex() if parts else ""
-
-
-def _list_tensors(gradient: Any) -> list[Any]:
-    """Return the tensors whose bytes count: of a sparse gradient, also the indices; of a DTensor, the shard."""
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        return [gradient.indices(), gradient.values()]
-    return [getattr(gradient, "_local_tensor", gradient)]
-
-
-def _is_sharded(parameter: Any) -> bool:
-    """Whether a parameter is a DTensor with a shard on each rank."""
-    return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+    def describe_digests(self) -> Message:
+        """Return that the digests differ."""
+        return UnequalGradients.DIGESTS()
 
 
 class Disagreement(NamedTuple):
     """How the gradients of the ranks differ at one step."""
 
     ranks: tuple[int, ...]
-    """The ranks outside the largest set of equal ranks; all ranks if two sets are the largest."""
+    """The ranks outside the largest set of equal ranks. If two sets are the largest, the ranks that have changed their
+    gradients after the reduction; all ranks if this is unknown."""
     tensors: tuple[int, ...]
     """The indices of the parameters whose gradients differ."""
     missing: tuple[int, ...]
     """The indices of parameters without a gradient on some ranks only."""
     ratio: float | None
-    """The factor of a single deviating rank, if it is the same in all sampled elements that differ; else None."""
+    """The factor between two sets of ranks in most of the tensors that differ; None if most have no constant factor."""
+    scaled: tuple[int, ...]
+    """The ranks whose gradients the factor is of."""
     is_local: bool
-    """Whether every rank has gradients of its own."""
-    is_empty: bool = False
-    """Whether the deviating ranks have no gradient at all."""
+    """Whether every rank has gradients of its own, without a reduction before the step."""
+    empty: tuple[int, ...] = ()
+    """The ranks that have no gradient at all, while other ranks have."""
+    suspicion: str = ""
+    """The name of the fact about the ranks if two sets are the largest; empty if one is."""
+    others: tuple[int, ...] = ()
+    """The indices of the tensors that differ by another factor, or by none."""
+    unsampled: tuple[int, ...] = ()
+    """The indices of the tensors that differ, and whose factor is unknown."""
+    not_finite: tuple[int, ...] = ()
+    """The indices of the tensors that hold NaN or infinity on the ranks of the factor only."""
+    total: int = 0
+    """The number of gradients that must be equal."""
 
 
-def compare_details(details: Mapping[int, Details]) -> Disagreement:
-    """Compare the details of all ranks at one step."""
-    columns = {rank: tuple(details[rank].digests) for rank in sorted(details)}
+class _Factors(NamedTuple):
+    """The factors between two samples of gradients."""
+
+    ratio: float | None = None
+    others: tuple[int, ...] = ()
+    unsampled: tuple[int, ...] = ()
+
+
+def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> Disagreement:
+    """Compare the details of all ranks at one step. indices: of the gradients that must be equal."""
+    columns = select_digests(details, indices)
     sets = largest_first(group_ranks(columns).values())
     tensors: list[int] = []
     missing: list[int] = []
-    for index, digests in enumerate(zip(*columns.values(), strict=True)):
+    for index, digests in zip(indices, zip(*columns.values(), strict=True), strict=True):
         if len(set(digests)) > 1:
             tensors.append(index)
             if "" in digests:
                 missing.append(index)
     ranks = find_minority(columns)
-    ratio = None
-    if len(ranks) == 1:
-        samples = [details[rank].elements for rank in (ranks[0], sets[0][0])]
-        ratio = _find_ratio(tensors, *samples)
+    is_even = len(ranks) == len(columns)
+    reduced = {columns[rank] for rank in columns if details[rank].is_reduced}
+    suspicion = "UNDECIDED" if is_even else ""
+    # Equally large sets have no majority, but a reduction leaves equal gradients on all ranks.
+    if is_even and len(reduced) == 1:
+        suspicion = "CHANGED"
+        ranks = tuple(rank for rank in columns if columns[rank] not in reduced)
+    scaled, reference = sets[-1], sets[0]
+    if reference == ranks:
+        scaled, reference = reference, scaled
+    factors = _Factors()
+    # Two ranks have no majority, but one factor between all of their gradients shows a clip too.
+    if len(sets) == 2 and len(sets[-1]) == 1:
+        factors = _find_factors(tensors, details[scaled[0]].elements, details[reference[0]].elements)
+    not_finite = set(details[scaled[0]].not_finite).difference(details[reference[0]].not_finite)
     return Disagreement(
         ranks,
         tuple(tensors),
         tuple(missing),
-        ratio,
-        is_empty=not any(any(columns[rank]) for rank in ranks),
-        is_local=len(sets) == len(columns) and len(tensors) == len(next(iter(columns.values()))),
+        factors.ratio,
+        scaled,
+        empty=tuple(rank for rank in columns if not any(details[rank].digests)),
+        is_local=(
+            # Within a compiled program, reductions are not seen. Without one, all gradients differ, by no factor.
+            details[scaled[0]].is_unreduced
+            and len(sets) == len(columns)
+            and len(tensors) == len(indices)
+            and factors.ratio is None
+        ),
+        suspicion=suspicion,
+        others=factors.others,
+        unsampled=factors.unsampled,
+        not_finite=tuple(sorted(not_finite.intersection(indices))),
+        total=len(indices),
     )
 
 
 def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
     """Return the finding of a disagreement."""
-    names = tuple(layout.names[index] for index in disagreement.tensors)
+    names = _name(layout, disagreement.tensors)
     if layout.clock.reduces and not layout.is_reduced:
         fact = Seen.OUTSIDE(count=len(layout.names), names=names)
-        return Suspicion("SYN212", layout.clock.ranks, (fact,), names)
-    if disagreement.is_empty:
-        # An optimizer without gradients changes nothing.
-        fact = Seen.NO_GRADIENT(ranks=disagreement.ranks)
-        return Suspicion("SYN214", disagreement.ranks, (fact,))
-    facts = [UnequalGradients.FACT(count=len(names), total=len(layout.names), names=names)]
-    variant = ""
-    if disagreement.missing:
-        variant = "_MISSING"
-        facts.append(UnequalGradients.MISSING(names=tuple(layout.names[index] for index in disagreement.missing)))
+        return Suspicion(
+            "SYN212",
+            layout.clock.ranks,
+            (fact,),
+            names,
+        )
+    if disagreement.empty:
+        # An optimizer without gradients changes nothing, so these ranks skip the step, also without a majority.
+        fact = Seen.NO_GRADIENT(ranks=disagreement.empty)
+        return Suspicion("SYN214", disagreement.empty, (fact,))
+    facts = [UnequalGradients.FACT(count=len(names), total=disagreement.total, names=names)]
+    variant = _choose_variant(disagreement, _UNKNOWN_CAUSES[layout.clock.reduces and not layout.hides_reductions])
+    if disagreement.not_finite:
+        # It counts more than how many gradients differ.
+        facts.insert(
+            0, UnequalGradients.NOT_FINITE(ranks=disagreement.scaled, names=_name(layout, disagreement.not_finite))
+        )
+    elif disagreement.missing:
+        facts.append(UnequalGradients.MISSING(names=_name(layout, disagreement.missing)))
     elif disagreement.ratio is not None:
-        # A factor of zero, and one of some tensors only, is no clip.
-        if disagreement.ratio and len(names) == len(layout.names):
-            variant = "_SCALED"
-        facts.append(UnequalGradients.FACTOR(ranks=disagreement.ranks, factor=disagreement.ratio))
-    elif disagreement.is_local:
-        variant = "_LOCAL"
-    return Suspicion("SYN410", disagreement.ranks, tuple(facts), names, variant)
+        sentence = UnequalGradients["FACTOR_OF_MOST" if disagreement.others else "FACTOR"]
+        fact = sentence(
+            ranks=disagreement.scaled,
+            factor=disagreement.ratio,
+            names=_name(layout, disagreement.others),
+        )
+        facts.append(fact)
+    if disagreement.suspicion and variant != "_LOCAL":
+        facts.append(UnequalGradients[disagreement.suspicion](ranks=disagreement.ranks))
+    return Suspicion(
+        "SYN410",
+        disagreement.ranks,
+        tuple(facts),
+        names,
+        variant,
+    )
 
 
-def _find_ratio(
+def _name(layout: Any, indices: Sequence[int]) -> tuple[str, ...]:
+    return tuple(map(layout.names.__getitem__, indices))
+
+
+def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
+    """Return the suffix of the sentences for cause and fix. unknown: for gradients that show no cause."""
+    if disagreement.not_finite:
+        return "_NOT_FINITE"
+    if disagreement.missing:
+        return "_MISSING"
+    if disagreement.is_local:
+        # Between two reductions there was none.
+        return "_LOCAL"
+    # A factor of zero, and one of some tensors only, is no clip.
+    is_scaled = bool(disagreement.ratio) and len(disagreement.tensors) == disagreement.total
+    if not is_scaled or disagreement.others:
+        return unknown
+    return "_SAMPLED" if disagreement.unsampled else "_SCALED"
+
+
+def _find_factors(
     tensors: Sequence[int], elements: Mapping[int, Sequence[float]], reference: Mapping[int, Sequence[float]]
-) -> float | None:
-    """Return the factor between two samples of gradients, or None if it is not constant or no sample differs.
+) -> _Factors:
+    """Return the factor that most tensors have between two samples of gradients.
 
     tensors: the indices of the tensors that differ.
     """
-    ratios: list[float] = []
+    factors = {}
+    known: list[int] = []
+    unsampled: list[int] = []
     for index in tensors:
-        pairs = zip(elements.get(index, ()), reference.get(index, ()), strict=False)
-        ratios += [value / expected for value, expected in pairs if expected]
-    largest, least = max(ratios, default=math.inf), min(ratios, default=0.0)
-    # Each float32 gradient is rounded once by the factor.
-    return ratios[0] if largest - least <= 1e-5 * abs(least) else None
+        factors[index] = _find_factor(elements.get(index, []), reference.get(index, []))
+        found = unsampled if factors[index] == _UNKNOWN else known
+        found.append(index)
+    # If most have one factor, it is the median.
+    known.sort(key=factors.__getitem__)
+    most = factors[known[len(known) // 2]] if known else _UNKNOWN
+    others = tuple(index for index in sorted(known) if not math.isclose(factors[index], most, rel_tol=_ROUNDING))
+    is_clear = math.isfinite(most) and 2 * len(others) < len(known)
+    # A factor so near to one may be rounding.
+    if not is_clear or math.isclose(most, 1, rel_tol=_ROUNDING):
+        return _Factors()
+    return _Factors(most, others, tuple(unsampled))
+
+
+def _find_factor(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the factor between the elements of two tensors: infinite if it is not constant, 1 if none differs."""
+    if values == reference:
+        return _UNKNOWN
+    _, value, expected = max(zip(map(abs, reference), values, reference, strict=False), default=(0, 0, 0))
+    factor = value / expected if expected else math.inf
+    is_constant = True
+    for value, expected in zip(values, reference, strict=False):
+        is_constant &= math.isclose(value, factor * expected, rel_tol=_ROUNDING)
+    return factor if is_constant else math.inf

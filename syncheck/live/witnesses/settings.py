@@ -1,8 +1,8 @@
 """The witness of settings: equal gradients lead to equal steps only if the settings of the optimizer are equal.
 
 Watched: the values of the parameter groups (learning rate, weight decay, betas and so on), `requires_grad`, the
-training flags of modules, the momentum of BatchNorm, the switches of `torch.backends`, the versions of torch and CUDA,
-and the environment variables that change numbers.
+training flags of modules, the momentum of BatchNorm, the scale of a GradScaler, the switches of `torch.backends`, the
+versions of torch and CUDA, and the environment variables that change numbers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from syncheck.live.witnesses.rules import Seen
+from syncheck.live.witnesses.rules import SETTINGS_DIFFER, Seen
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from syncheck.live.witnesses.witness import Ask
     from syncheck.sentences import Message
@@ -25,6 +27,32 @@ _ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_FLAGS",
 )  # fmt: skip
 _MOST_FACTS = 4
+# The root of all modules has an empty name.
+_ROOT = "the model"
+# Before the number of a group, and before a value of the scaler.
+_GROUPS = "param_groups."
+_OF_SCALER = "scaler."
+_SCALE = "scaler.scale"
+_SCALER = "_SCALER"
+# Names of settings of the model.
+_FROZEN = "frozen parameters"
+_EVALUATING = "modules in evaluation mode"
+_MOMENTUM = "momentum of BatchNorm"
+# By the first part of the name; each kind changes more than the next one.
+_KIND_OF_NAMES = {
+    "param_groups": "",
+    "scaler": _SCALER,
+    _FROZEN: "_GRADIENTS",
+    _EVALUATING: "_MODES",
+    _MOMENTUM: "_STATISTICS",
+}
+_KINDS = (*_KIND_OF_NAMES.values(), "_ROUNDING", "_PROGRAM")
+# The causes of unequal gradients that a division by unequal scales looks like.
+_CAUSES_OF_SCALES = {("SYN410", variant): _SCALER for variant in ("", "_SCALED", "_SAMPLED")}
+# Keys of groups that are no options.
+_NO_OPTIONS = frozenset({"params", "param_names"})
+# Values of groups that choose the implementation of a step.
+_IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PLAIN = (type(None), bool, int, float, str)
 # Characters of a value in a record.
 _LENGTH = 80
@@ -35,49 +63,145 @@ class SettingsWitness(Witness):
 
     name: ClassVar[str] = "settings"
     key: ClassVar[str] = "s"
+    spans_parts: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self._program = _read_program()
+        # The switches, groups, scaler and model of the last step of each layout, and their settings with the digest.
+        self._last: dict[str, tuple[Any, Any]] = {}
 
     def observe(self, key: str, layout: Any) -> str:
         """Return the digest of the settings of a step, and keep them."""
-        settings = {**self._program, **_read_switches(), **_read_groups(layout), **_read_model(layout)}
+        state = (_read_switches(layout), _read_groups(layout), _read_scaler(layout), _read_model(layout))
+        last_state, result = self._last.get(layout.key, (None, None))
+        # They are the same at most steps.
+        if state != last_state:
+            switches, groups, scaler, model = state
+            settings = {**self._program, **switches, **groups, **scaler, **_describe_model(layout, model)}
+            result = settings, hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
+            self._last[layout.key] = state, result
+        settings, digest = result
         self._keep(key, settings)
-        return hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
+        return str(digest)
 
-    def judge(self, _layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+    def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN107 if the settings of the ranks differ."""
         if len(set(observations.values())) < 2:
             return []
         settings = ask()
+        suspects = find_minority(observations)
         if len(settings) < len(observations):
-            return [Suspicion("SYN107", find_minority(observations), (Seen.SETTINGS(),))]
-        facts = _list_differing(settings)
-        shown = facts[:_MOST_FACTS]
-        if len(facts) > len(shown):
-            shown.append(Seen.MORE_SETTINGS(count=len(facts) - len(shown)))
-        return [Suspicion("SYN107", find_minority(observations), tuple(shown))]
+            unknown = Suspicion(
+                SETTINGS_DIFFER,
+                suspects,
+                facts=(Seen.SETTINGS(),),
+                affected=(),
+            )
+            return [unknown]
+        return [
+            _suspect(layout, suspects, kind, facts) for kind, facts in _sort_by_kind(_list_differing(settings)).items()
+        ]
 
 
-def _list_differing(settings: Mapping[int, Mapping[str, str]]) -> list[Message]:
-    """Return one fact for each setting that differs between ranks."""
+def _suspect(layout: Any, suspects: tuple[int, ...], kind: str, differing: Mapping[str, Message]) -> Suspicion:
+    """Return SYN107 for the differing settings of one kind: each kind has its own cause and fix."""
+    facts = list(differing.values())[:_MOST_FACTS]
+    if len(differing) > len(facts):
+        facts.append(Seen.MORE_SETTINGS(count=len(differing) - len(facts)))
+    affected = _find_affected(layout, differing)
+    return Suspicion(
+        SETTINGS_DIFFER,
+        suspects,
+        facts=tuple(facts),
+        variant=kind,
+        affected=affected,
+    )
+
+
+def _sort_by_kind(differing: Mapping[str, Message]) -> dict[str, dict[str, Message]]:
+    """Return the facts about settings by kind, the kind that changes most first."""
+    facts_by_kind: dict[str, dict[str, Message]] = {}
+    for name, fact in differing.items():
+        facts_by_kind.setdefault(_find_kind(name), {})[name] = fact
+    return {kind: facts_by_kind[kind] for kind in _KINDS if kind in facts_by_kind}
+
+
+def _find_kind(name: str) -> str:
+    """Return the kind of a setting, as the suffix of the sentences for its cause and fix."""
+    if name.split(".")[-1] in _IMPLEMENTATIONS:
+        return "_ROUNDING"
+    return _KIND_OF_NAMES.get(name.split(".")[0], "_PROGRAM")
+
+
+def refer_to_scales(suspicions: Iterable[Suspicion]) -> list[Suspicion]:
+    """Return what the witnesses found at one step, unequal scales first: they are a cause of unequal gradients."""
+    causes = _CAUSES_OF_SCALES if any(map(_has_scales, suspicions)) else {}
+    referring = []
+    for suspicion in sorted(suspicions, key=_has_scales, reverse=True):
+        variant = causes.get((suspicion.code, suspicion.variant), suspicion.variant)
+        referring.append(suspicion._replace(variant=variant))
+    return referring
+
+
+def _has_scales(suspicion: Suspicion) -> bool:
+    """Whether a suspicion is that the scales differ; with other growth only, they do not yet."""
+    return suspicion.variant == _SCALER and bool(suspicion.affected)
+
+
+def _find_affected(layout: Any, settings: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the parameters in the groups of some settings: other settings need not change a step."""
+    # All gradients are divided by the scale.
+    if _SCALE in settings:
+        return tuple(layout.names)
+    groups = {name.split(".")[1] for name in settings if name.startswith(_GROUPS)}
+    identities: set[int] = set()
+    for number, group in enumerate(getattr(layout.optimizer, "param_groups", ())):
+        if str(number) in groups:
+            identities.update(map(id, group["params"]))
+    is_affected = [id(parameter) in identities for parameter in layout.parameters]
+    return tuple(compress(layout.names, is_affected))
+
+
+def _list_differing(settings: Mapping[int, Mapping[str, str]]) -> dict[str, Message]:
+    """Return one fact for each setting that differs between ranks, by its name."""
     names = set().union(*settings.values())
-    facts = []
+    facts = {}
     for name in sorted(names):
         values = {rank: settings[rank].get(name, "absent") for rank in sorted(settings)}
-        if len(set(values.values())) > 1:
-            facts.append(Seen.SETTING(name=name, values=values))
+        # If ranks lack a group, its options are no further differences.
+        group, _, _ = name.rpartition(".")
+        if len(set(values.values())) > 1 and group not in facts:
+            facts[name] = Seen.SETTING(name=name, values=values)
     return facts
 
 
 def _read_groups(layout: Any) -> dict[str, str]:
-    """Return the values of the parameter groups, without their parameters."""
+    """Return the options of the parameter groups.
+
+    A step reads no other keys, such as a name for the script, or `initial_lr`, from which a scheduler makes `lr`.
+    """
     settings = {}
-    for number, group in enumerate(layout.optimizer.param_groups):
-        for name, value in group.items():
-            if name not in ("params", "param_names"):
-                settings[f"param_groups.{number}.{name}"] = _write_value(value)
+    defaults = getattr(layout.optimizer, "defaults", None)
+    for number, group in enumerate(getattr(layout.optimizer, "param_groups", ())):
+        settings[f"{_GROUPS}{number}"] = "present"
+        # Some optimizers declare no options.
+        for name in defaults or group:
+            if name not in _NO_OPTIONS:
+                settings[f"{_GROUPS}{number}.{name}"] = _write_value(group.get(name))
+    return settings
+
+
+def _read_scaler(layout: Any) -> dict[str, str]:
+    """Return the scale and the growth of the GradScaler that steps; a disabled one has none.
+
+    torch has read from the GPU whether gradients are finite, so the scale is there, except with a fused optimizer.
+    """
+    settings = {}
+    for name, value in getattr(layout.scaler, "state_dict", dict)().items():
+        settings[f"{_OF_SCALER}{name}"] = _write_value(value)
+    # It counts steps, and changes the scale only later.
+    settings.pop(f"{_OF_SCALER}_growth_tracker", None)
     return settings
 
 
@@ -94,17 +218,32 @@ def _write_value(value: Any) -> str:
     return type(value).__name__
 
 
-def _read_model(layout: Any) -> dict[str, str]:
-    """Return what counts of the modules: frozen parameters, modules in evaluation mode, momentum of BatchNorm."""
-    parameters = zip(layout.names, layout.parameters, strict=True)
-    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+class _Model(NamedTuple):
+    """What counts of the modules of a layout, in their order."""
+
+    frozen: list[bool]
+    evaluating: list[bool]
+    momentum: list[Any]
+    """Of the modules with running statistics."""
+
+
+def _read_model(layout: Any) -> _Model:
+    """Return the frozen parameters, the modules in evaluation mode, and the momentum of BatchNorm."""
     modules = layout.list_modules()
-    evaluating = [name for name, module in modules if not module.training]
-    momentum = [str(getattr(module, "momentum", None)) for _, module in modules if hasattr(module, "running_mean")]
+    return _Model(
+        frozen=[not parameter.requires_grad for parameter in layout.parameters],
+        evaluating=[not module.training for _, module in modules],
+        momentum=[getattr(module, "momentum", None) for _, module in modules if "running_mean" in module._buffers],  # noqa: SLF001
+    )
+
+
+def _describe_model(layout: Any, model: _Model) -> dict[str, str]:
+    """Return the names of what counts."""
+    modules = [name or _ROOT for name, _ in layout.list_modules()]
     return {
-        "frozen parameters": _join(frozen),
-        "modules in evaluation mode": _join(evaluating),
-        "momentum of BatchNorm": _join(momentum),
+        _FROZEN: _join(list(compress(layout.names, model.frozen))),
+        _EVALUATING: _join(list(compress(modules, model.evaluating))),
+        _MOMENTUM: _join(list(map(str, model.momentum))),
     }
 
 
@@ -120,22 +259,25 @@ def _join(texts: list[str]) -> str:
 def _read_program() -> dict[str, str]:
     """Return what stays the same in a process: versions, and environment variables that change numbers."""
     torch: Any = sys.modules["torch"]
-    settings = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
+    settings = {"torch.__version__": str(torch.__version__), "torch.version.cuda": str(torch.version.cuda)}
     for name in _ENVIRONMENT:
         settings[f"environment {name}"] = os.environ.get(name, "not set")
     return settings
 
 
-def _read_switches() -> dict[str, str]:
+def _read_switches(layout: Any) -> dict[str, str]:
     """Return the switches of torch that change numbers; a script may set them at any time."""
     torch: Any = sys.modules["torch"]
-    cudnn = torch.backends.cudnn
-    return {
-        "torch.backends.cudnn.deterministic": str(cudnn.deterministic),
-        "torch.backends.cudnn.benchmark": str(cudnn.benchmark),
+    switches = {
         "torch.get_float32_matmul_precision()": _read_precision(torch),
         "torch.are_deterministic_algorithms_enabled()": str(torch.are_deterministic_algorithms_enabled()),
     }
+    # A model on a CPU does not use cuDNN.
+    if any(map(attrgetter("is_cuda"), layout.parameters)):
+        cudnn = torch.backends.cudnn
+        switches["torch.backends.cudnn.deterministic"] = str(cudnn.deterministic)
+        switches["torch.backends.cudnn.benchmark"] = str(cudnn.benchmark)
+    return switches
 
 
 def _read_precision(torch: Any) -> str:

@@ -13,14 +13,14 @@ from syncheck.records import largest_first, minority_of
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncheck.sentences import Message
 
     Ask = Callable[[], Mapping[int, Any]]
 
 # Steps whose details a rank keeps: the judge is at most a few steps behind.
-_KEPT_STEPS = 16
+_KEPT_STEPS = 64
 
 
 class Suspicion(NamedTuple):
@@ -31,6 +31,8 @@ class Suspicion(NamedTuple):
     facts: the evidence.
     names: of the tensors.
     variant: the suffix of other sentences for cause and fix.
+    affected: the parameters with a different step; None for the tensors, or for all parameters without tensors.
+    clusters: the ranks with equal observations, if that is known.
     """
 
     code: str
@@ -38,6 +40,16 @@ class Suspicion(NamedTuple):
     facts: tuple[Message, ...]
     names: tuple[str, ...] = ()
     variant: str = ""
+    affected: tuple[str, ...] | None = None
+    clusters: tuple[tuple[int, ...], ...] = ()
+
+    def agrees_beside(self, ranks: Iterable[int]) -> bool:
+        """Whether differing tensors are equal on all ranks except the given ranks."""
+        excluded = set(ranks)
+        if not self.clusters:
+            return set(self.ranks) <= excluded
+        agreeing = [cluster for cluster in self.clusters if not set(cluster) <= excluded]
+        return len(agreeing) < 2
 
 
 class Witness:
@@ -49,6 +61,8 @@ class Witness:
 
     name: ClassVar[str]
     key: ClassVar[str]
+    spans_parts: ClassVar[bool] = False
+    """Whether ranks that hold other parts of the model must agree, too."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Any] = OrderedDict()
@@ -62,6 +76,9 @@ class Witness:
     def see_output(self, module: Any) -> None:
         """See the end of a forward pass in training mode."""
 
+    def see_reduction(self, clock: Any) -> None:
+        """See the gradients right after a reduction. clock: of the wrapper."""
+
     def observe(self, key: str, layout: Any) -> Any:
         """Return the observation of a step, a JSON value; None for nothing. Called before the optimizer's step.
 
@@ -70,8 +87,18 @@ class Witness:
         """
         raise NotImplementedError
 
+    def compare(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+        """Judge each set of ranks that must agree in a step. The arguments are those of `judge`, of all ranks."""
+        sets = [tuple(observations)] if self.spans_parts else layout.replicas
+        suspicions: list[Suspicion] = []
+        for ranks in sets:
+            observed = {rank: observations[rank] for rank in ranks if rank in observations}
+            if len(observed) > 1:
+                suspicions += self.judge(layout, observed, ask)
+        return suspicions
+
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
-        """Compare the observations of all ranks of a step, on the rank that judges.
+        """Compare the observations of ranks that must agree in a step, on the rank that judges.
 
         ask: returns the details of the ranks that answer.
         """

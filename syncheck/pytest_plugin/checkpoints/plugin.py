@@ -11,6 +11,7 @@ import pytest
 
 from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import is_same, select_checkpoints
+from syncheck.text import TYPED_IN_PYTEST, options_as_typed
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -75,7 +76,8 @@ class CheckpointItem(pytest.Item):
         __tracebackhide__ = True
         from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 
-        outcome = judge_planned(self.planned, self.judge)
+        with options_as_typed(TYPED_IN_PYTEST):
+            outcome = judge_planned(self.planned, self.judge)
         # Plugins such as pytest-rerunfailures run the same item again.
         foreign_properties = [entry for entry in self.user_properties if not entry[0].startswith("syncheck_")]
         self.user_properties[:] = [*foreign_properties, *outcome.properties]
@@ -201,7 +203,8 @@ def configure(config: pytest.Config) -> None:
         plugin = _plugin(config, selection, outputs)
     except SyncheckError as error:
         # One line and exit code 4.
-        raise pytest.UsageError(str(error)) from None
+        with options_as_typed(TYPED_IN_PYTEST):
+            raise pytest.UsageError(str(error)) from None
 
     config.pluginmanager.register(plugin, "syncheck-checkpoints")
 
@@ -302,7 +305,9 @@ def _require_all_checkpoints(options: Options, selection: CheckpointArguments) -
     from syncheck.errors import OptionError
 
     if options.baseline is None:
-        raise OptionError("requires baseline=FILE, or baseline in the table tool.syncheck", update_baseline=True)
+        from syncheck.messages import Usage
+
+        raise OptionError(Usage.UPDATE_NEEDS_BASELINE(), update_baseline=True)
     if selection.ids:
         raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
 
@@ -417,13 +422,14 @@ class CheckpointPlugin:
         if not writes or session.config.getoption("collectonly"):
             return
 
-        for path in self.outputs:
-            with self._record_errors():
-                self._write(path)
+        with options_as_typed(TYPED_IN_PYTEST):
+            for path in self.outputs:
+                with self._record_errors():
+                    self._write(path)
 
-        if self.updates:
-            with self._record_errors():
-                self.updated = self._update_baseline()
+            if self.updates:
+                with self._record_errors():
+                    self.updated = self._update_baseline()
 
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncheck.loaded import find_loaded
+
 if TYPE_CHECKING:
     from syncheck.testing import Rank
 
@@ -26,12 +28,13 @@ def prepare(task: dict[str, Any]) -> None:
     logging.getLogger("c10d-NullHandler-default").disabled = True
     if task["group"]:
         import_module("torch")
-    torch: Any = sys.modules.get("torch")
+    torch = find_loaded("torch")
     random.seed(_seed(task))
     if torch is not None:
         torch.manual_seed(_seed(task))
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_seed(task))
+    numpy = find_loaded("numpy")
+    if numpy is not None:
+        numpy.random.seed(_seed(task))
     if task["group"]:
         _join(task)
 
@@ -76,7 +79,7 @@ def destroy() -> None:
     callback had the last reference to the group, the destructor would join its own thread and abort, usually during
     the next init_process_group. Therefore the references are kept and released here only.
     """
-    dist = sys.modules.get("torch.distributed")
+    dist = find_loaded("torch.distributed")
     if dist is not None and dist.is_initialized():
         # Private names of torch, and a group without a CPU backend.
         with suppress(AttributeError, RuntimeError):
@@ -93,7 +96,7 @@ def destroy() -> None:
 
 def settings() -> tuple[Any, ...]:
     """Return the current global settings of torch, which a test may change."""
-    torch: Any = sys.modules.get("torch")
+    torch = find_loaded("torch")
     if torch is None:
         return ()
     return (
@@ -108,7 +111,7 @@ def settings() -> tuple[Any, ...]:
 
 def restore(before: tuple[Any, ...]) -> None:
     """Restore the global settings of torch, or its defaults if the test imported torch."""
-    torch: Any = sys.modules.get("torch")
+    torch = find_loaded("torch")
     if torch is None or before == settings():
         return
     dtype, device, grad, deterministic, level = before or (torch.float32, None, True, False, None)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from syncheck.loaded import find_loaded
 from syncheck.pytest_plugin.ranks import process_group
 from syncheck.pytest_plugin.ranks.guard import descendants
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
@@ -80,7 +81,7 @@ def _fingerprint() -> tuple[Any, ...]:
     """Return the state of the process, which is equal before and after a test without side effects."""
     umask = os.umask(0o22)
     os.umask(umask)
-    torch = sys.modules.get("torch")
+    torch = find_loaded("torch")
     return (
         {thread.ident for thread in threading.enumerate()},
         set(descendants(os.getpid())),

@@ -39,10 +39,11 @@ _TUPLE = rb"\((?:COUNT{0,64}t)?|ATOM(?:ATOM(?:ATOM+[\x85-\x87]?|[\x85\x86])?|\x8
 _TUPLE = _TUPLE.replace(b"ATOM", _ATOM).replace(b"COUNT", _COUNT).replace(b"STORE", _STORE)
 # A run of opcodes between two strings, with arguments of fixed size or up to the end of the line. It ends at memo
 # indexes of _FEW or more, other tuples, long integers and STOP.
+# Not possessive: Python before 3.11.5 matches a possessive repeat of such alternatives wrongly.
 _RUN = re.compile(
     rb"(?:" + _TUPLE + rb"|[)012N}\]esuabldoQR\x81\x88\x89\x8f\x90"
     rb"\x92-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|r..[\x00-\x0f]\x00"
-    rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}+",
+    rb"|[G\x95].{8}|[FSVPg][^\n]*\n|[IL][^\n]{0,20}\n|p\d{1,6}\n|[ci][^\n]*\n[^\n]*\n){0,1000}",
     re.DOTALL,
 )
 # Opcodes of strings, bytes and integers that start with their length: the number of bytes of this length.

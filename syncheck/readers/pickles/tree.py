@@ -67,6 +67,8 @@ class Flat:
     """Values that belong to the model; see `Snapshot.model_values`."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
+    matched: tuple[str, ...] = ()
+    """The same, if the order of the model's parameters names all of them."""
     nodes: int = 0
     letters: int = 0
     most: int = MAX_NODES
@@ -197,8 +199,9 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         stored_names = find_stored_names(state, flat.metadata)
         names = stored_names or match_parameters(state, models, ordered)
         # Also if neither the model nor the optimizer has a parameter with a name.
-        if is_only and not stored_names and len(names) < max(len(ordered), 1):
-            flat.numbered = _name_ids(state, names)
+        if is_only and not stored_names:
+            listed = "numbered" if len(names) < max(len(ordered), 1) else "matched"
+            setattr(flat, listed, _name_ids(state, names))
         parts = _name_optimizer_parts(state, prefix, names, stored_names)
         # A list of members is one value, but as long as the names of all its members.
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))

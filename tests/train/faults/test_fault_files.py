@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     """Only the last rank has a trained adapter with optimizer state; all other tensors are equal."""
@@ -30,6 +31,7 @@ def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) 
     assert tensors(pair.bad)["fc.adapter.weight"].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The last rank's model is rank 0's model rounded to bfloat16; batch counts and optimizer state are equal."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "other-dtype-on-one-rank")
@@ -65,6 +67,7 @@ def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert evidence.damaged == (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "share"), [("other-learning-rate", 0.5), ("smaller-steps", 1.0)])
 def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, share: float) -> None:
     """Every parameter differs, AdamW's moments are equal, and the file records the rank's rate or the common rate."""
@@ -77,6 +80,7 @@ def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, 
     assert rates[1] == share * rates[0] > 0
 
 
+@pytest.mark.slow
 def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The last rank's averages stay at the step before the fault; trained tensors are equal."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "average-not-updated", save_every=1)

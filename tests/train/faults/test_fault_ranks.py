@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 STATISTICS = ("running_mean", "running_var")
-DDP_FAULTS = {name for name, fault in FAULTS.items() if "ddp" in fault.methods}
+DDP_FAULTS = {name for name, fault in FAULTS.items() if "ddp" in fault.methods and fault.in_files}
 # Faults that affect every rank, and differs-by-node, which needs four ranks.
-EVERY_RANK = {"buffers-never-synced", "forward-through-module", "late-head", "differs-by-node", "local-normalizer"}
+EVERY_RANK = {
+    *("buffers-never-synced", "forward-through-module", "grad-not-reduced-once", "late-head"),
+    *("differs-by-node", "local-normalizer"),
+}
 # One fault of each kind is not slow: at the start, in memory, in the reduction, in the files.
 BY_DEFAULT = {"frozen-not-broadcast", "bit-flip-weight", "clip-on-one-rank", "stale-rank"}
 SINGLE_RANK_FAULTS = [
@@ -80,6 +83,7 @@ def test_the_last_of_three_ranks_differs(ctx: RankContext, syncheck_rank: Rank, 
         assert any(not name.endswith(drift) for name in differing_tensors(outlier, second))
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=3, timeout=60)
 @pytest.mark.parametrize("fault", SUSPECTS)
 def test_one_finding_covers_all_differences(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:
@@ -95,6 +99,7 @@ def test_one_finding_covers_all_differences(ctx: RankContext, syncheck_rank: Ran
     assert findings == [(FAULTS[fault].code, SUSPECTS[fault]), *statistics]
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=60)
 @pytest.mark.parametrize("fault", ["init-not-broadcast", "forward-through-module", "late-head"])
 def test_difference_over_the_steps(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:

@@ -58,6 +58,7 @@ def test_extra_forward(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert count_batches(pair, counts) == {(6, 7)}
 
 
+@pytest.mark.slow
 def test_extra_forward_adds_up_without_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
     """With --no-buffer-sync no broadcast repairs the counts, so six steps count six more batches."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "extra-forward", buffer_sync=False)
@@ -107,6 +108,7 @@ def test_forward_through_module(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert differences(pair.good, pair.bad, names).norm() > 1.5 * differences(*pair.at(1), names).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     """Only the added layer and its optimizer moments differ."""
@@ -119,6 +121,7 @@ def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     assert "fc.0.weight" in tensors(pair.good)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad_clip", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: float | None) -> None:
     """All trained tensors differ; the last rank's first moments are shorter, with the same direction."""
@@ -134,6 +137,7 @@ def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: floa
     assert max(ratios) < 1.2 * min(ratios)
 
 
+@pytest.mark.slow
 def test_skipped_step(ctx: RankContext, syncheck_rank: Rank) -> None:
     """All tensors are equal before the skipped step; then all tensors except the buffers differ."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "skipped-step", save_every=1)
@@ -145,6 +149,7 @@ def test_skipped_step(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert differing(before, after) == statistics(before, "running_mean", "running_var", "num_batches_tracked")
 
 
+@pytest.mark.slow
 def test_optimizer_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
     """After the resume, parameters and optimizer state differ, and only rank 0 has counted all steps."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "optimizer-on-one-rank", save_every=1, fault_step=5)
@@ -153,6 +158,7 @@ def test_optimizer_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert (step_counts(pair.good), step_counts(pair.bad)) == ({6}, {2})
 
 
+@pytest.mark.slow
 def test_scaler_diverged(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The last rank halves its loss scale, resets its growth count and skips a step; all trained tensors differ."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "scaler-diverged", save_every=1)
@@ -163,6 +169,7 @@ def test_scaler_diverged(ctx: RankContext, syncheck_rank: Rank) -> None:
     assert (right["_growth_tracker"], wrong["_growth_tracker"]) == (3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"sync_bn": False, "optimizer": "sgd"}], ids=["syncbn", "own statistics"])
 def test_stale_rank(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
     """The last rank's final file has the tensors of the previous step."""
@@ -173,6 +180,7 @@ def test_stale_rank(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, An
     assert load(pair.bad)["syncheck"]["step"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_frozen_not_broadcast(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
     """Only the frozen first convolution differs, by a constant, and this layer has no optimizer state."""
@@ -211,6 +219,7 @@ def test_bit_flip_weight(ctx: RankContext, syncheck_rank: Rank, seed: int) -> No
     assert wrong.abs().max() <= right.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_bit_flip_stays_in_its_element(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
     """Half a run later only the same element differs; with SGD, weight decay copies the difference to the momentum."""
@@ -224,6 +233,7 @@ def test_bit_flip_stays_in_its_element(ctx: RankContext, syncheck_rank: Rank, op
     assert all(differing_elements(*pair.values(changed)) == [index] for changed in pair.differing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "moment"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")])
 def test_bit_flip_exp_avg(ctx: RankContext, syncheck_rank: Rank, optimizer: str, moment: str) -> None:
     """One bit of one element of one first moment differs, and all parameters are equal."""
@@ -263,6 +273,7 @@ def test_contiguous_corruption(ctx: RankContext, syncheck_rank: Rank, width: int
     assert right.numel() > length
 
 
+@pytest.mark.slow
 def test_rounding_only(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Every element of every parameter differs by one unit in the last place, and no other tensor differs."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "rounding-only")

@@ -33,7 +33,7 @@ from train.settings import Settings
 
 TWO = RankContext(0, 2)
 DDP = Settings(method="ddp")
-BASES = {"Fault", "BatchNormFault", "FileFault", "LocalGradients", "MemoryFault", "UnequalGradients"}
+BASES = {"Fault", "BatchNormFault", "DataFault", "FileFault", "LocalGradients", "MemoryFault", "UnequalGradients"}
 
 
 def test_every_fault_is_in_the_table() -> None:
@@ -46,8 +46,8 @@ def test_every_fault_is_in_the_table() -> None:
     assert classes == set(FAULTS.values()), "each needs a line in FAULTS; a base class, one in BASES above"
     assert len(FAULTS) == len(classes)
     for name, kind in FAULTS.items():
-        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", name), f"{name}: words and hyphens"
-        assert re.fullmatch(r"SYN[12]\d\d", kind.code)
+        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)*", name), f"{name}: words and hyphens"
+        assert re.fullmatch(r"SYN[12]\d\d" if kind.in_files else r"SYN4\d\d", kind.code)
         assert kind.summary
         assert "\n" not in kind.summary
         assert kind.when in ("always", "half", "last")
@@ -91,6 +91,7 @@ REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
     ("adapter-on-one-rank", {"grad_clip": 1.0}, "; remove --grad-clip"),
     ("average-not-updated", {}, "; add --ema 0.9"),
     ("differs-by-node", {}, "on each of 2 nodes; start 4 or more"),
+    ("grad-not-reduced-once", {"amp": "fp16"}, "; use --amp bf16"),
 ]
 
 

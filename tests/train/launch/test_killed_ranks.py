@@ -56,6 +56,7 @@ def test_killed_rank_of_a_run_by_hand(
 
 def test_killed_rank_under_torchrun(programs: Programs) -> None:
     """Under torchrun each survivor names the killed rank in one line."""
+    programs.forks = False  # the rank is found by its first variables
     process = programs.start(*TORCHRUN, 3, RUN, *LONG)
     wait_until_trains(process)
     (victim,) = [pid for pid in children(process.pid) if "\0RANK=2\0" in environment(pid)]
@@ -105,6 +106,7 @@ def test_stopped_and_continued(programs: Programs, tmp_path: Path) -> None:
 
 def test_killed_before_the_rendezvous(programs: Programs) -> None:
     """If a rank is killed before the rendezvous, the run ends with one line that names the rank and the signal."""
+    programs.forks = False  # forked ranks start at once
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) == 2)
     os.kill(find_ranks(process.pid)[1], signal.SIGKILL)

@@ -20,7 +20,7 @@ def test_invalid_master_port(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert f"port {port}: " in line
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("192.0.2.1", marks=pytest.mark.slow)])
 def test_rank_zero_times_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int, address: str
 ) -> None:

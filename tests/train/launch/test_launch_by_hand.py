@@ -124,6 +124,7 @@ def test_each_shell_reports_the_error(shell: Shell) -> None:
     wait_for(is_gone, shell.rendezvous_file)
 
 
+@pytest.mark.slow
 @RANKS
 def test_missing_rank(shell: Shell) -> None:
     """After the timeout, the waiting ranks report the address in one line."""
@@ -143,7 +144,10 @@ def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -
     wait_for(is_gone, shell.rendezvous_file)
 
 
-@pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
+@pytest.mark.parametrize(
+    ("ip", "timeout"),
+    [("127.0.0.1", 1), ("no-such-host.invalid", 600), pytest.param("192.0.2.1", 1, marks=pytest.mark.slow)],
+)
 def test_unreachable_rank_zero(
     capsys: pytest.CaptureFixture[str], no_launcher: None, free_port: int, ip: str, timeout: int
 ) -> None:
@@ -199,6 +203,7 @@ def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["imports", pytest.param("waits", marks=pytest.mark.slow)])
 def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     """Ctrl-C during the imports or the rendezvous ends a rank without a traceback."""
+    programs.forks = False  # a fork has imported torch
     rendezvous_file = tmp_path / "meeting"
     process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{rendezvous_file}")
     if when == "imports":

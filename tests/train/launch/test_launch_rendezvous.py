@@ -89,6 +89,7 @@ def test_lost_store(monkeypatch: pytest.MonkeyPatch, store: Any, agent: str, exp
     assert message == f"rank 1 lost {expected} (Connection closed by peer [10.0.0.3]:1.)"
 
 
+@pytest.mark.slow
 def test_silent_ranks_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two of four ranks report a failed collective, and both name the two silent ranks as lost."""
     monkeypatch.setattr("train.launch.process_group.LIVENESS_SECONDS", 2.0)

@@ -183,6 +183,7 @@ def test_choose_status(codes: list[int | None], statuses: list[ExitStatus | None
 @pytest.mark.parametrize(("name", "ranks"), [("SIGINT", 1), ("SIGINT", 2), ("SIGTERM", 1)])
 def test_a_signal_while_starting(programs: Programs, name: str, ranks: int) -> None:
     """A signal right after the start of the first or the last rank ends the run, with one line."""
+    programs.forks = False  # forked ranks start at once
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) >= ranks)
     # A terminal sends Ctrl-C to all processes.
@@ -195,6 +196,7 @@ def test_a_signal_while_starting(programs: Programs, name: str, ranks: int) -> N
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
     """Ctrl-C ends the run if only multiprocessing's resource tracker has started."""
+    programs.forks = False  # forked ranks start at once
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: any("resource_tracker" in command(pid) for pid in children(process.pid)), pause=0.0)
     os.killpg(process.pid, signal.SIGINT)
@@ -205,6 +207,7 @@ def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
 @pytest.mark.slow
 def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
     """If the parent is killed while the ranks import torch, the ranks end silently and remove its files."""
+    programs.forks = False  # a fork has imported torch
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) == 2 and all(imports_torch(pid) for pid in find_ranks(process.pid)))
     os.kill(process.pid, signal.SIGKILL)

@@ -104,6 +104,7 @@ def test_restarted_ranks_meet_in_the_same_store(programs: Programs, tmp_path: Pa
 @pytest.mark.slow
 def test_two_agents_restart_after_a_killed_rank(programs: Programs, tmp_path: Path, free_port: int) -> None:
     """If a rank is killed, two torchrun agents restart their ranks and train, even if their restart counts differ."""
+    programs.forks = False  # the rank is found by its first variables
     agents = [
         programs.start(
             *(*TORCHRUN, "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1, "--max-restarts", 2),

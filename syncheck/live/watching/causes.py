@@ -1,0 +1,244 @@
+"""What the witnesses proved explains the differences that are found later, on the same ranks and tensors.
+
+A witness sees a fault at the step of the fault: a rank skips the step, or has different gradients or settings. After
+the step, parameters differ, and a later witness and the comparison of all replicas find the difference. A cause derived
+from the difference alone is often a weaker cause.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from syncheck.live.watching.board import PAUSE
+from syncheck.live.witnesses.rules import PARAMETERS_DIFFER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from syncheck.live.channel import Channel
+    from syncheck.live.watching.judge import Judgement
+    from syncheck.live.watching.layouts import Layout
+    from syncheck.live.watching.watcher import Watcher
+    from syncheck.records import Finding, Report
+
+# The findings of witnesses after which parameters differ.
+_CAUSES = frozenset({"SYN107", "SYN212", "SYN214", "SYN216", "SYN410"})
+# The causes that the witness of gradients sees at their step, if they are there.
+_SEEN = frozenset({"SYN211", "SYN213", "SYN214", "SYN216"})
+# Seconds that a comparison out of sync waits for the judge, which is a few steps behind.
+_JUDGE_SECONDS = 3.0
+
+
+@dataclass
+class _Cause:
+    """A fault that a witness proved.
+
+    finding: with the place where it was first.
+    parameters: the parameters that differ because of the fault, by layout and name.
+    clock: of its last step.
+    number: of its last step.
+    """
+
+    finding: Finding
+    parameters: dict[tuple[str, str], weakref.ref[Any]] = field(default_factory=dict)
+    clock: str = ""
+    number: int = 0
+
+
+class Causes:
+    """The faults that the witnesses proved on the rank that judges.
+
+    is_judging: whether the judge still has steps before the current one; False without a judge.
+    """
+
+    def __init__(self) -> None:
+        self.is_judging: Callable[[bool], bool] = lambda _after_step: False
+        self._causes: dict[tuple[str, tuple[int, ...]], _Cause] = {}
+        # The parameters that differed without a known cause, with the number of the step, by layout and name.
+        self._unexplained: dict[tuple[str, str], int] = {}
+        # The number of the first step after the last comparison in sync, by clock.
+        self._in_sync: dict[str, int] = {}
+        self._is_late = False
+
+    def add(self, judgement: Judgement, finding: Finding) -> None:
+        """Remember a fault that makes parameters differ, or parameters that differ without a known fault."""
+        layout, suspicion = judgement.layout, judgement.suspicion
+        if layout is None:
+            return
+        if finding.code == PARAMETERS_DIFFER and not self.find(judgement):
+            for name in suspicion.names:
+                self._unexplained.setdefault((layout.key, name), judgement.number)
+        # An allowed finding would hide the differences.
+        if finding.code not in _CAUSES or finding.allowed:
+            return
+        cause = self._causes.setdefault((finding.code, finding.ranks), _Cause(finding))
+        cause.clock = layout.clock.name
+        cause.number = judgement.number
+        for name, parameter in _list_affected(layout, judgement):
+            # Parameters that differed before have another cause.
+            if not self._is_current(layout.clock.name, self._unexplained.get((layout.key, name), -1)):
+                cause.parameters[layout.key, name] = weakref.ref(parameter)
+
+    def _is_current(self, clock: str, number: int) -> bool:
+        """Whether a step comes after the last comparison in sync. number: negative for no step."""
+        return number >= self._in_sync.get(clock, 0)
+
+    def _list_current(self) -> list[_Cause]:
+        """Return the faults since the last comparison in sync, in the order in which they began."""
+        # Another thread may add a fault.
+        causes = list(self._causes.values())
+        return [cause for cause in causes if self._is_current(cause.clock, cause.number)]
+
+    def find(self, judgement: Judgement) -> str:
+        """Return the code of the first fault that explains parameters that differ; empty without an explanation."""
+        first_code = ""
+        for name in judgement.suspicion.names:
+            causes = self._list_of_parameter(judgement.layout, name)
+            suspects = chain.from_iterable(cause.finding.ranks for cause in causes)
+            if not judgement.suspicion.agrees_beside(suspects):
+                return ""
+            first_code = first_code or causes[0].finding.code
+        return first_code
+
+    def _list_of_parameter(self, layout: Any, name: str) -> list[_Cause]:
+        """Return the faults that make a parameter differ."""
+        key = layout.key, name
+        return [cause for cause in self._list_current() if key in cause.parameters]
+
+    def note_in_sync(self, watcher: Watcher, ranks: Iterable[int], *, after_step: bool) -> None:
+        """Note that a comparison found some ranks in sync: earlier faults explain no later difference.
+
+        after_step: whether the step after the last reduction was compared, too.
+        """
+        for clock in watcher.clocks:
+            if set(clock.ranks) <= set(ranks):
+                self._in_sync[clock.name] = clock.ticks + after_step
+
+    def was_in_sync(self, watcher: Watcher, ranks: Iterable[int]) -> bool:
+        """Whether a comparison found some ranks in sync before, which reduce gradients together."""
+        names = {clock.name for clock in watcher.clocks if clock.reduces and set(clock.ranks) <= set(ranks)}
+        return bool(names) and names <= self._in_sync.keys()
+
+    def list_findings(self, objects: Sequence[Any], *, after_step: bool) -> list[Finding]:
+        """Return the faults so far, with the parameters that they explain as a comparison names them.
+
+        Waits for the judge, which may be a few steps behind.
+
+        objects: that are compared.
+        """
+        self._wait(after_step)
+        causes = self._list_current()
+        names = _name_parameters(objects) if causes else {}
+        findings = []
+        for cause in causes:
+            explained: dict[str, None] = {}
+            for reference in cause.parameters.values():
+                # A parameter that has ended is in no comparison.
+                name = names.get(_locate(reference()), "")
+                explained[name] = None
+            explained.pop("", None)
+            finding = replace(
+                cause.finding,
+                tensors=tuple(explained),
+            )
+            findings.append(finding)
+        return findings
+
+    def _wait(self, after_step: bool) -> None:
+        deadline = time.monotonic() + _JUDGE_SECONDS
+        while not self._is_late and self.is_judging(after_step):
+            # Records that never come must not delay every comparison.
+            self._is_late = time.monotonic() > deadline
+            time.sleep(PAUSE)
+
+
+def _list_affected(layout: Layout, judgement: Judgement) -> list[tuple[str, Any]]:
+    """Return the names and parameters that a fault makes differ."""
+    suspicion = judgement.suspicion
+    names = suspicion.affected
+    if names is None:
+        names = suspicion.names or tuple(layout.names)
+    parameters = dict(zip(layout.names, layout.parameters, strict=True))
+    return [(name, parameters[name]) for name in names]
+
+
+def _locate(parameter: Any) -> int:
+    """Return the address of the elements of a parameter; of a DTensor, of its shard; of None, -1."""
+    if parameter is None:
+        return -1
+    tensor = getattr(
+        parameter,
+        "_local_tensor",
+        parameter,
+    )
+    return int(tensor.data_ptr())
+
+
+def _name_parameters(objects: Sequence[Any]) -> dict[int, str]:
+    """Return the names of tensors in a comparison of objects, by address."""
+    from syncheck.live.memory import snapshot
+    from syncheck.live.memory.tensor_bytes import TensorBytes
+    from syncheck.tensors.names import normalize
+
+    tensors = snapshot(*objects).tensors
+    names: dict[int, str] = {}
+    for name, normalized in normalize(tensors).items():
+        content = tensors[name].data
+        # A tensor without elements has no address, and no difference.
+        if tensors[name].numel and isinstance(content, TensorBytes):
+            names.setdefault(_locate(content.source), normalized)
+    return names
+
+
+class Comparing:
+    """Connects the comparisons of a monitor with the witnesses of this rank.
+
+    after_step: whether comparisons come after the step of the last reduction; otherwise before it.
+    """
+
+    def __init__(self, watcher: Watcher, causes: Causes) -> None:
+        self._watcher, self._causes = watcher, causes
+        self.after_step = False
+
+    def explain(self, report: Report, channel: Channel, objects: Iterable[Any], allow: frozenset[str]) -> Report:
+        """Return a report whose differences have the causes that the witnesses proved before. On all ranks together."""
+        if report.verdict == "in_sync":
+            self._causes.note_in_sync(
+                self._watcher,
+                channel.ranks,
+                after_step=self.after_step,
+            )
+        if report.verdict != "out_of_sync":
+            return report
+        from syncheck.diagnose.rules import diagnose  # only needed if the ranks differ
+        from syncheck.diagnose.verdicts import overall, with_findings
+
+        if self.after_step:
+            self._watcher.tell_last_skipped()
+        parts = [part for part in objects if part is not None]
+        # Each set of replicas is judged by its first rank.
+        findings_of_ranks = channel.gather(self._causes.list_findings(parts, after_step=self.after_step), "causes")
+        witnessed = tuple(chain.from_iterable(findings_of_ranks.values()))
+        excluded = self._list_excluded(channel.ranks).difference(finding.code for finding in witnessed)
+        (group,) = report.groups
+        findings = []
+        diagnosed = diagnose(group, (), allow, witnessed) if witnessed else group.findings
+        for finding in diagnosed:
+            possible = set(finding.alternatives).difference(excluded)
+            alternatives = sorted(possible, key=finding.alternatives.index)
+            findings.append(replace(finding, alternatives=tuple(alternatives)))
+        explained = with_findings(group, tuple(findings))
+        return replace(
+            report,
+            groups=(explained,),
+            verdict=overall((explained,), ()),
+        )
+
+    def _list_excluded(self, ranks: Iterable[int]) -> frozenset[str]:
+        """Return the causes that the witnesses would have seen since the last comparison in sync of some ranks."""
+        has_seen_gradients = "gradients" in self._watcher.witnesses and self._causes.was_in_sync(self._watcher, ranks)
+        return _SEEN if has_seen_gradients else frozenset()

@@ -1,0 +1,257 @@
+"""What the witnesses of gradients and of parameters share: some ranks hold copies of a tensor, which must be equal.
+
+A digest of the copies is posted, and one of the shards. With a wrapper that reduces gradients, copies must agree.
+Without one, nobody states which ranks hold copies, so ranks are held to what they showed: ranks that were equal several
+times belong together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from syncheck.live.digest import digest_all, hash_digests
+from syncheck.live.watching.layouts import is_sharded
+from syncheck.live.witnesses.samples import sample
+from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
+from syncheck.text import group_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.live.witnesses.witness import Ask
+    from syncheck.sentences import Message
+
+_KINDS = ("copies", "shards")
+# Observations with equal and changing tensors after which ranks without a wrapper are held to be copies.
+_LEARNED_STEPS = 3
+
+
+class Details(NamedTuple):
+    """The tensors of one step, to tell other ranks about."""
+
+    digests: list[str]
+    """The digest of each tensor, as text; empty for a parameter without one."""
+    elements: dict[int, list[float]]
+    """A few elements of each tensor, by its index."""
+    not_finite: Sequence[int] = ()
+    """The indices of tensors that hold NaN or infinity, as far as this is known."""
+    is_reduced: bool = False
+    """Whether no tensor was changed after the reduction, which leaves equal tensors on all ranks; False if unknown."""
+    is_unreduced: bool = False
+    """Whether no reduction came before the step."""
+
+
+class CopiesWitness(Witness):
+    """Compares one tensor of each parameter: its gradient, or its value.
+
+    code: of the finding.
+    """
+
+    code: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.comparisons = 0
+        """How many sets of copies were compared so far."""
+        self.learned: dict[str, _LearnedSets] = {}
+        """What ranks without a wrapper have shown, by layout and by copies or shards."""
+        self.leader: CopiesWitness = self
+        """The witness that knows first: ranks that step with equal gradients must have equal parameters, too."""
+        # The findings so far, by layout and suspects.
+        self._explained: dict[tuple[str, tuple[int, ...]], Suspicion] = {}
+
+    def read(self, parameter: Any) -> Any:
+        """Return the tensor that is compared; None if the parameter has none."""
+        raise NotImplementedError
+
+    def holds_reduced(self, _layout: Any) -> bool:
+        """Whether the tensors are those that the last reduction left; False if unknown."""
+        return False
+
+    def is_unreduced(self, _layout: Any) -> bool:
+        """Whether a step comes without a reduction, between two of them."""
+        return False
+
+    def describe(self, layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> Suspicion:
+        """Return the finding of ranks that disagree. indices: of the parameters that must be equal."""
+        raise NotImplementedError
+
+    def describe_digests(self) -> Message:
+        """Return the fact of ranks that disagree, if they tell no details."""
+        raise NotImplementedError
+
+    def observe(self, key: str, layout: Any) -> Any:
+        """Return the digests of copies and of shards, and keep the details.
+
+        The parameters of the layout are in an order that is equal on all ranks. Without tensors, the digest is empty.
+        """
+        parameters = layout.parameters
+        tensors: list[Any] = []
+        indices: list[int] = []
+        sharded: set[int] = set()
+        for index, parameter in enumerate(parameters):
+            content = self.read(parameter)
+            if content is not None:
+                parts = _list_tensors(content)
+                tensors += parts
+                indices += [index] * len(parts)
+                if is_sharded(parameter):
+                    sharded.add(index)
+        # One thread: the others belong to the training.
+        hashed = digest_all(tensors, threads=1)
+        digests = [""] * len(parameters)
+        for index, (_, digest) in zip(indices, hashed, strict=True):
+            digests[index] += digest[:8].hex()
+        # The values of a sparse tensor come last.
+        samples = sample(dict(zip(indices, tensors, strict=True)))
+        self._keep(key, Details(digests, *samples, self.holds_reduced(layout), self.is_unreduced(layout)))
+        copies = sorted(set(range(len(parameters))).difference(sharded))
+        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(sharded))]
+
+    def tell(self, key: str) -> list[Any] | None:
+        """Return the details of a step, or None for an old step."""
+        details = super().tell(key)
+        return None if details is None else list(details)
+
+    def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+        """Return a finding if ranks that hold copies have different tensors."""
+        differing, positions = self._find_differing(layout, observations)
+        if not differing:
+            return []
+        # Shards of other ranks are other parts, also if the copies beside them must be equal.
+        columns: dict[int, tuple[Any, ...]] = {}
+        for rank in differing:
+            columns[rank] = tuple(map(observations[rank].__getitem__, positions))
+        suspects = find_minority(columns)
+        key = (layout.key, suspects)
+        # A fault that lasts is explained once, so that the judge keeps up with the run.
+        if key not in self._explained:
+            answers = ask()
+            details = read_answers({rank: answers[rank] for rank in differing if rank in answers})
+            if len(details) < len(differing):
+                unknown = Suspicion(
+                    self.code,
+                    suspects,
+                    facts=(self.describe_digests(),),
+                    affected=(),
+                )
+                return [unknown]
+            # False and True are the positions of copies and of shards.
+            indices = [index for index, held in enumerate(layout.parameters) if is_sharded(held) in positions]
+            self._explained[key] = self.describe(
+                layout,
+                details,
+                indices,
+            )
+        clusters = tuple(map(tuple, group_ranks(columns).values()))
+        # The sets of this step, also if the fault was explained before.
+        return [self._explained[key]._replace(clusters=clusters)]
+
+    def _find_differing(self, layout: Any, observations: Mapping[int, Any]) -> tuple[tuple[int, ...], list[int]]:
+        """Return the first set of ranks whose tensors must be equal and are not, and the positions of the digests.
+
+        The set is empty without a difference. Position 0 is of copies, position 1 of shards.
+        """
+        differing: dict[tuple[int, ...], list[int]] = {}
+        for position, kind in enumerate(_KINDS):
+            digests = {rank: observation[position] for rank, observation in observations.items()}
+            for ranks in self._list_sets(layout, kind, digests):
+                # A rank that has skipped steps ends before the others.
+                stepping = tuple(filter(digests.__contains__, ranks))
+                distinct = set(map(digests.__getitem__, stepping))
+                # An empty digest is of no tensor.
+                self.comparisons += len(stepping) > 1 and distinct != {""}
+                if len(distinct) > 1:
+                    differing.setdefault(stepping, []).append(position)
+        return next(iter(differing.items()), ((), []))
+
+    def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
+        """Return the sets of ranks whose tensors must be equal."""
+        if layout.clock.keeps_gradients_local():
+            return []
+        # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
+        if layout.clock.reduces:
+            return [tuple(digests)]
+        key = f"{layout.key}/{kind}"
+        learned = self.leader.learned.get(key)
+        if learned is None or not learned.is_known:
+            learned = self.learned.setdefault(key, _LearnedSets())
+        return learned.learn(digests)
+
+
+def select_digests(details: Mapping[int, Details], indices: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """Return the digests of some tensors by rank."""
+    columns = {}
+    for rank in sorted(details):
+        columns[rank] = tuple(map(details[rank].digests.__getitem__, indices))
+    return columns
+
+
+def list_differing(columns: Mapping[int, Sequence[str]], indices: Sequence[int]) -> list[int]:
+    """Return the indices of the tensors whose digests differ. columns: the digests of each rank, for the indices."""
+    differing = []
+    for index, digests in zip(indices, zip(*columns.values(), strict=True), strict=True):
+        if len(set(digests)) > 1:
+            differing.append(index)
+    return differing
+
+
+def read_answers(answers: Mapping[int, Sequence[Any]]) -> dict[int, Details]:
+    """Return details as the ranks told them: JSON has texts as keys."""
+    details = {}
+    for rank, (digests, elements, *further) in answers.items():
+        elements_of_index = dict(zip(map(int, elements), elements.values(), strict=True))
+        details[rank] = Details(digests, elements_of_index, *further)
+    return details
+
+
+class _LearnedSets:
+    """The ranks that were equal several times."""
+
+    def __init__(self) -> None:
+        self._sets: list[tuple[int, ...]] = []
+        self._steps = 0
+        self._last: Mapping[int, str] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sets are known."""
+        return self._steps >= _LEARNED_STEPS
+
+    def learn(self, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that must agree now; empty while this is not known."""
+        if self.is_known:
+            return self._sets
+        # Tensors that do not change, such as zeros, are equal by chance; an empty digest is of no tensor.
+        changed = {rank: digest for rank, digest in sorted(digests.items()) if digest != self._last.get(rank, "")}
+        sets = [tuple(ranks) for ranks in group_ranks(changed).values() if len(ranks) > 1]
+        if sets != self._sets:
+            self._steps = 0
+        if sets:
+            self._steps += 1
+        self._sets, self._last = sets, digests
+        return []
+
+
+def _hash_texts(digests: Sequence[str], indices: Sequence[int]) -> str:
+    """Return the digest of some tensors; empty if none of the parameters has one."""
+    parts = []
+    for index in indices:
+        # Another parameter without gradient is another set of gradients, whatever their bytes are.
+        if digests[index]:
+            parts.append((f"{index}", bytes.fromhex(digests[index])))
+    return hash_digests(parts)[:12].hex() if parts else ""
+
+
+def _list_tensors(content: Any) -> list[Any]:
+    """Return the tensors whose bytes count: of a sparse one, also the indices; of a DTensor, the shard."""
+    if content.is_sparse:
+        content = content.coalesce()
+        return [content.indices(), content.values()]
+    return [getattr(content, "_local_tensor", content)]
+
+
+def let_gradients_lead(witnesses: Mapping[str, Any]) -> None:
+    """Let what gradients have shown count for parameters. witnesses: by name."""
+    for witness in witnesses.values():
+        witness.leader = witnesses.get("gradients", witness)

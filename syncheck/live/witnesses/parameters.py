@@ -1,0 +1,114 @@
+"""The witness of parameters: now and then, replicas have equal parameters before a step.
+
+Equal gradients keep equal parameters equal, so this finds what changes parameters outside of the optimizer: a fault of
+the memory, a file that one rank loads. The comparison of all replicas names the cause; this one needs no collective, so
+it also sees ranks without a wrapper, and the last steps of a run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from syncheck.live.witnesses.copies import CopiesWitness, Details, list_differing, read_answers, select_digests
+from syncheck.live.witnesses.rules import PARAMETERS_DIFFER, UnequalParameters
+from syncheck.live.witnesses.witness import Suspicion, find_minority
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from syncheck.live.witnesses.witness import Ask
+    from syncheck.sentences import Message
+
+# The number of a step whose parameters are compared is a multiple. Each time costs as much as the gradients of a step.
+_PERIOD = 8
+# The number of the first step without a wrapper.
+_START = 1
+
+
+class ParameterWitness(CopiesWitness):
+    """The parameters of this rank before some steps."""
+
+    name: ClassVar[str] = "parameters"
+    key: ClassVar[str] = "w"
+    code: ClassVar[str] = PARAMETERS_DIFFER
+
+    def read(self, parameter: Any) -> Any:
+        """Return the value."""
+        return parameter.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The number of the last step before which parameters were equal, by layout and first rank of the copies.
+        self._equal: dict[tuple[str, int], int] = {}
+        # The parameters of all ranks before the first step, if they differed, by layout.
+        self._starts: dict[str, dict[int, Details]] = {}
+
+    def observe(self, key: str, layout: Any) -> list[Any] | None:
+        """Return the digests of copies and of shards at some steps, and the number; None at the other ones."""
+        number = layout.clock.ticks + layout.repeated
+        # A wrapper makes the ranks equal; without one, the script may not have.
+        is_start = (number, layout.clock.reduces) == (_START, False)
+        is_due = is_start or number % _PERIOD == 0
+        # Each rank may have moved them within its step.
+        return None if layout.is_moved or not is_due else [*super().observe(key, layout), layout.find_place()]
+
+    def observe_end(self, key: str, layout: Any) -> list[Any]:
+        """Return the digests of copies and of shards at the end of training, and the number of the next step."""
+        return [*super().observe(key, layout), layout.find_place() + bool(layout.clock.ticks)]
+
+    def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
+        """Return SYN411 if parameters differ, with the steps between which they became unequal."""
+        earlier = self.comparisons
+        suspicions = super().judge(layout, observations, ask)
+        *_, number = next(iter(observations.values()))
+        if (number, layout.clock.reduces) == (_START, False):
+            self._note_start(layout, observations, ask)
+        copies = layout.key, layout.find_replicas(min(observations))[0]
+        equal = self._equal.get(copies, 0)
+        if self.comparisons > earlier and not suspicions:
+            self._equal[copies] = number
+        # Further steps after one reduction have its number.
+        if 0 < equal < number:
+            fact = UnequalParameters.SINCE(equal=equal, unequal=number)
+            suspicions = [suspicion._replace(facts=(*suspicion.facts, fact)) for suspicion in suspicions]
+        return suspicions
+
+    def _note_start(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> None:
+        """Note the parameters before the first step, when it is unknown which ranks hold copies."""
+        distinct = {tuple(observation) for observation in observations.values()}
+        if len(distinct) == 1:
+            self._equal[layout.key, layout.find_replicas(min(observations))[0]] = _START
+        else:
+            self._starts[layout.key] = read_answers(ask())
+
+    def _find_start(self, layout: Any, ranks: Iterable[int], indices: Sequence[int]) -> list[int]:
+        """Return the indices of the parameters that differed between some ranks before the first step."""
+        start = self._starts.get(layout.key, {})
+        if not set(ranks) <= set(start):
+            return []
+        return list_differing(select_digests({rank: start[rank] for rank in ranks}, indices), indices)
+
+    def describe(self, layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> Suspicion:
+        """Return SYN411 with the parameters that differ."""
+        columns = select_digests(details, indices)
+        differing = list_differing(columns, indices)
+        unequal_at_start = set(differing).intersection(self._find_start(layout, columns, indices))
+        names = tuple(map(layout.names.__getitem__, differing))
+        facts = [UnequalParameters.FACT(count=len(names), total=len(indices), names=names)]
+        # Without a wrapper, no comparison of all replicas follows.
+        variant = "" if layout.clock.reduces else "_ALONE"
+        if unequal_at_start:
+            facts.append(UnequalParameters.START(names=tuple(map(layout.names.__getitem__, sorted(unequal_at_start)))))
+        if len(unequal_at_start) == len(differing):
+            variant = "_START"
+        return Suspicion(
+            self.code,
+            find_minority(columns),
+            tuple(facts),
+            names,
+            variant,
+        )
+
+    def describe_digests(self) -> Message:
+        """Return that the digests differ."""
+        return UnequalParameters.DIGESTS()

@@ -1,0 +1,22 @@
+"""Shorten long names in the texts for people: both ends of a name distinguish it, and JSON documents have all of it."""
+
+from __future__ import annotations
+
+from syncheck.sentences import Part
+from syncheck.text import shorten
+
+# Characters of a name in a table, whose columns are as wide as the longest name.
+_MOST = 240
+
+
+def shorten_name(name: str) -> str:
+    """Return a name in a table on one line, without the middle of a long name."""
+    return shorten(name, _MOST)
+
+
+def write_names(text: str, part: Part) -> str:
+    """Write the names in a sentence without the middle of a long name. Paths may be longer: readers copy them."""
+    if part is not Part.NAME:
+        return text
+
+    return shorten(text) if "/" in text else shorten_name(text)

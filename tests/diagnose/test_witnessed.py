@@ -1,0 +1,78 @@
+"""Differences that a witness explained before a comparison: on the same ranks and tensors, and on no other ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.cases import diff, group
+
+from syncheck.diagnose.rules import diagnose
+from syncheck.live.witnesses.rules import Seen, make_finding
+
+if TYPE_CHECKING:
+    from syncheck.records import Finding
+
+THREE = ((0, 2), (1,))
+
+
+def witness(code: str, ranks: tuple[int, ...], *names: str) -> Finding:
+    """Return the finding of a witness that explains parameters."""
+    return make_finding(code, ranks, (Seen.PLACE(unit="reduction", number=5),), names=names)
+
+
+def list_tensors(case: Any, *witnessed: Finding) -> dict[tuple[str, tuple[int, ...]], tuple[str, ...]]:
+    """Return the tensors of each finding by its code and ranks."""
+    findings = diagnose(case, (), frozenset(), witnessed)
+    return {(finding.code, finding.ranks): finding.tensors for finding in findings}
+
+
+def test_a_witness_explains_a_parameter_and_its_optimizer_state() -> None:
+    """The parameter, its moments and its averaged copy have the code of the witness; no rule states another cause."""
+    names = ("fc.weight", "optimizer.fc.weight.exp_avg", "optimizer.1.fc.weight.exp_avg", "ema.module.fc.weight")
+    kinds = ("parameter", "optimizer", "optimizer", "ema")
+    case = group(*[diff(name, kind, THREE) for name, kind in zip(names, kinds, strict=True)], ranks=3)
+    assert list_tensors(case, witness("SYN410", (1,), "fc.weight")) == {("SYN410", (1,)): names}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        diff("fc.bias", "parameter", THREE),
+        diff("fc.weight", "parameter", ((0, 1), (2,))),
+        diff("weight", "parameter", THREE),
+        diff("optimizer.conv.weight.exp_avg", "optimizer", THREE),
+        diff("bn.running_mean", "bn_mean", THREE),
+    ],
+    ids=["another parameter", "another rank", "the end of a name", "another moment", "a buffer"],
+)
+def test_a_witness_explains_nothing_else(other: Any) -> None:
+    """Other tensors, and other ranks of the same tensor, keep the cause that a rule states."""
+    explained = list_tensors(group(other, ranks=3), witness("SYN410", (1,), "fc.weight"))
+    assert explained == list_tensors(group(other, ranks=3))
+
+
+def test_what_another_rank_differs_by_remains() -> None:
+    """Of a tensor that differs on two ranks, the witness of one explains that rank; a rule explains the other one."""
+    case = group(diff("fc.weight", "parameter", ((0, 3), (1,), (2,))), ranks=4)
+    explained = list_tensors(case, witness("SYN410", (1,), "fc.weight"))
+    assert explained.pop(("SYN410", (1,))) == ("fc.weight",)
+    assert [ranks for _, ranks in explained] == [(2,)]
+
+
+def test_the_first_of_two_witnesses_explains() -> None:
+    """A scaler that diverged makes gradients differ at the next step: the first finding is the cause."""
+    case = group(diff("fc.weight", "parameter", THREE), ranks=3)
+    witnessed = [witness(code, (1,), "fc.weight") for code in ("SYN216", "SYN410")]
+    assert list(list_tensors(case, *witnessed)) == [("SYN216", (1,))]
+
+
+def test_a_rule_of_the_same_code_joins_the_witness() -> None:
+    """A rule that finds the same fault on the same ranks adds its evidence, and the finding is proved once."""
+    case = group(
+        *[diff(f"optimizer.fc.{name}.step", "optimizer_step", THREE, max_abs=1) for name in ("weight", "bias")],
+        *[diff(f"fc.{name}", "parameter", THREE) for name in ("weight", "bias")],
+        ranks=3,
+    )
+    (finding,) = diagnose(case, (), frozenset(), [witness("SYN214", (1,), "fc.weight", "fc.bias")])
+    assert (finding.code, finding.ranks, finding.certainty, len(finding.tensors)) == ("SYN214", (1,), "proved", 4)

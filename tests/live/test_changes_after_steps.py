@@ -1,0 +1,95 @@
+"""Changes of parameters after the last step are distinguished from those that a script makes after each step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from syncheck.live.watching.layouts import Layout
+from syncheck.live.watching.records import CHANGED, find_changed
+from syncheck.live.witnesses.inputs import list_inputs
+
+CLOCK: Any = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=0)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_change_that_follows_each_step_is_no_change_at_the_end(clips: bool) -> None:
+    """A script may clip its weights after each step; loading a checkpoint afterwards is another change."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    layout = Layout(CLOCK, "0", optimizer, [weight], ["weight"], is_reduced=True)
+    for _ in range(3):
+        layout.note_changes()
+        weight.data.add_(1)
+        weight.data = weight.data.clone()
+        layout.note_step()
+        if clips:
+            weight.detach().clamp_(0, 1)
+    assert not layout.has_changed()
+    assert bool(layout.describe_change()) is clips
+    weight.detach().copy_(torch.zeros(3))
+    weight.detach().copy_(torch.zeros(3))
+    assert layout.has_changed()
+    assert layout.describe_change() < 0
+
+
+def test_steps_that_are_not_seen_are_no_changes() -> None:
+    """Between two reductions, an optimizer that is not torch's steps; a skipped step is no change."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    layout = Layout(CLOCK, "reductions", None, [weight], ["weight"], is_reduced=True)
+    layout.note_changes()
+    assert (layout.knows_changes, layout.has_changed(), layout.describe_change()) == (False, False, 0)
+    weight.detach().add_(1)
+    layout.note_changes()
+    assert (layout.knows_changes, layout.describe_change()) == (True, 0)
+    weight.detach().add_(1)
+    assert layout.describe_change() == 0
+    weight.detach().copy_(torch.zeros(3))
+    assert layout.describe_change() < 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([0, 0, 0], ()),
+        ([5, 5, 5], ()),
+        ([0, 5, 0], (1,)),
+        ([-7, 0, 0], (0,)),
+        ([-7, -7, -7], (0, 1, 2)),
+        ([5, -7, 0], (1,)),
+    ],
+)
+def test_ranks_that_changed_parameters_are_named(changes: list[int], expected: tuple[int, ...]) -> None:
+    """A usual change of all ranks belongs to the step; a new one, or one of some ranks, does not."""
+    records = {rank: {CHANGED: change} for rank, change in enumerate(changes)}
+    assert find_changed(records) == expected
+
+
+class Graph:
+    """A batch of graphs, as libraries have it."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        self.features = features
+
+
+class Slots:
+    """An object whose tensors are not found."""
+
+    __slots__ = ("features",)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"),
+    [
+        (((torch.ones(2), 1, "text"), {"mask": [torch.ones(1)]}), 2),
+        (((Graph(torch.ones(2)), torch.ones(2)), {}), 2),
+        (((Slots(), torch.ones(2)), {}), 0),
+        (((print, torch.ones(2)), {}), 0),
+    ],
+)
+def test_inputs_count_if_all_of_their_tensors_are_found(inputs: Any, count: int) -> None:
+    """Edges that are equal on all ranks say nothing about features in an object that is not read."""
+    assert len(list_inputs(inputs)) == count
