@@ -71,6 +71,8 @@ def main() -> int:
             corpus = (options.corpus or Path(fresh)) / name
             result = fuzz(TARGETS[name], options.seconds, options.runs, seed, findings.resolve(), corpus)
         print(_ROW.format(*result), flush=True)
+        for text in sorted(findings.glob(f"{name}-*.txt")):
+            print(f"  {text.stem}: {text.read_text(encoding='utf-8')[:300].strip()}", flush=True)
         failed = failed or bool(result.findings or result.stopped)
     return int(failed)
 

@@ -7,10 +7,12 @@ installed, which ignores all events while no guard is active.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import encodings.cp437  # codec of names in a zip; Python imports codecs at first use
 import encodings.unicode_escape  # noqa: F401
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import syncheck
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
 # Limits for files of some kB: seconds of processor time, and bytes.
 MAX_SECONDS = 30.0
@@ -98,14 +100,30 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def preload() -> None:
     """Import all modules that read and compare, so that any later import is caused by a file."""
-    if not _installed:
-        modules = [module.name for module in pkgutil.walk_packages(syncheck.__path__, "syncheck.", lambda _: None)]
-        for name in (*modules, "numpy", "ml_dtypes"):
-            if name.partition(".")[2].split(".")[0] not in _NOT_READERS:
-                with contextlib.suppress(ImportError):  # matplotlib may be missing
-                    importlib.import_module(name)
-        sys.addaudithook(_hook)
-        _installed.append(True)
+    if _installed:
+        return
+    modules = [module.name for module in pkgutil.walk_packages(syncheck.__path__, "syncheck.", lambda _: None)]
+    for name in (*modules, "numpy", "ml_dtypes"):
+        if name.partition(".")[2].split(".")[0] not in _NOT_READERS:
+            with contextlib.suppress(ImportError):  # matplotlib may be missing
+                module = importlib.import_module(name)
+                if name in modules:
+                    _import_deferred(module)
+    sys.addaudithook(_hook)
+    _installed.append(True)
+
+
+def _import_deferred(module: ModuleType) -> None:
+    """Import the modules of Python that functions of a module import when they are called."""
+    for statement in ast.walk(ast.parse(inspect.getsource(module) or "pass")):
+        names: list[str] = []
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            names = [statement.module]
+        for name in names:
+            if name.partition(".")[0] in sys.stdlib_module_names:
+                importlib.import_module(name)
 
 
 def _peak_memory() -> int:

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tarfile
 from itertools import islice, product
 from pathlib import Path
 from random import Random
@@ -173,6 +174,23 @@ def test_a_closed_guard_allows_everything(tmp_path: Path) -> None:
     with guard.Guard(str(tmp_path)):
         pass
     (tmp_path / "a").write_bytes(b"")
+
+
+def test_imports_of_functions_are_no_acts(tmp_path: Path) -> None:
+    """A reader may import a module of Python for a rare format: nothing of the file causes this import."""
+    with tarfile.open(tmp_path / "archive", "w") as archive:
+        archive.add(ROOT / "README.md", "README.md")
+    data = (tmp_path / "archive").read_bytes()
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom fuzz.targets import TARGETS\n"
+        "sys.modules.pop('tarfile', None)\n"  # as in a process that has read no archive
+        "outcome = TARGETS['zip'].check(Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]))\nprint(outcome)\n"
+    )
+    (tmp_path / "data").write_bytes(data)
+    command = [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tar" in done.stdout
 
 
 def test_mutations_keep_the_frame() -> None:
