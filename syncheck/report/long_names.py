@@ -5,12 +5,12 @@ from __future__ import annotations
 from syncheck.sentences import Part
 from syncheck.text import shorten
 
-# Characters of a name in a table, whose columns are as wide as the longest name.
+# Characters of a name. The columns of a table are as wide as the longest name.
 _MOST = 240
 
 
 def shorten_name(name: str) -> str:
-    """Return a name in a table on one line, without the middle of a long name."""
+    """Return a name on one line, without the middle of a long name."""
     return shorten(name, _MOST)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Detail, Grouping, Hint, Note, Undecided
 from syncheck.records import Reason
+from syncheck.report.long_names import shorten_name, write_names
 from syncheck.report.selections import count_excluded, find_failing, find_groups, list_first_paths, write_first
-from syncheck.sentences import Part, Sentence, write_plain
-from syncheck.text import one_line, ranks_text, shorten
+from syncheck.sentences import Sentence, write_plain
+from syncheck.text import one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,6 @@ VERDICTS = {
 SITE = ""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _MOST_RUNS = 6
-_MOST_NAME_IN_TEXT = 120
 # The findings that affect neither the training nor the file of rank 0.
 _HARMLESS = {("SYN201", "warning")}
 # Notes on the limits of a verdict: ranks without files, contradicting steps, elements that a conversion lost, and parts
@@ -99,17 +99,8 @@ class Omission(Sentence):
     FIXED = "fixed: {run:name} no longer has {code:name} on {names:names}; {hint}"
 
 
-def _shorten_name(name: str) -> str:
-    return shorten(name, _MOST_NAME_IN_TEXT)
-
-
 def _shorten_names(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(_shorten_name(name) for name in names)
-
-
-def write_short(text: str, part: Part) -> str:
-    """Write names in plain text, on one line and without the middle of a long name."""
-    return _shorten_name(text) if part is Part.NAME else text
+    return tuple(shorten_name(name) for name in names)
 
 
 def counts_line(report: Report) -> str:
@@ -150,7 +141,7 @@ def one_sided_lines(report: Report, write: Writer = write_plain) -> list[str]:
         for diff in group.tensors:
             if len(set(diff.nonfinite.values())) > 1:
                 fact = Headline.ONE_SIDED_TENSOR(
-                    name=_shorten_name(diff.name),
+                    name=shorten_name(diff.name),
                     values=dict(diff.nonfinite),
                     numel=diff.numel,
                     index=list(diff.index or ()),
@@ -177,7 +168,7 @@ def not_finite_lines(report: Report, write: Writer = write_plain) -> list[str]:
     for run, fact in fact_of_run.items():
         # The name of the only run is no news.
         if len(fact_of_run) > 1:
-            fact = Headline.RUN_NOT_FINITE(run=_shorten_name(run), fact=fact)
+            fact = Headline.RUN_NOT_FINITE(run=shorten_name(run), fact=fact)
         lines.append(fact.render(write))
 
     return write_first(lines, _MOST_RUNS, ending="{} more runs")
@@ -290,7 +281,7 @@ def _not_compared(diffs: Sequence[TensorDiff]) -> Iterator[Message]:
         # A reason with a next step comes first.
         first = max(diffs, key=_has_next_step)
         sentence = Undecided.UNPAIRED if _has_next_step(first) else Undecided.NOT_COMPARED
-        yield sentence(count=len(diffs), name=_shorten_name(first.name), detail=first.detail)
+        yield sentence(count=len(diffs), name=shorten_name(first.name), detail=first.detail)
 
 
 def _has_next_step(diff: TensorDiff) -> bool:
@@ -316,7 +307,7 @@ def _find_unknown_tensors(report: Report) -> Iterator[Message]:
 
     ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
     if ambiguous:
-        name, detail = _shorten_name(ambiguous[0].name), ambiguous[0].detail
+        name, detail = shorten_name(ambiguous[0].name), ambiguous[0].detail
         # The caller uses only the first reason.
         if len(ambiguous) == 1:
             yield Undecided.AMBIGUOUS(name=name, detail=detail)
@@ -332,7 +323,7 @@ def _find_unknown_values(report: Report) -> Iterator[Message]:
     for group in report.groups:
         values += [value for value in group.values if value.unknown]
     if values:
-        yield Undecided.VALUES(count=len(values), name=_shorten_name(values[0].name))
+        yield Undecided.VALUES(count=len(values), name=shorten_name(values[0].name))
 
 
 def _find_shards(report: Report) -> Iterator[Message]:
@@ -369,7 +360,7 @@ _REASONS = (
 )
 
 
-def scope_lines(report: Report, write: Writer = write_short) -> list[str]:
+def scope_lines(report: Report, write: Writer = write_names) -> list[str]:
     """Return the notes that state what the verdict is about."""
     lines = []
     for group in report.groups:
@@ -380,12 +371,12 @@ def scope_lines(report: Report, write: Writer = write_short) -> list[str]:
     return lines
 
 
-def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
+def omission_lines(report: Report, write: Writer = write_names) -> list[str]:
     """Return one line per reason why some of the given paths were not compared."""
     return folder_lines(report, write) + file_lines(report, write)
 
 
-def folder_lines(report: Report, write: Writer = write_short) -> list[str]:
+def folder_lines(report: Report, write: Writer = write_names) -> list[str]:
     """Return a line if folders were not compared with each other; empty otherwise."""
     groupings: set[Message] = set()
     for group in report.groups:
@@ -393,7 +384,7 @@ def folder_lines(report: Report, write: Writer = write_short) -> list[str]:
     return [Omission.FOLDERS().render(write)] if Grouping.FOLDERS_ARE_RUNS() in groupings else []
 
 
-def file_lines(report: Report, write: Writer = write_short) -> list[str]:
+def file_lines(report: Report, write: Writer = write_names) -> list[str]:
     """Return one line per reason why some of the given files were not compared."""
     lines = []
     alone = list_first_paths(find_groups(report.groups, "alone"))
@@ -406,7 +397,7 @@ def file_lines(report: Report, write: Writer = write_short) -> list[str]:
     return lines + skipped_lines(report, write)
 
 
-def skipped_lines(report: Report, write: Writer = write_short) -> list[str]:
+def skipped_lines(report: Report, write: Writer = write_names) -> list[str]:
     """Return a line with the first files that are not checkpoints; empty if only notes and settings were skipped."""
     if not report.skipped_paths:
         return []
@@ -416,7 +407,7 @@ def skipped_lines(report: Report, write: Writer = write_short) -> list[str]:
     return [message.render(write)]
 
 
-def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[str]:
+def fixed_lines(groups: Iterable[Group], write: Writer = write_names) -> list[str]:
     """Return a line for each resolved run and code of the baseline."""
     lines = []
     for group in groups:
