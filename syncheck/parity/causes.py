@@ -151,6 +151,7 @@ def match_scaled(situation: Situation, pattern: Pattern) -> Explanation | None:
         return None
     text = sentences.Scaled
     facts = [text.FACTOR(owners=len(situation.owners), factor=factor, count=pattern.size)]
+    certainty: Certainty = "consistent" if pattern.assumed else "proved"
     if is_near(factor, 0, ZERO):
         facts = [text.NONE(count=pattern.size)]
     elif situation.matches_counts_only(factor):
@@ -159,7 +160,9 @@ def match_scaled(situation: Situation, pattern: Pattern) -> Explanation | None:
         facts.append(text.MATCHES(factor=factor, matches=matches))
     else:
         facts.append(text.NO_MATCH(factor=factor, sizes=[*situation.sizes, *situation.counts]))
-    return Explanation(facts, "consistent" if pattern.assumed else "proved")
+        # The factor is measured, and no division by a size of the run explains it.
+        certainty = "consistent"
+    return Explanation(facts, certainty)
 
 
 def match_summed(situation: Situation, pattern: Pattern) -> Explanation | None:
