@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.programs import Programs
+from support.programs_of_ranks import TORCHRUN
+from support.started import CLONE
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
+    from pathlib import Path
 
     from support.checkpoints import Done
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import torch
 from torch import nn
@@ -106,16 +107,13 @@ def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    programs = Programs(folder)
+    try:
+        return programs.run(
+            *TORCHRUN, "--standalone", "--nproc-per-node", "2", *arguments, timeout=110, PYTHONPATH=CLONE
+        )
+    finally:
+        programs.kill()
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ _OF_TESTS = ("WAIT_FOR_GLOO", "SYNCHECK_LIKE_MACOS")  # read by tests/quick_star
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "CUDA", "LC_", "LANG", "LD_", *_OF_TESTS)
 # Read here for each program, or by libraries when a program uses them.
 _READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CPP_LOG_LEVEL")
-_WATCH = ["-m", "syncheck", "watch"]
+_COMMANDS = (["-m", "syncheck", "watch"], ["-m", "syncheck", "parity"])  # which import torch in any case
 _SPAWNED = "--multiprocessing-fork"  # an argument of the processes that multiprocessing spawns
 # Of these, a process inherits that its parent ignores them.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -82,7 +82,7 @@ class ForkServer:
         if program != sys.executable or not self.fits(variables):
             return False
         arguments = arguments[arguments[:1] == ["-u"] :]
-        return arguments[0].endswith(".py") or arguments[:2] == ["-m", _LAUNCHER] or arguments[:3] == _WATCH
+        return arguments[0].endswith(".py") or arguments[:2] == ["-m", _LAUNCHER] or arguments[:3] in _COMMANDS
 
     def fits(self, variables: Mapping[str, str]) -> bool:
         """Whether libraries would be the same if they were imported with these variables."""
