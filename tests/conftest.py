@@ -71,8 +71,8 @@ if find_spec("torch") is None:  # as in an installation of the command line only
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that only `.ci/run --release` runs, and those on many ranks."""
-    mark_for_release(items)
     mark_many_ranks(items)
+    mark_for_release(items)
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 BEFORE_RELEASE = Path(__file__).parents[1] / "release.txt"
+# Lines of this list that name no slow test of this session.
+UNMATCHED: list[str] = []
 
 
 def slow(*values: object) -> list[Any]:
@@ -31,11 +33,19 @@ def read_patterns() -> dict[str, re.Pattern[str]]:
 
 
 def mark_for_release(items: list[pytest.Item]) -> None:
-    """Mark the tests of the list."""
-    any_pattern = re.compile("|".join(pattern.pattern for pattern in read_patterns().values()))
+    """Mark the tests of the list. `UNMATCHED` gets the lines that name no slow test among these items."""
+    patterns = read_patterns()
+    any_pattern = re.compile("|".join(pattern.pattern for pattern in patterns.values()))
+    marked = []
     for item in items:
         if any_pattern.match(item.nodeid):
             item.add_marker(pytest.mark.release)
+            if item.get_closest_marker("slow"):
+                marked.append(item.nodeid)
+
+    for line, pattern in patterns.items():
+        if not any(map(pattern.match, marked)):
+            UNMATCHED.append(line)
 
 
 def mark_many_ranks(items: list[pytest.Item]) -> None:
