@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.listings import list_codes, list_fields
+from support.marks import slow
 
 import syncheck
 from syncheck.errors import RankFailed, UsageError
@@ -79,7 +80,7 @@ def test_options_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("how", ["fsdp", "tp"])
+@pytest.mark.parametrize("how", ["tp", *slow("fsdp")])
 def test_shards_of_ranks(syncheck_rank: Rank, how: str) -> None:
     """Shards in memory against a file, a plain module and another layout; one rank's edit fails on all ranks alike."""
     rank = syncheck_rank

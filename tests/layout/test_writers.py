@@ -173,7 +173,7 @@ def test_layouts_of_four_ranks(syncheck_rank: Rank, spread: Callable[[Any], None
 
 
 @pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("spread", [shard_fully, split_layers])
+@pytest.mark.parametrize("spread", [split_layers, *slow(shard_fully)])
 def test_layouts_of_three_ranks(syncheck_rank: Rank, spread: Callable[[Any], None]) -> None:
     """Three ranks hold uneven parts."""
     check_layout(syncheck_rank, spread)

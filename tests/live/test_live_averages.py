@@ -234,6 +234,7 @@ def test_a_copy_created_before_the_broadcast(syncheck_rank: Any, library: Callab
     assert all_pass(each_rank(check, model, optimizer, ema)).verdict == "in_sync"
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=3)
 def test_three_different_starts(syncheck_rank: Any) -> None:
     """If no two of three ranks agree, no majority updated the copy alike: the copies were unequal at the start."""

@@ -294,6 +294,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 def test_one_process_is_told_how_to_start_several(tmp_path: Path) -> None:
     """A script without a launcher gets one line, which names the command."""
     (tmp_path / "alone.py").write_text(ALONE)

@@ -24,7 +24,7 @@ two = pytest.mark.syncheck(ranks=2)
 
 
 @two
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_low_precision(dtype: str) -> None:
     """Right programs pass in float32 and bfloat16, and a factor of 2 is found with its value."""
     for kind in (TokenCase, ManualCase, Fsdp, Tp):

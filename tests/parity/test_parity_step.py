@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 from support.parity_cases import ManualCase, TokenCase, codes, find
 from support.parity_models import Fsdp, Tp
 from torch import nn
@@ -44,7 +45,7 @@ def with_step(kind: type, **changes: Any) -> Any:
     return type(kind.__name__, (kind,), {"finish": clip_and_step, "optimizer": adamw, "max_norm": 0.1, **changes})
 
 
-@pytest.mark.parametrize("kind", [TokenCase, ManualCase, Fsdp, SequenceTp])
+@pytest.mark.parametrize("kind", [TokenCase, ManualCase, *slow(Fsdp, SequenceTp)])
 def test_right_steps_pass(kind: Any) -> None:
     """Clipping and AdamW give the parameters of one process."""
     assert codes(check_parity(with_step(kind)())) == []
@@ -78,6 +79,7 @@ def test_allowed_findings() -> None:
         check_parity(case, allow="SYN201")
 
 
+@pytest.mark.slow
 def test_norm_counts_replicas() -> None:
     """A norm that counts replicated tensors on each tensor-parallel rank is named; so is the norm of local shards."""
 

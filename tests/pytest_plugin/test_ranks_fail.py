@@ -216,6 +216,7 @@ def test_output_of_failures(done: tuple[Path, str], test: str, texts: list[str])
         assert expected in text, text
 
 
+@pytest.mark.slow
 def test_hint_about_memory(done: tuple[Path, str]) -> None:
     """The hint about memory is printed only for a SIGKILL that the plugin did not send."""
     for test in ("test_closes_files", "test_takes_the_connection"):

@@ -86,6 +86,7 @@ def test_refuses_unsupported_sizes(arguments: list[object], option: str, capsys:
     assert line.startswith(f"run.py: error: {option}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_a_run_on_synthetic_data_can_be_evaluated(ctx: RankContext, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The metadata records the sizes of data and model, and train.evaluate recreates both."""

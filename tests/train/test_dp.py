@@ -88,6 +88,7 @@ class SplitByRank(DistributedBatchSampler):
         return (batch[0::2] + batch[1::2] for batch in super().__iter__())
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_dp_and_ddp_write_equal_files(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the samples of two ranks, dp writes tensors bitwise equal to DDP's, with evaluations between the steps."""

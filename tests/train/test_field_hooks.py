@@ -105,8 +105,9 @@ def test_an_overflow_in_the_hook_skips_the_step_on_all_ranks(ctx: RankContext, m
     assert all(p.isfinite().all() for p in job.method.module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("method", ["ddp", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ddp", "zero"])
 def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
     """A resumed run restores PowerSGD's error, thin matrices and step count, and ends bitwise equal to a whole run."""
     settings = replace(TINY, method=method, model="convnet", width=16, comm_hook="powersgd", powersgd_rank=2)

@@ -195,6 +195,7 @@ def disable_no_sync(run_step: Any) -> Any:
     return run_synced
 
 
+@pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # CommDebugMode creates views
 @pytest.mark.syncheck(ranks=2)

@@ -55,6 +55,7 @@ def test_findings(ctx: RankContext, syncheck_rank: Rank, fault: str | None, part
     assert all(part in name for name in differing)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
 def test_all_tensors_except_experts_are_compared(ctx: RankContext, syncheck_rank: Rank) -> None:
     """On two ranks only experts have no replica: in files, in averages of --ema and in the checks of --monitor."""

@@ -42,6 +42,7 @@ def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
         assert torch.equal(right.bfloat16(), wrong)
 
 
+@pytest.mark.slow
 def test_last_save_failed(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The last rank's final file has the tensors and the step from the middle of the run; its history is complete."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "last-save-failed", save_every=1, explained=False)

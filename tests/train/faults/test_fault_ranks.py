@@ -30,12 +30,7 @@ EVERY_RANK = {
     *("buffers-never-synced", "forward-through-module", "grad-not-reduced-once", "late-head"),
     *("differs-by-node", "local-normalizer"),
 }
-# One fault of each kind is not slow: at the start, in memory, in the reduction, in the files.
-BY_DEFAULT = {"frozen-not-broadcast", "bit-flip-weight", "clip-on-one-rank", "stale-rank"}
-SINGLE_RANK_FAULTS = [
-    pytest.param(fault, marks=() if fault in BY_DEFAULT else pytest.mark.slow)
-    for fault in sorted(DDP_FAULTS - EVERY_RANK)
-]
+SINGLE_RANK_FAULTS = sorted(DDP_FAULTS - EVERY_RANK)
 SGD = replace(QUIET, optimizer="sgd", lr=0.1, max_steps=8)
 # The suspects in a run of three ranks; every rank if each rank has its own gradients.
 SUSPECTS = {
@@ -70,6 +65,7 @@ def test_faults_with_micro_batches(ctx: RankContext, syncheck_rank: Rank, fault:
     assert differing_tensors(*files)
 
 
+@pytest.mark.slow
 @pytest.mark.syncheck(ranks=3, timeout=60)
 @pytest.mark.parametrize("fault", SINGLE_RANK_FAULTS)
 def test_the_last_of_three_ranks_differs(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:

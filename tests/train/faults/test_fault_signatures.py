@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from planted import Pair, differing_elements, flipped_bits, optimizer_names, parameters, statistics, train_with_fault
+from support.marks import slow
 from support.scenarios import differing, load, tensors
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def count_batches(pair: Pair, names: set[str]) -> set[tuple[int, ...]]:
     return {tuple(torch.stack([*pair.values(name)]).tolist()) for name in names}
 
 
+@pytest.mark.slow
 def test_extra_forward(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The last rank counts one more batch in each BatchNorm layer; otherwise only running statistics differ."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "extra-forward")
@@ -210,7 +212,7 @@ def get_changed_parameter(pair: Pair) -> str:
     return name
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_bit_flip_weight(ctx: RankContext, syncheck_rank: Rank, seed: int) -> None:
     """One bit of one weight element differs after the last step, and the weight's maximum does not grow."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "bit-flip-weight", fault_step=6, seed=seed)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.listings import find_texts, list_fields
+from support.marks import slow
 from support.programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
 from support.started import LAUNCHER, alive, free_port, is_gone, wait_for
 
@@ -95,7 +96,7 @@ def test_trains_with_a_rendezvous_file(shell: Shell) -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("source", ["options", "url", "variables"])
+@pytest.mark.parametrize("source", ["url", *slow("options", "variables")])
 def test_trains_over_tcp(shell: Shell, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Two ranks train with rank 0's address, given as options, as a URL, or in torchrun's variables."""
     path = shell.folder / "port"
