@@ -95,6 +95,29 @@ def test_other_ranks_show_nothing_about_a_slow_rank() -> None:
     assert judge_all(steps, store) == (1, [])
 
 
+@pytest.mark.parametrize(
+    ("last", "is_printed"),
+    [(post(1, 2, o=2), False), (post(1, o=2), True)],
+    ids=["all ranks", "some ranks"],
+)
+def test_a_new_optimizer_is_no_difference_while_ranks_are_behind(last: list[Any], is_printed: bool) -> None:
+    """Ranks with the same new optimizer at the same step are alike, although one of them posts this step first."""
+    steps = [make_step(0, 1), make_step(1, 2), make_step(0, 3)]
+    store = Store({"clock/0/1": post(*RANKS), "clock/1/2": post(0, o=2)}, {})
+    lines: list[str] = []
+    watcher = SimpleNamespace(steps=steps, witnesses={}, print_line=lines.append)
+    judge = Judge(watcher, store, lambda _judgement: None)  # type: ignore[arg-type]
+    while judge._judge_next():
+        pass
+    assert (len(steps), lines) == (2, [])
+    # Rank 2 goes on without the optimizer.
+    store.records["clock/1/2"] += last
+    store.records["clock/0/3"] = [*post(0, 1, o=2), *post(2)]
+    while judge._judge_next():
+        pass
+    assert (len(steps), len(lines)) == (0, is_printed)
+
+
 def test_records_of_old_steps_are_deleted() -> None:
     """The board keeps the records of the last two steps only, which slow ranks may still read."""
     steps = [make_step(0, number) for number in range(1, 6)]

@@ -97,6 +97,8 @@ class Judge(threading.Thread):
         self.judged: Counter[str] = Counter()
         """The number of judged steps, of forward passes whose inputs must be equal, of steps out of sync, of compared
         sets of copies, and of models with equal parameters at the end; and the last step with equal parameters."""
+        self.steps: Counter[str] = Counter()
+        """The number of judged steps, or of forward passes, by the key of the layout."""
         self.uncompared: dict[str, tuple[str, ...]] = {}
         """By layout, the parameters of which no rank was found to hold a copy."""
         self.layouts: dict[str, dict[str, Layout]] = defaultdict(dict)
@@ -126,6 +128,11 @@ class Judge(threading.Thread):
             if step.is_end:
                 self.judged["ends"] = 0
 
+    def hasten(self, looks: int, seconds: float) -> None:
+        """End earlier than `finish` allows, from another thread. The arguments are those of `finish`."""
+        self._most_looks = min(looks, self._most_looks)
+        self._deadline = min(time.monotonic() + seconds, self._deadline)
+
     def list_unjudged(self) -> tuple[str, ...]:
         """Return the steps whose records other ranks posted too late, or never, such as "reduction 4"."""
         places: dict[str, None] = {}
@@ -133,14 +140,6 @@ class Judge(threading.Thread):
             if not step.is_end:
                 places[f"{step.unit} {step.place}"] = None
         return tuple(places)
-
-    def count_optimizers(self) -> int:
-        """Return the number of optimizers whose steps were judged; one that trains several models counts for each."""
-        # A wrapper that replaces another one has the same parameters.
-        trained: set[frozenset[int]] = set()
-        for layout in self.layouts["steps"].values():
-            trained.add(frozenset(layout.identities))
-        return len(trained)
 
     def list_uncompared(self) -> tuple[str, ...]:
         """Return the names of the parameters of which no rank was found to hold a copy."""
@@ -220,8 +219,11 @@ class Judge(threading.Thread):
             self.ranks.update(ranks)
             posted = steps[: self._count_posted(steps)]
             count += len(posted)
-            for step in posted:
-                self._judge(step, self._read(step))
+            records_of_steps = [self._read(step) for step in posted]
+            for step, records in zip(posted, records_of_steps, strict=True):
+                self._note_optimizers(step, records)
+            for step, records in zip(posted, records_of_steps, strict=True):
+                self._judge(step, records)
                 self._watcher.steps.remove(step)
                 self._delete_later(ranks, step)
         return count > 0
@@ -235,9 +237,17 @@ class Judge(threading.Thread):
     def _count_posted(self, steps: Sequence[Step]) -> int:
         """Return the number of steps that all stepping ranks told of or passed: up to the first complete one."""
         for position, step in enumerate(steps[:_LOOK_AHEAD]):
-            if len(self._read(step)) >= len(self._counts.list_stepping(step.layout)):
+            records = self._read(step)
+            number = 0 if step.is_end else step.number
+            if len(records) >= len(self._counts.list_stepping(step.layout, number)):
                 return position + 1
+            # A later step may show that a rank has fewer optimizers.
+            self._note_optimizers(step, records)
         return 0
+
+    def _note_optimizers(self, step: Step, records: Mapping[int, Record]) -> None:
+        if not step.is_end:
+            self._counts.add(step.layout, records, step.number)
 
     def _read(self, step: Step) -> dict[int, dict[str, Any]]:
         """Return the records of a step by rank."""
@@ -249,7 +259,6 @@ class Judge(threading.Thread):
         if step.is_end:
             self._judge_end(step, records)
             return
-        self._counts.add(step.layout, records)
         if self._counts.differ(step.layout):
             self._note_unlike(step.layout)
         stepping = {rank: record for rank, record in records.items() if NO_STEP not in record}
@@ -270,6 +279,7 @@ class Judge(threading.Thread):
             kind = "steps" if clock.counts_steps else "passes"
             self.judged[kind] += 1
             self.layouts[kind][step.layout.key] = step.layout
+            self.steps[step.layout.key] += 1
 
     def _judge_end(self, step: Step, records: Mapping[int, Record]) -> None:
         """Judge the parameters after the last step."""

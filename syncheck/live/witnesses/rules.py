@@ -310,6 +310,11 @@ class Seen(Sentence, topic="watch"):
     WATCHED_OPTIMIZERS = (
         "{steps:count step} of {optimizers:count optimizer} watched, {checks:count check} of all replicas"
     )
+    WATCHED_REDUCTIONS = "{observed} of {reductions:count reduction} watched, {checks:count check} of all replicas"
+    WATCHED_WITH_REDUCTIONS = (
+        "{steps:count step} and {observed} of {reductions:count reduction} watched, "
+        "{checks:count check} of all replicas"
+    )
     WATCHED_PASSES = "{passes:count forward pass} watched, {checks:count check} of all replicas"
     AT_STEPS = "at {count:count step}"
     IN_COMPARISONS = "in {count:count comparison}"
