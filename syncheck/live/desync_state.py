@@ -75,9 +75,10 @@ class DesyncState:
             names = {*finding.tensors, *finding.values}
             reported_names = self._reported.get(key)
             # A finding may be about no tensor and no value.
-            if reported_names is None or not names <= reported_names:
+            if reported_names is None:
                 new_findings.append(finding)
-            if reported_names is not None and not names <= reported_names:
+            elif not names <= reported_names:
+                new_findings.append(finding)
                 grown_findings.append(finding)
 
             self._reported.setdefault(key, set()).update(names)

@@ -45,7 +45,7 @@ class CheckRecord:
     last_good: the last earlier step in sync, or None.
     since: the first step out of sync, None while in sync.
     new: findings with a new code, new ranks, or new tensors or values.
-    grown: those of them of which only the tensors or values are new.
+    grown: the new findings whose code and ranks are known.
     """
 
     step: int
@@ -282,13 +282,13 @@ def _format_time(record: CheckRecord) -> str:
 
     text = f"since step {record.since}"
     # Findings that are new at a later step did not begin with the first ones.
-    new_codes = list_codes(finding for finding in record.new if finding not in record.grown)
-    if new_codes:
-        text += f", new: {', '.join(new_codes)}"
-    else:
-        text = f"still, {text}"
-    if record.grown:
-        text += f", in more tensors or values: {', '.join(list_codes(record.grown))}"
+    codes = list_codes(record.new)
+    grown_codes = list_codes(record.grown)
+    for code in grown_codes:
+        codes.remove(code)
+    text = f"{text}, new: {', '.join(codes)}" if codes else f"still, {text}"
+    if grown_codes:
+        text += f", in more tensors or values: {', '.join(grown_codes)}"
     return text
 
 

@@ -19,11 +19,11 @@ class Extent(NamedTuple):
     steps: int = 0
     """The number of optimizer steps."""
     optimizers: int = 1
-    """The number of optimizers that took them; an optimizer of several models counts for each of them."""
+    """The number of optimizers of these steps; an optimizer of several models counts for each model."""
     observed: int = 0
     """The number of reductions of models without a seen step: an optimizer that is not torch's follows them."""
     reductions: int = 0
-    """The number of all reductions of these models; the first ones do not show that no step follows."""
+    """The number of all reductions of these models; the first two do not show that no step follows."""
 
     def describe(self, checks: int) -> Message:
         """Return the extent with the number of comparisons of all replicas."""
@@ -47,15 +47,25 @@ def measure_extent(layouts: Iterable[Layout], counts: Mapping[str, int]) -> Exte
     layouts: that were judged.
     counts: the numbers of judged steps by the key of the layout.
     """
-    stepping = [layout for layout in layouts if layout.sees_steps]
+    stepping: list[Layout] = []
+    reducing: list[Layout] = []
+    for layout in layouts:
+        group = stepping if layout.sees_steps else reducing
+        group.append(layout)
     # A script that reduces gradients some times before its first step, as a warm-up does, has an optimizer of torch.
     stepping_clocks = {layout.clock.name for layout in stepping}
-    reducing = [layout for layout in layouts if not layout.sees_steps and layout.clock.name not in stepping_clocks]
+    steps = observed = reductions = 0
+    for layout in stepping:
+        steps += counts[layout.key]
+    for layout in reducing:
+        if layout.clock.name not in stepping_clocks:
+            observed += counts[layout.key]
+            reductions += layout.clock.ticks
     return Extent(
-        steps=sum(counts[layout.key] for layout in stepping),
-        optimizers=_count_optimizers(stepping),
-        observed=sum(counts[layout.key] for layout in reducing),
-        reductions=sum(layout.clock.ticks for layout in reducing),
+        steps,
+        _count_optimizers(stepping),
+        observed,
+        reductions,
     )
 
 
@@ -69,6 +79,7 @@ def _count_optimizers(layouts: Iterable[Layout]) -> int:
     for layout in layouts:
         joined = set(layout.identities)
         separate = []
+        # A layout may join several sets.
         for identities in sets:
             if identities.isdisjoint(joined):
                 separate.append(identities)

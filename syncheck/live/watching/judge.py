@@ -219,9 +219,10 @@ class Judge(threading.Thread):
             self.ranks.update(ranks)
             posted = steps[: self._count_posted(steps)]
             count += len(posted)
-            records_of_steps = [self._read(step) for step in posted]
-            for step, records in zip(posted, records_of_steps, strict=True):
-                self._note_optimizers(step, records)
+            records_of_steps = []
+            for step in posted:
+                records_of_steps.append(self._read(step))
+                self._note_optimizers(step, records_of_steps[-1])
             for step, records in zip(posted, records_of_steps, strict=True):
                 self._judge(step, records)
                 self._watcher.steps.remove(step)
@@ -238,7 +239,8 @@ class Judge(threading.Thread):
         """Return the number of steps that all stepping ranks told of or passed: up to the first complete one."""
         for position, step in enumerate(steps[:_LOOK_AHEAD]):
             records = self._read(step)
-            number = 0 if step.is_end else step.number
+            # At the end, no rank creates an optimizer.
+            number = step.number * (not step.is_end)
             if len(records) >= len(self._counts.list_stepping(step.layout, number)):
                 return position + 1
             # A later step may show that a rank has fewer optimizers.

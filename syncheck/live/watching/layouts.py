@@ -412,6 +412,7 @@ def make_layouts(clocks: Sequence[Clock], optimizers: Optimizers, optimizer: Any
     all_trained = list_trained(optimizer)
     trained = dict(zip(map(id, all_trained), all_trained, strict=True))
     layouts: list[Layout] = []
+    modules: list[Any] = []
     holders: list[tuple[Clock, int]] = []
     # A script may wrap a module again: the last wrapper reduces.
     for clock in reversed(clocks):
@@ -443,8 +444,9 @@ def make_layouts(clocks: Sequence[Clock], optimizers: Optimizers, optimizer: Any
                 prefix=name_model(clocks, clock),
             )
             layout.number, layout.optimizers = number, optimizers.count(wrapped.values())
-            # What a later wrapper of the module does not reduce, such as parameters that were frozen.
-            layout.is_beside = any(later.clock.module is clock.module for later in layouts)
+            # A later wrapper of the module does not reduce these parameters, for example because they are frozen.
+            layout.is_beside = clock.module in modules
+            modules.append(clock.module)
             layouts.append(layout)
     # A DTensor has its own placements, which reduce its gradient.
     outside = [parameter for parameter in trained.values() if not hasattr(parameter, "placements")]

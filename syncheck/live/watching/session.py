@@ -106,8 +106,10 @@ class Session:
         self.settings = settings
         self._make_checks = make_checks
         self._has_ended = False
-        # Set when the last line is printed, and nothing is left to do.
+        # Set at the end of `finish`.
         self._is_over = threading.Event()
+        # Whether a thread prints the last line.
+        self._is_concluded = False
         self._reporter = Reporter(events=settings.events)
         self._summary = Summary(self._reporter, settings)
         self._judge: Judge | None = None
@@ -189,14 +191,17 @@ class Session:
 
     def _flush(self) -> None:
         """Judge the posted steps: the process is about to end by SIGTERM."""
+        if self._judge is None:
+            return
         if self._has_ended:
             # The main thread prints the last line.
-            if self._judge is not None:
-                self._judge.hasten(*_SIGNAL)
+            self._judge.hasten(*_SIGNAL)
             self._is_over.wait(_SIGNAL_SECONDS)
-        elif self._judge is not None:
-            self._judge.finish(*_SIGNAL)
-            self._conclude(self._judge, is_complete=self.watcher.is_on, normally=False)
+        # The main thread may wait for a rank that has ended, in the comparison at the end.
+        if self._is_concluded:
+            return
+        self._judge.finish(*_SIGNAL)
+        self._conclude(self._judge, is_complete=self.watcher.is_on, normally=False)
 
     def finish(self, *, normally: bool) -> bool:
         """Judge the last steps, and end all threads; return whether this rank saw a finding that counts.
@@ -235,6 +240,7 @@ class Session:
             self._leave(self._responder, wait=normally)
 
     def _end_judging(self, *, normally: bool, is_complete: bool) -> None:
+        self._is_concluded = True
         if self._judge is not None:
             self._judge.finish(*(_END if normally else _ERROR))
             self._conclude(self._judge, is_complete=is_complete, normally=normally)

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from syncheck.records import Finding, Report
 
 
+# The verdicts of a run with findings that count.
 _OUT_OF_SYNC = "OUT OF SYNC"
+_AGAIN = "in sync again"
+_WITH_FINDINGS = "in sync, with findings"
 _EMPTY = Extent()
 
 
@@ -206,7 +209,10 @@ class Summary:
 
     def _is_not_finite(self) -> bool:
         """Whether the replicas held NaN or infinity when they were last compared."""
-        return any(group.not_finite for report in self.reports[-1:] for group in report.groups)
+        for report in self.reports[-1:]:
+            (group,) = report.groups
+            return group.not_finite is not None
+        return False
 
     def _qualify(self, verdict: str) -> str:
         """Return a verdict; equal replicas that are not finite are of no use."""
@@ -262,36 +268,42 @@ class Summary:
     def _choose_verdict(self) -> str:
         """Return the verdict of a run with findings that count."""
         verdicts = [report.verdict for report in self.reports]
-        is_repaired = verdicts[-1:] == ["in_sync"]
-        # Settings that differ without any effect on the replicas are no difference of the replicas.
-        is_equal = is_repaired or self._has_settings_only()
-        has_fault = bool(self._last_faults) or "out_of_sync" in verdicts
-        if has_fault and not (is_equal and self._covers_faults()):
-            return _OUT_OF_SYNC
         has_differed = self._has_differed or "out_of_sync" in verdicts
+        if not (self._last_faults or has_differed):
+            return _WITH_FINDINGS
+        if not self._covers_faults():
+            return _OUT_OF_SYNC
+        if verdicts[-1] == "out_of_sync":
+            # Settings that differ without any effect on the replicas are no difference of the replicas.
+            return _WITH_FINDINGS if self._has_settings_only(self.reports[-1]) else _OUT_OF_SYNC
+        if verdicts[-1] != "in_sync":
+            return _OUT_OF_SYNC
         # NaN that spreads to all ranks makes them equal, and repairs nothing.
-        if is_repaired and has_differed and not self._is_not_finite():
-            return "in sync again"
-        return "in sync, with findings"
+        if self._is_not_finite():
+            return _WITH_FINDINGS
+        return _AGAIN if has_differed else _WITH_FINDINGS
 
     def _covers_faults(self) -> bool:
         """Whether the last comparison of all replicas came after all steps with findings of witnesses."""
-        return all(number < self.compared.get(clock, 0) for clock, number in self._last_faults.items())
+        covers_all = True
+        for clock, number in self._last_faults.items():
+            covers_all &= number < self.compared.get(clock, 0)
+        return covers_all
 
-    def _has_settings_only(self) -> bool:
-        """Whether all tensors were equal in the last comparison, after steps with the settings that it found.
+    def _has_settings_only(self, report: Report) -> bool:
+        """Whether a comparison found different settings and equal tensors, after steps with these settings.
 
         For example, ZeroRedundancyOptimizer sends each parameter from the only rank that steps with it. Settings that
         no witness saw at a step may have had no effect yet.
         """
-        if [report.verdict for report in self.reports[-1:]] != ["out_of_sync"]:
-            return False
-        report = self.reports[-1]
-        witnessed = {ranks for code, ranks, _ in self.findings if code == SETTINGS_DIFFER}
+        witnessed_ranks = {ranks for code, ranks, _ in self.findings if code == SETTINGS_DIFFER}
+        has_settings_only = True
         for finding in find_failing(report.findings):
-            if finding.code != SETTINGS_DIFFER or finding.tensors or finding.ranks not in witnessed:
-                return False
-        return not any(diff.out_of_sync for diff in report.tensors)
+            has_settings_only &= finding.code == SETTINGS_DIFFER
+            has_settings_only &= finding.ranks in witnessed_ranks
+        for diff in report.tensors:
+            has_settings_only &= not diff.out_of_sync
+        return has_settings_only
 
     def _describe_repetition(self, finding: Finding) -> str:
         """Return where a finding was first, at how many steps, and in how many comparisons of all replicas."""

@@ -181,9 +181,15 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
 
 def _find_not_finite(details: Mapping[int, Details], sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the set of ranks that alone holds NaN or infinity after a reduction; empty if none or several do."""
-    broken = [ranks for ranks in sets if details[ranks[0]].not_finite]
-    is_clear = len(broken) == 1 and not details[broken[0][0]].is_unreduced
-    return tuple(broken[0]) if is_clear else ()
+    broken = []
+    for ranks in sets:
+        # The ranks of a set have equal gradients.
+        if details[ranks[0]].not_finite:
+            broken.append(ranks)
+    # Gradients that were not reduced are of each rank alone.
+    if len(broken) != 1 or details[broken[0][0]].is_unreduced:
+        return ()
+    return broken[0]
 
 
 def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
