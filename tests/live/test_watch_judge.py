@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +255,21 @@ def test_the_end_names_the_steps_that_were_not_judged(
     judge.finish(looks, 30)
     assert not judge.is_alive()
     assert judge.list_unjudged() == unjudged
+
+
+def test_steps_that_all_ranks_posted_are_judged_after_the_deadline() -> None:
+    """A question to a rank that has ended takes all the time of the end, and the steps after it are still judged."""
+    steps = [make_step(0, number) for number in (1, 2, 3)]
+    for step in steps:
+        step.layout.posted = 3
+    records = {"clock/0/1": post(*RANKS), "clock/0/2": post(*RANKS), "clock/0/3": post(0)}
+    watcher: Any = SimpleNamespace(steps=steps, witnesses={}, is_on=True)
+    judge = Judge(watcher, Store(records, {}), print)  # type: ignore[arg-type]
+    judge._finishing.set()
+    judge._most_looks, judge._deadline = 100, time.monotonic()
+    judge.start()
+    judge.finish(100, 0.0)
+    assert judge.list_unjudged() == ("reduction 3",)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Seconds for the ranks to tell details; a rank that has ended never does.
 _ANSWER_SECONDS = 5.0
+# Seconds after the deadline to judge the steps that all ranks told of, without further questions.
+_POSTED_SECONDS = 0.5
 # Seconds between two looks of a rank for questions.
 _LOOK_SECONDS = 0.1
 # Steps that may be incomplete before a later one: a rank skips few in a row.
@@ -174,7 +176,7 @@ class Judge(threading.Thread):
             while not is_over:
                 is_finishing = self._finishing.is_set()
                 is_idle = not self._judge_next()
-                is_over = is_finishing and self._is_over()
+                is_over = is_finishing and self._is_over(is_idle)
                 if is_idle:
                     time.sleep(PAUSE)
             for layout in self.layouts["steps"].values():
@@ -198,13 +200,15 @@ class Judge(threading.Thread):
             for suspicion in compare_repetitions(number, records):
                 self._report(Judgement(number, layout.clock.unit, suspicion, layout))
 
-    def _is_over(self) -> bool:
-        """Whether to end, maybe with steps that are incomplete."""
+    def _is_over(self, is_idle: bool) -> bool:
+        """Whether to end, maybe with steps that are incomplete. is_idle: no step was complete."""
         # A judged step leaves the list with its records, so their number changes with each judged step, too.
         records = sum(len(self._read(step)) for step in list(self._watcher.steps)[:_LOOK_AHEAD])
         self._vain_looks = self._vain_looks + 1 if records == self._pending_records else 0
         self._pending_records = records
-        if not self._watcher.steps or time.monotonic() > self._deadline:
+        # A rank that has ended answers no question until the deadline, and has told of further steps before.
+        deadline = self._deadline if is_idle else self._deadline + _POSTED_SECONDS
+        if not self._watcher.steps or time.monotonic() > deadline:
             return True
         return self._vain_looks > self._most_looks
 
