@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.started import CLONE, Processes
 
 from syncheck.live.watching.extent import Extent, measure_extent
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def make_layout(key: str, *parameters: int, sees_steps: bool = True) -> Any:
@@ -69,3 +74,63 @@ def test_extent(counts: dict[str, int], layouts: list[Any], expected: Extent, te
     extent = measure_extent(layouts, counts)
     assert extent == expected
     assert str(extent.describe(2)) == f"{text}, 2 checks of all replicas"
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+model = DistributedDataParallel(module)
+optimizer = torch.optim.Adam(module.parameters())
+if kind == "copies":
+    copies = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer = torch.optim.Adam(copies)
+if kind == "warm-up":
+    for _ in range(2):
+        model(torch.zeros(4, 8)).sum().backward()
+        optimizer.zero_grad()
+for step in range(12):
+    if step == 6 and kind == "frozen":
+        module[0].requires_grad_(False)
+        for parameter in module[0].parameters():
+            parameter.grad = None
+        model = DistributedDataParallel(module)
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))).sum().backward()
+    if kind == "copies":
+        for copy, parameter in zip(copies, module.parameters()):
+            copy.grad, parameter.grad = parameter.grad, None
+    optimizer.step()
+    if kind == "copies":
+        for copy, parameter in zip(copies, module.parameters()):
+            parameter.data.copy_(copy)
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "extent"),
+    [
+        ("frozen", "12 steps watched, 2 checks"),
+        ("warm-up", "12 steps watched, 2 checks"),
+        ("copies", "12 steps and 10 of 12 reductions watched, 2 checks"),
+    ],
+)
+def test_extent_of_a_run(tmp_path: Path, kind: str, extent: str) -> None:
+    """Of one optimizer, 12 steps are counted, and the end of the training is compared."""
+    (tmp_path / "training.py").write_text(SCRIPT)
+    processes = Processes(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = processes.start(*launcher, "-m", "syncheck", "watch", "training.py", kind, PYTHONPATH=CLONE)
+    try:
+        _, errors = process.communicate(timeout=110)
+    finally:
+        processes.kill()
+    last = [line for line in errors.splitlines() if line.startswith("syncheck: ")][-1]
+    assert last.startswith(f"syncheck: in sync: {extent} of all replicas"), errors
