@@ -19,11 +19,13 @@ class DesyncState:
 
     last_good: the last step in sync.
     since: the first step out of sync, None while in sync.
+    grown: the findings of the last check that an earlier check had for fewer tensors or values.
     """
 
     def __init__(self, last_good: int | None = None) -> None:
         self.last_good = last_good
         self.since: int | None = None
+        self.grown: tuple[Finding, ...] = ()
         # The names of tensors and values, by code and ranks.
         self._reported: dict[tuple[str, tuple[int, ...]], set[str]] = {}
         self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
@@ -54,6 +56,7 @@ class DesyncState:
 
     def update(self, step: int, report: Report) -> tuple[Finding, ...]:
         """Record a check; return the failing findings with a new code, new ranks or new tensors."""
+        self.grown = ()
         if report.verdict == "in_sync":
             self.last_good, self.since = step, None
             self._reported.clear()
@@ -65,15 +68,20 @@ class DesyncState:
             self.since = step
 
         new_findings = []
+        grown_findings = []
         # A finding is known by its code and ranks, because its tensors may grow in number.
         for finding in find_failing(report.findings):
             key = finding.code, finding.ranks
             names = {*finding.tensors, *finding.values}
             reported_names = self._reported.get(key)
             # A finding may be about no tensor and no value.
-            if reported_names is None or not names <= reported_names:
+            if reported_names is None:
                 new_findings.append(finding)
+            elif not names <= reported_names:
+                new_findings.append(finding)
+                grown_findings.append(finding)
 
             self._reported.setdefault(key, set()).update(names)
 
+        self.grown = tuple(grown_findings)
         return tuple(new_findings)

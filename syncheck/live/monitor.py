@@ -317,6 +317,7 @@ class SyncMonitor:
                 last_good=self._state.last_good,
                 since=self._state.since,
                 new=new_findings,
+                grown=self._state.grown,
             )
             # The text of OutOfSync has the details.
             raises = self._on_desync == "raise" and self._stops(report)

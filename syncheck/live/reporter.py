@@ -21,6 +21,7 @@ from syncheck.readers import outputs
 from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
+from syncheck.report.selections import list_codes
 from syncheck.text import brief, one_line, option_text, ranks_as_ranges
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class CheckRecord:
     overhead: fraction of the wall time in checks so far.
     last_good: the last earlier step in sync, or None.
     since: the first step out of sync, None while in sync.
-    new: findings absent from the previous check.
+    new: findings with a new code, new ranks, or new tensors or values.
+    grown: the new findings whose code and ranks are known.
     """
 
     step: int
@@ -53,6 +55,7 @@ class CheckRecord:
     last_good: int | None
     since: int | None
     new: tuple[Finding, ...]
+    grown: tuple[Finding, ...] = ()
 
 
 def _import_rich() -> None:
@@ -278,11 +281,15 @@ def _format_time(record: CheckRecord) -> str:
         return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
 
     text = f"since step {record.since}"
-    if not record.new:
-        return f"still, {text}"
-
     # Findings that are new at a later step did not begin with the first ones.
-    return f"{text}, new: {', '.join([finding.code for finding in record.new])}"
+    codes = list_codes(record.new)
+    grown_codes = list_codes(record.grown)
+    for code in grown_codes:
+        codes.remove(code)
+    text = f"{text}, new: {', '.join(codes)}" if codes else f"still, {text}"
+    if grown_codes:
+        text += f", in more tensors or values: {', '.join(grown_codes)}"
+    return text
 
 
 def _render_finding(finding: Finding) -> list[Part]:

@@ -121,6 +121,18 @@ def test_two_ranks_have_no_majority() -> None:
     )
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_of_two_ranks_the_one_with_nan_deviates(broken: int) -> None:
+    """A reduction leaves NaN on all ranks, so the rank that alone holds NaN is named, and nothing is unknown."""
+    gradients = [GRADIENTS, GRADIENTS]
+    gradients[broken] = [*GRADIENTS[:5], spoil(GRADIENTS[5], float("nan"))]
+    disagreement = judge(*gradients)
+    assert disagreement is not None
+    suspicion = describe_disagreement(make_layout(GRADIENTS), disagreement)
+    assert (suspicion.ranks, suspicion.variant) == ((broken,), "_NOT_FINITE")
+    assert "unknown" not in " ".join(map(str, suspicion.facts))
+
+
 @pytest.mark.parametrize(
     ("changing", "suspects", "suspicion"),
     [((0,), (0,), "CHANGED"), ((1,), (1,), "CHANGED"), ((0, 1), (0, 1), "UNDECIDED"), ((), (), "")],

@@ -98,6 +98,7 @@ def test_a_finding_is_new_once() -> None:
     assert state.update(10, found(first)) == (first,)
     assert state.update(20, found(first)) == state.update(30, found(fewer)) == ()
     assert state.update(40, found(more, other_finding)) == (more, other_finding)
+    assert state.grown == (more,)
     assert state.update(50, found(first, more, other_finding)) == ()
     assert (state.last_good, state.since) == (None, 10)
 

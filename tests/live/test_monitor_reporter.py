@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 from support.agreement import all_pass, each_rank
+from support.groups import make_finding, make_group
 from support.listings import find_texts, list_fields, read_json_lines
 from support.monitored import Watched, flip_at, printer
+
+from syncheck.live.reporter import CheckRecord, Reporter
+from syncheck.records import Counts, Report
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -153,6 +157,26 @@ def test_new_findings_beside_known_ones(syncheck_rank: Rank) -> None:
         second = out.getvalue().partition("step 4: ")[2]
         assert second.startswith("OUT OF SYNC (since step 2, new: SYN299): ")
         assert "head.bias" in second
+
+
+def test_a_finding_with_more_tensors_is_not_called_new() -> None:
+    """If the same finding has one more tensor, the line says so, and the tensors are printed again."""
+    known = make_finding("SYN299", "unexplained-difference", "error", (1,), ("a", "b"), "", "", "")
+    other = make_finding("SYN220", "bit-flip", "error", (1,), ("c",), "", "", "")
+    group = make_group("model", None, "out_of_sync", (), Counts(3), findings=(known, other))
+    for new, grown, expected in (
+        ((), (), "still, since step 2"),
+        ((known,), (known,), "still, since step 2, in more tensors or values: SYN299"),
+        ((other,), (), "since step 2, new: SYN220"),
+        ((known, other), (known,), "since step 2, new: SYN220, in more tensors or values: SYN299"),
+    ):
+        console, out = printer()
+        report = Report("out_of_sync", (group,))
+        record = CheckRecord(4, report, seconds=0.1, overhead=0.0, last_good=None, since=2, new=new, grown=grown)
+        Reporter(console).report_check(record, details=True)
+        first, *details = out.getvalue().splitlines()
+        assert first.startswith(f"syncheck: step 4: OUT OF SYNC ({expected}): ")
+        assert len([row for row in details if row.startswith("  SYN")]) == len(new)
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,29 @@ def test_other_ranks_show_nothing_about_a_slow_rank() -> None:
     assert [step.key for step in steps] == ["clock/0/1"]
     store.records["clock/0/1"] += post(1)
     assert judge_all(steps, store) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("last", "is_printed"),
+    [(post(1, 2, o=2), False), (post(1, o=2), True)],
+    ids=["all ranks", "some ranks"],
+)
+def test_a_new_optimizer_is_no_difference_while_ranks_are_behind(last: list[Any], is_printed: bool) -> None:
+    """Ranks with the same new optimizer at the same step are alike, although one of them posts this step first."""
+    steps = [make_step(0, 1), make_step(1, 2), make_step(0, 3)]
+    store = Store({"clock/0/1": post(*RANKS), "clock/1/2": post(0, o=2)}, {})
+    lines: list[str] = []
+    watcher = SimpleNamespace(steps=steps, witnesses={}, print_line=lines.append)
+    judge = Judge(watcher, store, lambda _judgement: None)  # type: ignore[arg-type]
+    while judge._judge_next():
+        pass
+    assert (len(steps), lines) == (2, [])
+    # Rank 2 goes on without the optimizer.
+    store.records["clock/1/2"] += last
+    store.records["clock/0/3"] = [*post(0, 1, o=2), *post(2)]
+    while judge._judge_next():
+        pass
+    assert (len(steps), len(lines)) == (0, is_printed)
 
 
 def test_records_of_old_steps_are_deleted() -> None:
@@ -231,6 +255,21 @@ def test_the_end_names_the_steps_that_were_not_judged(
     judge.finish(looks, 30)
     assert not judge.is_alive()
     assert judge.list_unjudged() == unjudged
+
+
+def test_steps_that_all_ranks_posted_are_judged_after_the_deadline() -> None:
+    """A question to a rank that has ended takes all the time of the end, and the steps after it are still judged."""
+    steps = [make_step(0, number) for number in (1, 2, 3)]
+    for step in steps:
+        step.layout.posted = 3
+    records = {"clock/0/1": post(*RANKS), "clock/0/2": post(*RANKS), "clock/0/3": post(0)}
+    watcher: Any = SimpleNamespace(steps=steps, witnesses={}, is_on=True)
+    judge = Judge(watcher, Store(records, {}), print)  # type: ignore[arg-type]
+    judge._finishing.set()
+    judge._most_looks, judge._deadline = 100, time.monotonic()
+    judge.start()
+    judge.finish(100, 0.0)
+    assert judge.list_unjudged() == ("reduction 3",)
 
 
 @pytest.mark.parametrize(

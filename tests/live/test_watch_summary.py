@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.listings import list_fields
 
 from syncheck.diagnose.syn107_settings_differ import Text
@@ -16,10 +17,12 @@ from syncheck.live.reporter import Reporter
 from syncheck.live.watching.judge import Judgement
 from syncheck.live.watching.settings import WatchSettings
 from syncheck.live.watching.summary import Ending, Summary
+from syncheck.live.witnesses.rules import make_finding
 from syncheck.live.witnesses.witness import Suspicion
 from syncheck.report.events import read_events
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -79,32 +82,87 @@ def test_steps_without_judgement_are_named(normally: bool, fails: bool, verdict:
     assert "reduction 4" in last
 
 
-IN_SYNC: Any = SimpleNamespace(verdict="in_sync", findings=())
+def make_layout(clock: str = "clock") -> Any:
+    """Return the parameters that step with a clock."""
+    return SimpleNamespace(key=f"{clock}/0", clock=SimpleNamespace(name=clock), names=["a"], parameters=[torch.ones(1)])
+
+
+def make_report(verdict: str, *codes: str, not_finite: Any = None) -> Any:
+    """Return a comparison of all replicas with findings that are about no tensor."""
+    findings = []
+    for code in codes:
+        findings.append(make_finding(code, (1,), ()))
+    groups = (SimpleNamespace(not_finite=not_finite),)
+    return SimpleNamespace(verdict=verdict, findings=findings, tensors=(), groups=groups)
+
+
+REPORTS = {
+    "in_sync": make_report("in_sync"),
+    "not finite": make_report("in_sync", not_finite=("a",)),
+    "settings": make_report("out_of_sync", "SYN107"),
+    "differs": make_report("out_of_sync", "SYN210"),
+    "undecided": make_report("undecided"),
+}
+
+
+def end_with(events: Iterable[str]) -> str:
+    """Return the last line of a run with comparisons, and with findings of witnesses at the steps between them."""
+    lines: list[str] = []
+    reporter = Reporter(console=False)
+    reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
+    summary = Summary(reporter, WatchSettings())
+    # The judge is behind: all comparisons have ended before it finds anything.
+    for number, event in enumerate(events, 1):
+        if event in REPORTS:
+            summary.reports.append(REPORTS[event])
+            summary.compared = {"clock": number}
+    for number, event in enumerate(events, 1):
+        code, _, clock = event.partition(" of ")
+        if code.startswith("SYN"):
+            layout = make_layout(clock or "clock")
+            summary.add(Judgement(number, "reduction", Suspicion(code, (1,), (), names=("a",)), layout))
+    summary.print_end(Ending(Counter(steps=9, comparisons=9, ends=1), is_compared=True))
+    return lines[-1]
 
 
 @pytest.mark.parametrize(
     ("events", "verdict"),
     [
-        (("in_sync", "SYN410", "in_sync"), "in sync again"),
+        (("differs", "in_sync"), "in sync again"),
+        (("in_sync", "SYN410", "differs", "in_sync"), "in sync again"),
+        (("SYN411", "in_sync"), "in sync again"),
+        (("SYN401", "differs", "in_sync"), "in sync again"),
+        # Nothing was repaired.
+        (("in_sync", "SYN410", "in_sync"), "in sync, with findings"),
+        (("SYN107", "in_sync", "SYN107", "in_sync"), "in sync, with findings"),
+        (("SYN401", "in_sync"), "in sync, with findings"),
+        (("in_sync", "SYN401"), "in sync, with findings"),
+        (("SYN107", "settings"), "in sync, with findings"),
+        # NaN made the replicas equal.
+        (("SYN410", "SYN411", "not finite"), "in sync, with findings, but the model is not finite"),
+        # The replicas after the last fault were not compared.
+        (("SYN410",), "OUT OF SYNC"),
         (("in_sync", "SYN410"), "OUT OF SYNC"),
         (("SYN410", "in_sync", "SYN410"), "OUT OF SYNC"),
-        (("SYN401", "in_sync"), "in sync, with findings"),
-        (("SYN410",), "OUT OF SYNC"),
+        (("SYN107", "in_sync", "SYN107"), "OUT OF SYNC"),
+        (("SYN107", "settings", "SYN107"), "OUT OF SYNC"),
+        (("SYN410", "undecided"), "OUT OF SYNC"),
+        (("SYN410", "differs"), "OUT OF SYNC"),
+        # No comparison is of what steps with this clock.
+        (("SYN410 of other", "in_sync"), "OUT OF SYNC"),
+        # Settings that no step had yet.
+        (("settings",), "OUT OF SYNC"),
+        (("SYN410", "settings"), "OUT OF SYNC"),
     ],
 )
 def test_a_comparison_in_sync_after_the_last_finding(events: tuple[str, ...], verdict: str) -> None:
-    """Replicas are in sync again if a comparison found them in sync after the last finding of a witness."""
-    lines: list[str] = []
-    reporter = Reporter(console=False)
-    reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
-    summary = Summary(reporter, WatchSettings())
-    for number, event in enumerate(events, 1):
-        if event == "in_sync":
-            summary.reports.append(IN_SYNC)
-        else:
-            summary.add(Judgement(number, "reduction", Suspicion(event, (1,), ())))
-    summary.print_end(Ending(Counter(steps=9, comparisons=9, ends=1), is_compared=True))
-    assert lines[-1].partition(":")[0] == verdict
+    """Only a comparison after the last finding shows replicas in sync; `again` is for differences that were seen."""
+    assert end_with(events).partition(":")[0] == verdict
+
+
+def test_equal_replicas_that_are_not_finite() -> None:
+    """Without any finding, the last line still says that the model is not finite."""
+    assert end_with(["not finite"]).startswith("in sync, but the model is not finite: ")
 
 
 def test_after_an_error_the_last_comparison_counts() -> None:

@@ -208,6 +208,7 @@ def test_save_writes_one_checkpoint_per_rank(run: Callable[..., Run]) -> None:
     report = compare(str(folders[0] / "rank_*.pth"))
     assert report.verdict == "out_of_sync"
     assert {finding.ranks for finding in report.findings} == {(1,)}
+    assert watched.err.count(f"syncheck: wrote syncheck-desync/{folders[0].name}/ (3 files)") == 1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ rank completes that next reduction without it, so every rank reads the announcem
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import UsageError
 from syncheck.live.channel import Channel, create_group
 from syncheck.live.monitor import SyncMonitor
+from syncheck.live.reporter import Reporter
 from syncheck.live.watching.clock import list_wrappers
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
@@ -67,10 +69,14 @@ class FullChecks:
         self.reports: list[Report] = []
         self.last_step = 0
         """The number of the last comparison."""
+        self.compared: dict[str, float] = {}
+        """By clock, the number of the first step after the last comparison."""
         # The process group and the monitor of each set of ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
         self._monitors: dict[tuple[int, ...], tuple[tuple[int, ...], SyncMonitor]] = {}
         self._is_saved = False
+        # The folder with the checkpoints, until a line names it.
+        self._unnamed_folder = ""
         self._refusals = 0
         self._changes = PassingChanges()
         # The lines that were printed.
@@ -205,6 +211,22 @@ class FullChecks:
             if monitor.last is not None and monitor.last is not last_report:
                 self.reports.append(monitor.last)
                 self.last_step = self._reductions[clock.ranks]
+                self._note_compared(clock.ranks)
+        self._confirm_saved(clock.ranks)
+
+    def _confirm_saved(self, ranks: tuple[int, ...]) -> None:
+        """Print on the first of some ranks where all of them have saved checkpoints, once."""
+        folder, self._unnamed_folder = self._unnamed_folder, ""
+        distributed: Any = sys.modules["torch.distributed"]
+        if folder and distributed.get_rank() == ranks[0]:
+            Reporter().print_text(f"wrote {folder}/ ({len(ranks)} files)")
+
+    def _note_compared(self, ranks: tuple[int, ...]) -> None:
+        """Note which steps came before a comparison of the wrappers of some ranks."""
+        for clock in self._watcher.clocks:
+            if clock.reduces and set(clock.ranks) <= set(ranks):
+                # A comparison at a reduction comes before the step of this reduction, that at the end after all steps.
+                self.compared[clock.name] = math.inf if self._watcher.comparing.after_step else clock.ticks
 
     def _agree_on_moment(self, clock: Clock) -> tuple[bool, list[Any]]:
         """Return whether a rank has changed its parameters for a moment, and the averaged copies that all ranks have.
@@ -302,7 +324,7 @@ class FullChecks:
             torch: Any = sys.modules["torch"]
             distributed: Any = sys.modules["torch.distributed"]
             rank, ranks = distributed.get_rank(), distributed.get_world_size()
-            folder = os.path.join(SAVE_FOLDER, f"step_{self._reductions[clock.ranks]}")
+            folder = self._unnamed_folder = os.path.join(SAVE_FOLDER, f"step_{self._reductions[clock.ranks]}")
             os.makedirs(folder, exist_ok=True)
             content: dict[str, Any] = {}
             models = list(map(_unwrap, wrappers))

@@ -69,7 +69,7 @@ class Gate:
         records = self._collect(step.key, len(ranks))
         if not records:
             return
-        self._counts.add(step.layout, records)
+        self._counts.add(step.layout, records, step.number)
         for suspicion in self._compare(step, records, record[RANK]):
             if suspicion.code not in self._allow:
                 clock = step.layout.clock

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Seconds for the ranks to tell details; a rank that has ended never does.
 _ANSWER_SECONDS = 5.0
+# Seconds after the deadline to judge the steps that all ranks told of, without further questions.
+_POSTED_SECONDS = 0.5
 # Seconds between two looks of a rank for questions.
 _LOOK_SECONDS = 0.1
 # Steps that may be incomplete before a later one: a rank skips few in a row.
@@ -97,6 +99,8 @@ class Judge(threading.Thread):
         self.judged: Counter[str] = Counter()
         """The number of judged steps, of forward passes whose inputs must be equal, of steps out of sync, of compared
         sets of copies, and of models with equal parameters at the end; and the last step with equal parameters."""
+        self.steps: Counter[str] = Counter()
+        """The number of judged steps, or of forward passes, by the key of the layout."""
         self.uncompared: dict[str, tuple[str, ...]] = {}
         """By layout, the parameters of which no rank was found to hold a copy."""
         self.layouts: dict[str, dict[str, Layout]] = defaultdict(dict)
@@ -126,6 +130,11 @@ class Judge(threading.Thread):
             if step.is_end:
                 self.judged["ends"] = 0
 
+    def hasten(self, looks: int, seconds: float) -> None:
+        """End earlier than `finish` allows, from another thread. The arguments are those of `finish`."""
+        self._most_looks = min(looks, self._most_looks)
+        self._deadline = min(time.monotonic() + seconds, self._deadline)
+
     def list_unjudged(self) -> tuple[str, ...]:
         """Return the steps whose records other ranks posted too late, or never, such as "reduction 4"."""
         places: dict[str, None] = {}
@@ -133,14 +142,6 @@ class Judge(threading.Thread):
             if not step.is_end:
                 places[f"{step.unit} {step.place}"] = None
         return tuple(places)
-
-    def count_optimizers(self) -> int:
-        """Return the number of optimizers whose steps were judged; one that trains several models counts for each."""
-        # A wrapper that replaces another one has the same parameters.
-        trained: set[frozenset[int]] = set()
-        for layout in self.layouts["steps"].values():
-            trained.add(frozenset(layout.identities))
-        return len(trained)
 
     def list_uncompared(self) -> tuple[str, ...]:
         """Return the names of the parameters of which no rank was found to hold a copy."""
@@ -175,7 +176,7 @@ class Judge(threading.Thread):
             while not is_over:
                 is_finishing = self._finishing.is_set()
                 is_idle = not self._judge_next()
-                is_over = is_finishing and self._is_over()
+                is_over = is_finishing and self._is_over(is_idle)
                 if is_idle:
                     time.sleep(PAUSE)
             for layout in self.layouts["steps"].values():
@@ -199,13 +200,15 @@ class Judge(threading.Thread):
             for suspicion in compare_repetitions(number, records):
                 self._report(Judgement(number, layout.clock.unit, suspicion, layout))
 
-    def _is_over(self) -> bool:
-        """Whether to end, maybe with steps that are incomplete."""
+    def _is_over(self, is_idle: bool) -> bool:
+        """Whether to end, maybe with steps that are incomplete. is_idle: no step was complete."""
         # A judged step leaves the list with its records, so their number changes with each judged step, too.
         records = sum(len(self._read(step)) for step in list(self._watcher.steps)[:_LOOK_AHEAD])
         self._vain_looks = self._vain_looks + 1 if records == self._pending_records else 0
         self._pending_records = records
-        if not self._watcher.steps or time.monotonic() > self._deadline:
+        # A rank that has ended answers no question until the deadline, and has told of further steps before.
+        deadline = self._deadline if is_idle else self._deadline + _POSTED_SECONDS
+        if not self._watcher.steps or time.monotonic() > deadline:
             return True
         return self._vain_looks > self._most_looks
 
@@ -220,8 +223,12 @@ class Judge(threading.Thread):
             self.ranks.update(ranks)
             posted = steps[: self._count_posted(steps)]
             count += len(posted)
+            records_of_steps = []
             for step in posted:
-                self._judge(step, self._read(step))
+                records_of_steps.append(self._read(step))
+                self._note_optimizers(step, records_of_steps[-1])
+            for step, records in zip(posted, records_of_steps, strict=True):
+                self._judge(step, records)
                 self._watcher.steps.remove(step)
                 self._delete_later(ranks, step)
         return count > 0
@@ -235,9 +242,18 @@ class Judge(threading.Thread):
     def _count_posted(self, steps: Sequence[Step]) -> int:
         """Return the number of steps that all stepping ranks told of or passed: up to the first complete one."""
         for position, step in enumerate(steps[:_LOOK_AHEAD]):
-            if len(self._read(step)) >= len(self._counts.list_stepping(step.layout)):
+            records = self._read(step)
+            # At the end, no rank creates an optimizer.
+            number = step.number * (not step.is_end)
+            if len(records) >= len(self._counts.list_stepping(step.layout, number)):
                 return position + 1
+            # A later step may show that a rank has fewer optimizers.
+            self._note_optimizers(step, records)
         return 0
+
+    def _note_optimizers(self, step: Step, records: Mapping[int, Record]) -> None:
+        if not step.is_end:
+            self._counts.add(step.layout, records, step.number)
 
     def _read(self, step: Step) -> dict[int, dict[str, Any]]:
         """Return the records of a step by rank."""
@@ -249,7 +265,6 @@ class Judge(threading.Thread):
         if step.is_end:
             self._judge_end(step, records)
             return
-        self._counts.add(step.layout, records)
         if self._counts.differ(step.layout):
             self._note_unlike(step.layout)
         stepping = {rank: record for rank, record in records.items() if NO_STEP not in record}
@@ -270,6 +285,7 @@ class Judge(threading.Thread):
             kind = "steps" if clock.counts_steps else "passes"
             self.judged[kind] += 1
             self.layouts[kind][step.layout.key] = step.layout
+            self.steps[step.layout.key] += 1
 
     def _judge_end(self, step: Step, records: Mapping[int, Record]) -> None:
         """Judge the parameters after the last step."""

@@ -44,7 +44,8 @@ class Layout:
     repeated: steps since the last reduction, without the first one; before any reduction, all steps.
     most_repeated: the largest number of such steps so far, up to the last reduction.
     scaler: the GradScaler that takes the step; None without one.
-    is_beside: the optimizer also trains parameters that the wrapper reduces, which have a layout of their own.
+    is_beside: the optimizer also trains parameters that the wrapper, or a later wrapper of the module, reduces, which
+        have a layout of their own.
     is_moved: the optimizer is within its step, and has moved the parameters.
     sees_steps: the steps are seen, and not only the reductions before them.
     """
@@ -410,7 +411,8 @@ def make_layouts(clocks: Sequence[Clock], optimizers: Optimizers, optimizer: Any
     """
     all_trained = list_trained(optimizer)
     trained = dict(zip(map(id, all_trained), all_trained, strict=True))
-    layouts = []
+    layouts: list[Layout] = []
+    modules: list[Any] = []
     holders: list[tuple[Clock, int]] = []
     # A script may wrap a module again: the last wrapper reduces.
     for clock in reversed(clocks):
@@ -442,6 +444,9 @@ def make_layouts(clocks: Sequence[Clock], optimizers: Optimizers, optimizer: Any
                 prefix=name_model(clocks, clock),
             )
             layout.number, layout.optimizers = number, optimizers.count(wrapped.values())
+            # A later wrapper of the module does not reduce these parameters, for example because they are frozen.
+            layout.is_beside = clock.module in modules
+            modules.append(clock.module)
             layouts.append(layout)
     # A DTensor has its own placements, which reduce its gradient.
     outside = [parameter for parameter in trained.values() if not hasattr(parameter, "placements")]

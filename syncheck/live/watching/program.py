@@ -77,14 +77,15 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
     except KeyboardInterrupt as error:
         # Launchers send the signal once more, within the last moments of watching.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        session.finish(normally=False)
         _print_error(error)
+        session.finish(normally=False)
         # Shells and launchers expect the end by the signal, as of any Python program.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 - printed as Python would
-        session.finish(normally=False)
+        # First, as without watching: a launcher may end this process while the last steps are judged.
         _print_error(error)
+        session.finish(normally=False)
         return 1
     return session.choose_exit_code(0)
 

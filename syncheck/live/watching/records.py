@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.watching.layouts import AGAIN, REPEATED
 from syncheck.live.witnesses.rules import Seen
@@ -28,6 +28,16 @@ INFINITE = "infinite"
 JOINED = "joined"
 
 
+class _Count(NamedTuple):
+    """The number of optimizers of a rank for the parameters of a wrapper, as its records show it."""
+
+    optimizers: int = 1
+    since: int = 0
+    """The number of the first reduction with it."""
+    last: int = -1
+    """The number of the last reduction with a record; -1 without one."""
+
+
 class OptimizerCounts:
     """How many optimizers each rank has for the parameters of each wrapper.
 
@@ -36,28 +46,41 @@ class OptimizerCounts:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, int], int] = {}
+        # By the name of the clock and the rank.
+        self._counts: dict[tuple[str, int], _Count] = {}
 
-    def add(self, layout: Layout, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Note the numbers in the records of a step of a layout."""
+    def add(self, layout: Layout, records: Mapping[int, Mapping[str, Any]], number: int) -> None:
+        """Note the numbers in the records of a step of a layout. number: of its reduction."""
         for rank, record in records.items():
-            key = layout.clock.name, rank
-            self._counts[key] = max(record.get(OPTIMIZERS, 1), self._counts.get(key, 1))
+            count = self._find(layout, rank)
+            optimizers = record.get(OPTIMIZERS, 1)
+            if optimizers > count.optimizers:
+                count = _Count(optimizers, number)
+            self._counts[layout.clock.name, rank] = count._replace(last=max(number, count.last))
 
-    def list_stepping(self, layout: Layout) -> tuple[int, ...]:
-        """Return the ranks that have an optimizer with the number of the layout's."""
+    def _find(self, layout: Layout, rank: int) -> _Count:
+        return self._counts.get((layout.clock.name, rank), _Count())
+
+    def list_stepping(self, layout: Layout, number: int = 0) -> tuple[int, ...]:
+        """Return the ranks that have an optimizer with the number of the layout's, or may have one.
+
+        number: of a reduction: a rank without a record of it may have created an optimizer since its last record.
+        """
         ranks = []
         for rank in layout.clock.ranks:
+            count = self._find(layout, rank)
             # Before the first record of a rank, it is expected.
-            if self._counts.get((layout.clock.name, rank), layout.number + 1) > layout.number:
+            if count.optimizers > layout.number or count.last < number:
                 ranks.append(rank)
         return tuple(ranks)
 
     def differ(self, layout: Layout) -> bool:
         """Whether ranks have different numbers of optimizers, as far as their records show."""
-        name = layout.clock.name
-        counts = {self._counts[name, rank] for rank in layout.clock.ranks if (name, rank) in self._counts}
-        return len(counts) > 1
+        counts = [self._find(layout, rank) for rank in layout.clock.ranks]
+        most = max(count.optimizers for count in counts)
+        since = min(count.since for count in counts if count.optimizers == most)
+        # The other ranks may create the optimizer at the same step, and not have told of this step yet.
+        return any(count.optimizers < most and count.last >= since for count in counts)
 
 
 def find_changed(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:

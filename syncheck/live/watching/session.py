@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,7 @@ from syncheck.live.channel import world_size
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.board import PAUSE
 from syncheck.live.watching.causes import Comparing
+from syncheck.live.watching.extent import measure_extent
 from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
 from syncheck.live.watching.summary import Ending, Summary
@@ -45,6 +47,8 @@ _END = (100, 20.0)
 _ERROR = (0, 1.0)
 # After SIGTERM, launchers wait for 10 or 30 seconds before SIGKILL.
 _SIGNAL = (25, 0.5)
+# Seconds from SIGTERM to the end of a process that is about to end by itself.
+_SIGNAL_SECONDS = 3.0
 # Seconds at the end for the other ranks to answer the judge.
 _ANSWER_SECONDS = 4.0
 _ALONE = (
@@ -62,12 +66,14 @@ class Checks(Protocol):
     has_ended: whether the end of training was compared.
     last_step: the number of the last comparison; 0 without one.
     reports: so far.
+    compared: the number of the first step after the last comparison, by clock.
     """
 
     wanted: bool
     has_ended: bool
     last_step: int
     reports: list[Report]
+    compared: dict[str, float]
 
     def add(self, clock: Clock) -> None:
         """Prepare the comparisons of a new wrapper."""
@@ -100,6 +106,10 @@ class Session:
         self.settings = settings
         self._make_checks = make_checks
         self._has_ended = False
+        # Set at the end of `finish`.
+        self._is_over = threading.Event()
+        # Whether a thread prints the last line.
+        self._is_concluded = False
         self._reporter = Reporter(events=settings.events)
         self._summary = Summary(self._reporter, settings)
         self._judge: Judge | None = None
@@ -157,6 +167,7 @@ class Session:
         if self.settings.every and self._make_checks is not None:
             self._checks = self._make_checks(self.watcher, self.settings)
             self._summary.reports = self._checks.reports
+            self._summary.compared = self._checks.compared
             self.watcher.on_wrapper = self._checks.add
             self.watcher.on_tick = self._checks.tick
             self.watcher.on_optimizer = self._checks.see_step
@@ -166,7 +177,7 @@ class Session:
             allow = frozenset(self.settings.allow)
             self.watcher.on_step = Gate(self.watcher, self.settings.patience, allow, self._report).pass_step
         self.watcher.install()
-        flush_before_termination(self._flush)
+        flush_before_termination(self._flush, self._is_ending)
 
     def _explain_alone(self) -> None:
         """Print at the first step of a single process that nothing is compared, unless a launcher started more."""
@@ -174,11 +185,23 @@ class Session:
             self._is_explained = True
             self._print_on_first_rank(_ALONE)
 
+    def _is_ending(self) -> bool:
+        """Whether the main thread has begun to end watching, and has not printed the last line yet."""
+        return self._has_ended and not self._is_over.is_set()
+
     def _flush(self) -> None:
         """Judge the posted steps: the process is about to end by SIGTERM."""
-        if self._judge is not None and not self._has_ended:
-            self._judge.finish(*_SIGNAL)
-            self._conclude(self._judge, is_complete=self.watcher.is_on, normally=False)
+        if self._judge is None:
+            return
+        if self._has_ended:
+            # The main thread prints the last line.
+            self._judge.hasten(*_SIGNAL)
+            self._is_over.wait(_SIGNAL_SECONDS)
+        # The main thread may wait for a rank that has ended, in the comparison at the end.
+        if self._is_concluded:
+            return
+        self._judge.finish(*_SIGNAL)
+        self._conclude(self._judge, is_complete=self.watcher.is_on, normally=False)
 
     def finish(self, *, normally: bool) -> bool:
         """Judge the last steps, and end all threads; return whether this rank saw a finding that counts.
@@ -186,6 +209,13 @@ class Session:
         normally: the script ended without an error.
         """
         self._has_ended = True
+        try:
+            self._end_watching(normally=normally)
+        finally:
+            self._is_over.set()
+        return self._summary.has_failed
+
+    def _end_watching(self, *, normally: bool) -> None:
         if self in _running:
             _running.remove(self)
         if normally:
@@ -208,9 +238,9 @@ class Session:
         if self._responder is not None:
             self._end_judging(normally=normally, is_complete=is_complete)
             self._leave(self._responder, wait=normally)
-        return self._summary.has_failed
 
     def _end_judging(self, *, normally: bool, is_complete: bool) -> None:
+        self._is_concluded = True
         if self._judge is not None:
             self._judge.finish(*(_END if normally else _ERROR))
             self._conclude(self._judge, is_complete=is_complete, normally=normally)
@@ -221,6 +251,7 @@ class Session:
             self._describe_run(judge, is_complete=is_complete, normally=normally)
 
     def _describe_run(self, judge: Judge, *, is_complete: bool, normally: bool) -> None:
+        extent = measure_extent(judge.layouts["steps"].values(), judge.steps)
         ending = Ending(
             judged=judge.judged,
             uncompared=judge.list_uncompared(),
@@ -231,8 +262,8 @@ class Session:
             world_size=self.watcher.world_size,
             is_compared=self._checks is not None and self._checks.has_ended,
             last_comparison=0 if self._checks is None else self._checks.last_step,
-            sees_steps=all(layout.sees_steps for layout in judge.layouts["steps"].values()),
-            optimizers=judge.count_optimizers(),
+            sees_steps=not extent.reductions,
+            extent=extent,
         )
         self._summary.print_end(ending)
         self._summary.write_outputs(min(judge.ranks, default=0))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
 from syncheck.live.watching.causes import Causes
+from syncheck.live.watching.extent import Extent
 from syncheck.live.watching.settings import name_file_of_judge
 from syncheck.live.witnesses.rules import (
     CHANGED_AT_THE_END,
@@ -20,13 +21,23 @@ from syncheck.live.witnesses.rules import (
 )
 from syncheck.report.events import add_witnessed, describe_finding
 from syncheck.report.selections import find_failing
+from syncheck.report.words import Headline
 from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from syncheck.live.reporter import Reporter
     from syncheck.live.watching.judge import Judgement
     from syncheck.live.watching.settings import WatchSettings
     from syncheck.records import Finding, Report
+
+
+# The verdicts of a run with findings that count.
+_OUT_OF_SYNC = "OUT OF SYNC"
+_AGAIN = "in sync again"
+_WITH_FINDINGS = "in sync, with findings"
+_EMPTY = Extent()
 
 
 class Ending(NamedTuple):
@@ -52,8 +63,8 @@ class Ending(NamedTuple):
     """The number of all ranks."""
     sees_steps: bool = True
     """Whether the steps were seen; steps of an optimizer that is not torch's are not."""
-    optimizers: int = 1
-    """The number of optimizers whose steps were judged; an optimizer of several models counts for each of them."""
+    extent: Extent = _EMPTY
+    """How many steps were judged."""
 
     @property
     def has_passes_only(self) -> bool:
@@ -78,8 +89,12 @@ class Summary:
         # Where the witnesses found them first and last, by code and ranks.
         self._places: dict[tuple[str, tuple[int, ...]], str] = {}
         self._last_places: dict[tuple[str, tuple[int, ...]], str] = {}
-        # How many comparisons of all replicas came before the last finding of a witness that counts.
-        self._earlier_reports = 0
+        self.compared: Mapping[str, float] = {}
+        """By clock, the number of the first step after the last comparison of all replicas."""
+        # By clock, the number of the last step with a finding of a witness about the model that counts.
+        self._last_faults: dict[str, int] = {}
+        # Whether a witness saw parameters that differ.
+        self._has_differed = False
         # At how many steps, by code and ranks.
         self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
@@ -106,7 +121,7 @@ class Summary:
         )
         self.causes.add(judgement, placed)
         if finding.fails:
-            self._earlier_reports = len(self.reports)
+            self._note_fault(judgement)
         if effect_of:
             return None
         key = finding.code, finding.ranks
@@ -121,6 +136,14 @@ class Summary:
         self._places.setdefault(key, f", first {place}")
         self._reporter.print_finding(finding, f"{judgement.unit} {judgement.number}")
         return finding
+
+    def _note_fault(self, judgement: Judgement) -> None:
+        """Remember the last step with a finding that counts, unless it leaves the replicas in sync."""
+        code = judgement.suspicion.code
+        self._has_differed |= code == PARAMETERS_DIFFER
+        if code not in DATA_CODES:
+            clock = "" if judgement.layout is None else judgement.layout.clock.name
+            self._last_faults[clock] = max(judgement.number, self._last_faults.get(clock, 0))
 
     def _find_cause(self, judgement: Judgement) -> str:
         """Return the code of an earlier finding that explains parameters that differ; empty without one."""
@@ -153,49 +176,54 @@ class Summary:
         moment = "so far" if judged["ends"] else "when last compared"
         # A rank may have skipped a step that is not seen.
         last_moment = "up to the last step" if ending.sees_steps else "when last compared"
-        # Conditions that limit the verdict, each with its line; the first one counts.
+        # Conditions that limit the verdict, each with the verdict and its end; the first one counts.
         limits = (
-            (not (ending.is_complete and judged["steps"]), f"could not tell: {watched}, not the whole run"),
+            (not (ending.is_complete and judged["steps"]), "could not tell", ", not the whole run"),
             # Shards of FSDP, or ranks that train apart between two averages.
             (
                 not (judged["comparisons"] or self.reports),
-                f"could not tell: {watched}; no rank was found to hold copies of another rank's tensors",
+                "could not tell",
+                "; no rank was found to hold copies of another rank's tensors",
             ),
-            (not ending.normally, f"in sync {moment}: {watched}; the run was ended"),
+            (not ending.normally, f"in sync {moment}", "; the run was ended"),
             # A fault in these steps would be unknown.
             (
                 bool(ending.unjudged),
-                f"could not tell for {unjudged}, whose records did not come in time; the rest is in sync: {watched}",
+                f"could not tell for {unjudged}, whose records did not come in time; the rest is in sync",
+                "",
             ),
-            (is_changed, f"in sync {last_moment}: {watched}; then {CHANGED_AT_THE_END}, see above"),
+            (is_changed, f"in sync {last_moment}", f"; then {CHANGED_AT_THE_END}, see above"),
             (
                 bool(ending.uncompared),
-                f"could not tell for {names}, which no two ranks hold copies of; the rest is in sync: {watched}",
+                f"could not tell for {names}, which no two ranks hold copies of; the rest is in sync",
+                "",
             ),
-            (not (judged["ends"] or ending.is_compared), f"in sync when last compared: {watched}"),
-            (
-                not is_compared,
-                f"trained parameters in sync: {watched}; could not tell for buffers and optimizer states",
-            ),
+            (not (judged["ends"] or ending.is_compared), "in sync when last compared", ""),
+            (not is_compared, "trained parameters in sync", "; could not tell for buffers and optimizer states"),
+            (self._is_not_finite(), "in sync", ""),
         )
-        for is_limited, text in limits:
+        for is_limited, verdict, end in limits:
             if is_limited:
-                return text, "yellow"
+                return f"{self._qualify(verdict)}: {watched}{end}", "yellow"
         return f"in sync: {watched}", "green"
+
+    def _is_not_finite(self) -> bool:
+        """Whether the replicas held NaN or infinity when they were last compared."""
+        for report in self.reports[-1:]:
+            (group,) = report.groups
+            return group.not_finite is not None
+        return False
+
+    def _qualify(self, verdict: str) -> str:
+        """Return a verdict; equal replicas that are not finite are of no use."""
+        return f"{Headline.NOT_FINITE(line=verdict)}" if self._is_not_finite() else verdict
 
     def _describe_extent(self, ending: Ending) -> str:
         """Return how many steps, or forward passes, and comparisons the verdict is of."""
         judged, checks = ending.judged, len(self.reports)
         if ending.has_passes_only:
             return f"{Seen.WATCHED_PASSES(passes=judged['passes'], checks=checks)}"
-        if ending.optimizers > 1:
-            extent = Seen.WATCHED_OPTIMIZERS(
-                steps=judged["steps"],
-                optimizers=ending.optimizers,
-                checks=checks,
-            )
-            return f"{extent}"
-        return f"{Seen.WATCHED(steps=judged['steps'], checks=checks)}"
+        return f"{ending.extent.describe(checks)}"
 
     def print_end(self, ending: Ending) -> None:
         """Print the last line."""
@@ -226,24 +254,56 @@ class Summary:
     def _print_findings(self, prefix: str, watched: str) -> None:
         """Print the last line of a run with findings that count."""
         failing = [*find_failing(self.findings.values())]
-        is_repaired = False
-        for report in self.reports[-1:]:
-            failing += find_failing(report.findings)
-            is_repaired = report.verdict == "in_sync" and self._earlier_reports < len(self.reports)
-        verdict = "OUT OF SYNC"
-        if failing and all(finding.code in DATA_CODES for finding in failing):
-            # Replicas that train on equal data are still replicas.
-            verdict = "in sync, with findings"
-        elif is_repaired:
-            # After a repair for example.
-            verdict = "in sync again"
-            failing += find_failing(chain.from_iterable(report.findings for report in self.reports))
+        verdict = self._choose_verdict()
+        # What was found before the replicas were in sync is named, too.
+        named = self.reports[-1:] if verdict == _OUT_OF_SYNC else self.reports
+        failing += find_failing(chain.from_iterable(report.findings for report in named))
         texts: dict[str, None] = {}
         for finding in failing:
             repeated = self._describe_repetition(finding)
             texts[f"{finding.code} {finding.slug} on {ranks_text(finding.ranks)}{repeated}"] = None
-        text = f"{prefix}{verdict}: {watched}: {'; '.join(texts)}"
+        text = f"{prefix}{self._qualify(verdict)}: {watched}: {'; '.join(texts)}"
         self._reporter.print_text(text, "bold red")
+
+    def _choose_verdict(self) -> str:
+        """Return the verdict of a run with findings that count."""
+        verdicts = [report.verdict for report in self.reports]
+        has_differed = self._has_differed or "out_of_sync" in verdicts
+        if not (self._last_faults or has_differed):
+            return _WITH_FINDINGS
+        if not self._covers_faults():
+            return _OUT_OF_SYNC
+        if verdicts[-1] == "out_of_sync":
+            # Settings that differ without any effect on the replicas are no difference of the replicas.
+            return _WITH_FINDINGS if self._has_settings_only(self.reports[-1]) else _OUT_OF_SYNC
+        if verdicts[-1] != "in_sync":
+            return _OUT_OF_SYNC
+        # NaN that spreads to all ranks makes them equal, and repairs nothing.
+        if self._is_not_finite():
+            return _WITH_FINDINGS
+        return _AGAIN if has_differed else _WITH_FINDINGS
+
+    def _covers_faults(self) -> bool:
+        """Whether the last comparison of all replicas came after all steps with findings of witnesses."""
+        covers_all = True
+        for clock, number in self._last_faults.items():
+            covers_all &= number < self.compared.get(clock, 0)
+        return covers_all
+
+    def _has_settings_only(self, report: Report) -> bool:
+        """Whether a comparison found different settings and equal tensors, after steps with these settings.
+
+        For example, ZeroRedundancyOptimizer sends each parameter from the only rank that steps with it. Settings that
+        no witness saw at a step may have had no effect yet.
+        """
+        witnessed_ranks = {ranks for code, ranks, _ in self.findings if code == SETTINGS_DIFFER}
+        has_settings_only = True
+        for finding in find_failing(report.findings):
+            has_settings_only &= finding.code == SETTINGS_DIFFER
+            has_settings_only &= finding.ranks in witnessed_ranks
+        for diff in report.tensors:
+            has_settings_only &= not diff.out_of_sync
+        return has_settings_only
 
     def _describe_repetition(self, finding: Finding) -> str:
         """Return where a finding was first, at how many steps, and in how many comparisons of all replicas."""

@@ -1,8 +1,9 @@
 """SIGTERM in a watched process: torchrun sends it to all ranks as soon as one fails, while steps wait for the judge.
 
 The process still ends by the signal, a moment later. Python runs handlers in the main thread, which may wait in a
-collective forever; so a thread acts on the byte that Python writes to a pipe for each signal. A script with a handler
-of its own keeps it, and processes that the script forks have the default again.
+collective forever; so a thread acts on the byte that Python writes to a pipe for each signal. A main thread that ends
+watching goes on meanwhile, so that it can print the last line. A script with a handler of its own keeps it, and
+processes that the script forks have the default again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _NUMBER = signal.SIGTERM
 _PATIENCE = 5
 
 
-def flush_before_termination(flush: Callable[[], None]) -> None:
+def flush_before_termination(flush: Callable[[], None], is_ending: Callable[[], bool]) -> None:
     """Call a function in a thread of its own before SIGTERM ends the process. It must return within a moment.
 
     Does nothing outside of the main thread, and in a program that handles the signal.
+
+    is_ending: whether the main thread must go on meanwhile, because the function waits for it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(_NUMBER) != signal.SIG_DFL:
@@ -37,14 +40,20 @@ def flush_before_termination(flush: Callable[[], None]) -> None:
         # The program waits for signals itself.
         signal.set_wakeup_fd(previous)
         return
+    _ending.append(is_ending)
     signal.signal(_NUMBER, _wait_for_thread)
     os.register_at_fork(after_in_child=_restore)
     threading.Thread(target=_watch, args=(reading, flush), name="syncheck-signals", daemon=True).start()
 
 
+# Whether the main thread ends watching.
+_ending: list[Callable[[], bool]] = []
+
+
 def _wait_for_thread(_number: int, _frame: Any) -> None:
     """Handle the signal in the main thread, if it runs: the other thread ends the process meanwhile."""
-    time.sleep(_PATIENCE)
+    if not any(is_ending() for is_ending in _ending):
+        time.sleep(_PATIENCE)
 
 
 def _restore() -> None:

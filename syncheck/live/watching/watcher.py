@@ -27,16 +27,7 @@ from syncheck.live.watching.layouts import (
     make_layout_of_reductions,
     make_layouts,
 )
-from syncheck.live.watching.records import (
-    CHANGED,
-    INFINITE,
-    JOINED,
-    NO_STEP,
-    OPTIMIZERS,
-    RANK,
-    SIGNATURE,
-    SKIPPED,
-)
+from syncheck.live.watching.records import CHANGED, INFINITE, JOINED, NO_STEP, OPTIMIZERS, RANK, SIGNATURE, SKIPPED
 from syncheck.live.watching.replicated_inputs import ReplicatedInputs
 from syncheck.live.watching.sharded_replicas import Callbacks, ShardedReplicas, ShardsClock
 from syncheck.live.watching.wrappers import wrap
@@ -384,6 +375,9 @@ class Watcher:
             layout.scaler = self._scaler
             layout.is_moved = is_moved
             self.stepping.add(layout.clock)
+            # The steps are observed in the place of the reductions.
+            if layout.clock.wrapper in self._reductions:
+                self._reductions.pop(layout.clock.wrapper).has_ended = True
             if not layout.clock.reduces:
                 layout.clock.ticks += 1
             self.on_optimizer(layout, False)

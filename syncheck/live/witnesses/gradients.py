@@ -147,6 +147,11 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
     scaled, reference = sets[-1], sets[0]
     if reference == ranks:
         scaled, reference = reference, scaled
+    # A reduction leaves NaN and infinity on all ranks, so the ranks that alone hold them have changed their gradients.
+    broken = _find_not_finite(details, sets) if suspicion == "UNDECIDED" else ()
+    if broken:
+        suspicion, ranks, scaled = "", broken, broken
+        reference = next(similar for similar in sets if similar != broken)
     factors = _Factors()
     # Two ranks have no majority, but one factor between all of their gradients shows a clip too.
     if len(sets) == 2 and len(sets[-1]) == 1:
@@ -172,6 +177,19 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
         not_finite=tuple(sorted(not_finite.intersection(indices))),
         total=len(indices),
     )
+
+
+def _find_not_finite(details: Mapping[int, Details], sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the set of ranks that alone holds NaN or infinity after a reduction; empty if none or several do."""
+    broken = []
+    for ranks in sets:
+        # The ranks of a set have equal gradients.
+        if details[ranks[0]].not_finite:
+            broken.append(ranks)
+    # Gradients that were not reduced are of each rank alone.
+    if len(broken) != 1 or details[broken[0][0]].is_unreduced:
+        return ()
+    return broken[0]
 
 
 def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:

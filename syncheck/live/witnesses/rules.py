@@ -151,7 +151,8 @@ class UnequalGradients(Sentence, topic="SYN410"):
     Signature: before an optimizer step, the gradients of replicated parameters differ between ranks that had reduced
     them together. With a wrapper (DistributedDataParallel) every step is judged. Without one, ranks are judged whose
     gradients were equal at several steps before. The ranks outside of the majority are named. Two ranks have none: then
-    the rank that alone changed its gradients after the reduction is named, otherwise both.
+    the rank is named that alone holds NaN or infinity, or alone changed its gradients after the reduction, otherwise
+    both.
 
     Cause: something changes gradients after the reduction on one rank alone (a clip by a local norm, a scale, a hook),
     the scales of the ranks' GradScalers differ, as a SYN107 of the same step states,
@@ -309,6 +310,11 @@ class Seen(Sentence, topic="watch"):
     WATCHED = "{steps:count step} watched, {checks:count check} of all replicas"
     WATCHED_OPTIMIZERS = (
         "{steps:count step} of {optimizers:count optimizer} watched, {checks:count check} of all replicas"
+    )
+    WATCHED_REDUCTIONS = "{observed} of {reductions:count reduction} watched, {checks:count check} of all replicas"
+    WATCHED_WITH_REDUCTIONS = (
+        "{steps:count step} and {observed} of {reductions:count reduction} watched, "
+        "{checks:count check} of all replicas"
     )
     WATCHED_PASSES = "{passes:count forward pass} watched, {checks:count check} of all replicas"
     AT_STEPS = "at {count:count step}"
