@@ -7,8 +7,8 @@ no such number, because a rank may skip a step; without a wrapper they are all t
 DDP reduces gradients in callbacks at the end of the backward pass. A callback that is queued while an output of the
 wrapper gets its gradient would still run before them; queued again from within that callback, it runs after them.
 
-DDP prepares one reduction in each forward pass, and a further forward pass prepares it again. So a backward pass through
-several outputs has one reduction, and a second backward pass without a forward pass before it has none.
+DDP prepares one reduction in each forward pass, and a further forward pass prepares it again. So a backward pass
+through several outputs has one reduction, and a second backward pass without a forward pass before it has none.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Clock:
         self.counts_steps = counts_steps
         self.replicas: tuple[tuple[int, ...], ...] = (ranks,)
         """The sets of ranks that hold the same part of the model."""
+        self.is_new = not getattr(wrapper, "_lazy_init_ran", True)
+        """Whether the wrapper is counted from its first forward pass on."""
+        self.has_joined = False
+        """Whether this rank has taken part in reductions without a step, because it had no data left."""
         self.unit = "reduction" if self.reduces else "step"
         if not counts_steps:
             self.unit = "forward pass"
@@ -128,6 +132,10 @@ class Clock:
         """Whether the ranks may run out of data one after the other, so that replicas differ until all have."""
         config = getattr(self.wrapper, "_join_config", None)
         return bool(getattr(config, "enable", False))
+
+    def numbers_all_steps(self) -> bool:
+        """Whether each step since the wrapper was created has a number, so that a skipped step was seen."""
+        return self.is_new and not self.has_joined and (self.ticks > 0 or not has_compiled())
 
     def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
