@@ -58,6 +58,8 @@ class Case:
     """The names of the uncovered, differing Python values."""
     series: tuple[Comparison, ...]
     """The groups in the order of their steps, including this group; only this group without history."""
+    impossible: frozenset[str] = frozenset()
+    """The codes of causes that a watched run excludes: it would have seen them."""
 
     # The replicas.
 

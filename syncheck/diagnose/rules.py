@@ -126,6 +126,7 @@ def diagnose(
     series: tuple[Comparison, ...] = (),
     allow: frozenset[str] = frozenset(),
     witnessed: Sequence[Finding] = (),
+    impossible: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Return findings for every difference of a group. SYN299 covers all unexplained differences.
 
@@ -134,6 +135,7 @@ def diagnose(
 
     series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     witnessed: findings of a watched run before this comparison, which explain differences before any rule.
+    impossible: codes of causes that a watched run excludes.
     """
     rules = list(REPLICA_RULES)
     codes = [rule.code for rule in rules]
@@ -154,6 +156,7 @@ def diagnose(
         tuple(steps),
         allow,
         witnessed,
+        impossible,
     ):
         names = add_copies(finding.tensors, folded.copies)
         if names != finding.tensors:
@@ -192,6 +195,7 @@ def _apply_rules(
     series: tuple[Comparison, ...],
     allow: frozenset[str],
     witnessed: Sequence[Finding] = (),
+    impossible: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Return the findings of all matching rules, each of which covers what the earlier rules leave unexplained."""
     tensors, witnessed_findings = cover_witnessed(_list_problems(group), group.ranks, witnessed)
@@ -203,6 +207,7 @@ def _apply_rules(
             tensors=tensors,
             values=values,
             series=series or (group,),
+            impossible=impossible,
         )
         rule = candidate.select(case)
         match = None if rule is None else _find_match(rule, case)

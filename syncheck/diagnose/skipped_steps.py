@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from syncheck.records import TensorDiff
 
 Counters = tuple[StepCounter, ...]
+# The code of skipped steps.
+_SKIPPED = "SYN214"
 
 
 class _Lags(NamedTuple):
@@ -52,6 +54,8 @@ def counters_of_lost_state(case: Case) -> Counters:
 def _split_by_lag(case: Case) -> _Lags:
     """Return the differing counters by what their lag means."""
     counters = counters_of(case)
+    if _SKIPPED in case.impossible:
+        return _Lags(few=(), many=counters)
     if _are_steps_skipped(case, counters):
         return _Lags(few=counters, many=())
     counters_by_distance: dict[bool, list[StepCounter]] = defaultdict(list)

@@ -7,7 +7,7 @@ them differ, and ranks that skipped steps may look the same (SYN214). If only a 
 without a gradient look the same (SYN225). Without a majority, the rank that contradicts the stored step is suspect; if
 the step does not show it, the rank with far fewer steps, or all ranks. SGD counts no steps. After its first step only
 parameters and momentum differ, which other causes explain as well, unless an earlier step shows the missing state: then
-the finding is likely.
+the finding is likely. In a watched run that saw each step, and no skipped one, every lag is of lost state.
 
 Cause: only rank 0 called `optimizer.load_state_dict()` on resume, a rank did not find its file and continued with empty
 state, or some ranks created a new optimizer. Nothing broadcasts the optimizer state.
@@ -56,6 +56,8 @@ SLUG = "optimizer-state-not-restored"
 SEVERITY = "error"
 CERTAINTY = "consistent"
 MOST_ALTERNATIVES = 3
+# The code of skipped steps.
+_SKIPPED = "SYN214"
 _LOAD_EVERYWHERE = (
     "Load the optimizer state on every rank before the first step: `optimizer.load_state_dict(torch.load(path, "
     "map_location=device)['optimizer'])`, not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
@@ -88,6 +90,7 @@ class Text(Sentence, topic=CODE):
     NO_STEP_SINCE = "all parameters still agree, so no step was taken since"
     SCALER_DIFFERS = "the state of the loss scaler differs too"
     REPEATED = "at step {step} the lag was {lag:count step}, so this happened repeatedly, or steps were skipped"
+    NONE_SKIPPED = "the run was watched, and no rank skipped a step"
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
@@ -121,6 +124,7 @@ def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCo
         *parameters,
         *state_if(took_no_step, Text.NO_STEP_SINCE()),
         *state_if(scaler_values, Text.SCALER_DIFFERS()),
+        *state_if(_SKIPPED in case.impossible, Text.NONE_SKIPPED()),
         *_doubts(case, largest),
     ]
     values = (*names_of_values(counters), *scaler_values)
@@ -134,7 +138,8 @@ def _match_counters(case: Case, counters: Sequence[StepCounter], largest: StepCo
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
     alternatives = _find_alternatives(case, largest) if parameters else ()
-    return match.as_consistent(*alternatives or ("SYN214",))
+    others = alternatives or (_SKIPPED,)
+    return match.as_consistent(*(code for code in others if code not in case.impossible))
 
 
 def _find_suspects(case: Case, counters: Sequence[StepCounter], largest: StepCounter) -> tuple[int, ...]:
@@ -168,7 +173,7 @@ def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     is_old = may_be_old(case)
     fits = {
         "SYN225": are_partial(case),
-        "SYN214": _may_be_skipped(case, counter),
+        _SKIPPED: _may_be_skipped(case, counter),
         # Files of two epochs, each complete, or a file that a later checkpoint did not replace.
         "SYN106": is_old,
         "SYN217": is_old,

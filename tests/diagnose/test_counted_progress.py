@@ -15,6 +15,7 @@ from syncheck.diagnose import syn203_bn_count_mismatch as syn203
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
 from syncheck.diagnose import syn225_not_updated_on_some_ranks as syn225
+from syncheck.diagnose.rules import diagnose
 from syncheck.records import ValueDiff
 
 if TYPE_CHECKING:
@@ -127,6 +128,17 @@ def test_215_beside_skipped_steps(counts: Any, earlier: Any, expected: Any) -> N
     """A large lag is lost state, unless a rank may have skipped or repeated so many steps."""
     before = () if earlier is None else (group(*trained(earlier), step=50),)
     assert verdict(diagnose_single(group(*trained(counts)), *before)) == ("SYN215", *expected)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 10, 70])
+def test_215_if_no_rank_skipped_a_step(lag: int) -> None:
+    """A watched run that saw no skipped step excludes it, also as an alternative, however small the lag is."""
+    case = group(*trained({0: 100, 1: 100 - lag}))
+    (finding,) = diagnose(case, impossible=frozenset({"SYN214"}))
+    assert verdict(finding) == ("SYN215", "consistent", ())
+    assert finding.ranks in ((0, 1), (1,))
+    assert syn215.Text.NONE_SKIPPED in [fact.code for fact in finding.facts]
+    assert diagnose(case)[0].code == ("SYN214" if lag < 5 else "SYN215")
 
 
 def test_203_of_the_count_alone() -> None:

@@ -336,3 +336,21 @@ def test_unequal_parameters_are_placed_between_two_comparisons() -> None:
     (suspicion,) = suspicions
     assert suspicion.ranks == (2,)
     assert suspicion.facts[1].parameters == {"equal": 16, "unequal": 24}
+
+
+def test_parameters_that_differed_before_are_lasting() -> None:
+    """A difference is lasting from the second comparison on, until a comparison in sync."""
+    judging = ParameterWitness()
+    lasting: list[list[bool]] = []
+    for step, change in ((8, 1.0), (16, 2.0), (24, 0.0), (32, 1.0)):
+        observations, answers = {}, {}
+        for rank in range(3):
+            layout = make_layout(GRADIENTS)
+            layout.clock.ticks, layout.repeated, layout.is_moved = step, 0, False
+            layout.parameters[0].data += step + change * (rank == 2)
+            witness = ParameterWitness()
+            observations[rank] = witness.observe("step", layout)
+            answers[rank] = witness.tell("step")
+        suspicions = judging.judge(layout, observations, lambda answers=answers: answers)
+        lasting.append([suspicion.is_lasting for suspicion in suspicions])
+    assert lasting == [[False], [True], [], [False]]

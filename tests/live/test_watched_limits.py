@@ -48,9 +48,12 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["average", "sharpness", "decay", "compiled", "optimizer", "closure"])
+@pytest.mark.parametrize("kind", ["average", "sharpness", "decay", "compiled", "optimizer", "closure", "pairs"])
 def test_unusual_programs_in_sync_have_no_finding(run: Callable[..., Run], kind: str) -> None:
-    """An average of one rank, SAM, decay by hand, a compiled wrapper, a replaced optimizer, steps with a closure."""
+    """An average of one rank, SAM, decay by hand, a compiled wrapper, a replaced optimizer, steps with a closure.
+
+    With pairs, each step has two forward passes.
+    """
     watched = run(kind, 2, "--every", "4")
     assert watched.findings == []
     assert {row["verdict"] for row in watched.checks} == {"in_sync"}
@@ -65,6 +68,7 @@ def test_unusual_programs_in_sync_have_no_finding(run: Callable[..., Run], kind:
         ("sharpness", [10]),
         ("decay", [2, 4, 8, 10]),
         ("closure", [2, 4, 8, 10]),
+        ("pairs", [2, 4, 8, 10]),
     ],
 )
 def test_replicas_are_compared_when_they_must_be_equal(run: Callable[..., Run], kind: str, steps: list[int]) -> None:
@@ -73,6 +77,15 @@ def test_replicas_are_compared_when_they_must_be_equal(run: Callable[..., Run], 
     assert [row["step"] for row in watched.checks] == steps
     # 6 parameters, 6 momentum buffers and a buffer.
     assert {row["tensors"] for row in watched.checks} == {13}
+
+
+@pytest.mark.slow
+def test_two_forward_passes_of_a_step_are_one_reduction(run: Callable[..., Run]) -> None:
+    """The finding has the number of the step, although each step has two forward passes and one backward pass."""
+    watched = run("pairs gradient", 3)
+    place = "syncheck: reduction 5: SYN410 gradients-differ (error, proved) on rank 1"
+    assert place in watched.lines
+    assert watched.last.startswith("syncheck: OUT OF SYNC: 10 steps watched, ")
 
 
 @pytest.mark.slow

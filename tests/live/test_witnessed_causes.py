@@ -55,6 +55,43 @@ with SyncMonitor(model, optimizer, every=1, on_desync="warn", witnesses=witnesse
 dist.destroy_process_group()
 """
 
+# The models and optimizers of before stay, as references of a script keep them.
+RESUMED = """
+import copy
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+fault = sys.argv[1]
+dist.init_process_group("gloo")
+is_faulty = dist.get_rank() == 1
+kept = []
+
+
+def resume():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if kept:
+        model.load_state_dict(kept[0].state_dict())
+        if not (is_faulty and fault == "state"):
+            optimizer.load_state_dict(copy.deepcopy(kept[1].state_dict()))
+    kept.extend([model, optimizer])
+    return model, optimizer
+
+
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(1, 13):
+    if step in (1, 5):
+        model, optimizer = resume()
+    optimizer.zero_grad()
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+    if not (is_faulty and step == 8 and fault == "skip"):
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
@@ -148,6 +185,23 @@ def test_a_monitor_names_the_fault_of_its_witness(tmp_path: Path, processes: Pro
     assert codes == expected.get(fault, codes)
     assert not (fault == "healed" and codes & {"SYN410", "SYN214"})
     assert all(set(suspects) <= set(everyone) for _, suspects, _ in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "expected"), [("state", "SYN215"), ("skip", "SYN214")])
+def test_a_step_is_skipped_only_if_the_witnesses_saw_it(
+    tmp_path: Path, processes: Processes, fault: str, expected: str
+) -> None:
+    """After a resume in the middle, counters that lag are of lost state, unless a rank was seen to skip a step."""
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    watched = ["-m", "syncheck", "watch", "--events", "events.jsonl", "resumed.py", fault]
+    process = processes.start(sys.executable, *launcher, *watched, PYTHONPATH=CLONE)
+    _, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    (findings,) = [findings for findings in read_checks(tmp_path) if findings]
+    assert {(code, ranks) for code, ranks, _ in findings} == {(expected, (1,))}
+    assert "Also possible: SYN214" not in errors
 
 
 @pytest.mark.slow

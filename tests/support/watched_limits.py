@@ -72,10 +72,10 @@ def train_wrapped(rank: int, kind: str) -> None:
     """Train a model of DistributedDataParallel.
 
     kind: with "average", "probe" or "optimizer", one rank has an additional averaged copy, a model of its own, or an
-    optimizer that it replaces before training. With "sharpness", each rank moves its parameters for each reduction,
-    and with "decay" before each step. "compiled" compiles the wrapper, "closure" computes gradients within the
-    optimizer's step. At the faulty step, rank 1 changes a "buffer" or a "value" of a parameter, or all ranks replace
-    the parameters by "assigned" ones, which the wrapper does not know.
+    optimizer that it replaces before training. With "sharpness", each rank moves its parameters for each reduction, and
+    with "decay" before each step. "compiled" compiles the wrapper, "closure" computes gradients within the optimizer's
+    step, "pairs" has two forward passes for each backward pass. At the faulty step, rank 1 changes a "buffer" or a
+    "value" of a parameter, or all ranks replace the parameters by "assigned" ones, which the wrapper does not know.
     """
     module: Any = Model()
     parameters = list(module.parameters())
@@ -93,7 +93,12 @@ def train_wrapped(rank: int, kind: str) -> None:
         if "closure" in kind:
             optimizer.step(partial(compute_loss, run, optimizer, inputs))
             continue
-        run(inputs).square().mean().backward()
+        loss = run(inputs).square().mean()
+        if "pairs" in kind:
+            loss = loss + run(-inputs).square().mean()
+        loss.backward()
+        if "pairs" in kind and step == FAULTY_STEP and rank == 1:
+            parameters[0].grad *= 2 if "gradient" in kind else 1
         for parameter, value in zip(parameters, before, strict=False):
             parameter.data.copy_(value)
         if "decay" in kind:

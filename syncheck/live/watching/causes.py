@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _CAUSES = frozenset({"SYN107", "SYN212", "SYN214", "SYN216", "SYN410"})
 # The causes that the witness of gradients sees at their step, if they are there.
 _SEEN = frozenset({"SYN211", "SYN213", "SYN214", "SYN216"})
+# The findings of witnesses after which optimizers count different numbers of steps.
+_UNEQUAL_STEPS = frozenset({"SYN214", "SYN216", "SYN410"})
 # Seconds that a comparison out of sync waits for the judge, which is a few steps behind.
 _JUDGE_SECONDS = 3.0
 
@@ -148,6 +150,11 @@ class Causes:
             findings.append(finding)
         return findings
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the judge has judged all steps before each comparison; True without a judge."""
+        return not self._is_late
+
     def _wait(self, after_step: bool) -> None:
         deadline = time.monotonic() + _JUDGE_SECONDS
         while not self._is_late and self.is_judging(after_step):
@@ -221,12 +228,24 @@ class Comparing:
             self._watcher.tell_last_skipped()
         parts = [part for part in objects if part is not None]
         # Each set of replicas is judged by its first rank.
-        findings_of_ranks = channel.gather(self._causes.list_findings(parts, after_step=self.after_step), "causes")
-        witnessed = tuple(chain.from_iterable(findings_of_ranks.values()))
-        excluded = self._list_excluded(channel.ranks).difference(finding.code for finding in witnessed)
+        seen = self._causes.list_findings(parts, after_step=self.after_step)
+        seen_by_rank = channel.gather((seen, self._numbers_all_steps(channel.ranks)), "causes")
+        witnessed: tuple[Finding, ...] = ()
+        numbers_all_steps = True
+        for seen_by_one, numbers_steps in seen_by_rank.values():
+            witnessed += tuple(seen_by_one)
+            numbers_all_steps = numbers_all_steps and numbers_steps
+        codes = {finding.code for finding in witnessed}
+        excluded = self._list_excluded(channel.ranks).difference(codes)
+        # An allowed finding is not remembered.
+        never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
+        impossible = frozenset({"SYN214"} if never_skipped else ())
+        excluded |= impossible
         (group,) = report.groups
         findings = []
-        diagnosed = diagnose(group, (), allow, witnessed) if witnessed else group.findings
+        diagnosed = group.findings
+        if witnessed or not impossible.isdisjoint(finding.code for finding in diagnosed):
+            diagnosed = diagnose(group, (), allow, witnessed, impossible)
         for finding in diagnosed:
             possible = set(finding.alternatives).difference(excluded)
             alternatives = sorted(possible, key=finding.alternatives.index)
@@ -237,6 +256,17 @@ class Comparing:
             groups=(explained,),
             verdict=overall((explained,), ()),
         )
+
+    def _numbers_all_steps(self, ranks: Iterable[int]) -> bool:
+        """Whether the judge has seen each step of the optimizers of some ranks, as far as this rank knows."""
+        clocks = []
+        for clock in self._watcher.clocks:
+            # Forward passes are no steps.
+            if clock.counts_steps and not set(clock.ranks).isdisjoint(ranks):
+                clocks.append(clock)
+        # Without a wrapper, a rank that skips a step only falls behind.
+        are_numbered = all(clock.reduces and clock.numbers_all_steps() for clock in clocks)
+        return self._watcher.is_on and self._causes.is_complete and bool(clocks) and are_numbered
 
     def _list_excluded(self, ranks: Iterable[int]) -> frozenset[str]:
         """Return the causes that the witnesses would have seen since the last comparison in sync of some ranks."""

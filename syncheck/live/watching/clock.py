@@ -6,6 +6,9 @@ no such number, because a rank may skip a step; without a wrapper they are all t
 
 DDP reduces gradients in callbacks at the end of the backward pass. A callback that is queued while an output of the
 wrapper gets its gradient would still run before them; queued again from within that callback, it runs after them.
+
+DDP prepares one reduction in each forward pass, and a further forward pass prepares it again. So a backward pass
+through several outputs has one reduction, and a second backward pass without a forward pass before it has none.
 """
 
 from __future__ import annotations
@@ -42,10 +45,18 @@ class Clock:
         self.counts_steps = counts_steps
         self.replicas: tuple[tuple[int, ...], ...] = (ranks,)
         """The sets of ranks that hold the same part of the model."""
+        self.is_new = not getattr(wrapper, "_lazy_init_ran", True)
+        """Whether the wrapper is counted from its first forward pass on."""
+        self.has_joined = False
+        """Whether this rank has taken part in reductions without a step, because it had no data left."""
         self.unit = "reduction" if self.reduces else "step"
         if not counts_steps:
             self.unit = "forward pass"
         self._is_local = False
+        # Whether a forward pass came after the last reduction.
+        self._is_prepared = False
+        # The backward passes whose callback is queued, by torch's number. One that fails never runs it.
+        self._passes: set[int] = set()
         self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
         self.class_name = type(self.module).__name__
         """Of the model."""
@@ -122,31 +133,65 @@ class Clock:
         config = getattr(self.wrapper, "_join_config", None)
         return bool(getattr(config, "enable", False))
 
+    def numbers_all_steps(self) -> bool:
+        """Whether each step since the wrapper was created has a number, so that a skipped step was seen."""
+        return self.is_new and not self.has_joined and (self.ticks > 0 or not has_compiled())
+
     def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
         torch: Any = sys.modules["torch"]
         # Noted while the wrapper exists: the last steps may be judged after its end.
         self.keeps_gradients_local()
-        if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync:
+        if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync or not self._is_trained():
             return
+        self._is_prepared = True
         # As DDP and FSDP do, which have no public name for it either.
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-        # Whether the callback of a running backward pass is queued; a script may call backward twice on one output.
-        queued: list[bool] = []
 
-        def count() -> None:
-            queued.clear()
+        def count(number: int) -> None:
+            self._passes.discard(number)
+            self._is_prepared = False
             self.ticks += 1
             tick()
 
         def handle_gradient(_gradient: Any) -> None:
-            if not queued:
-                queued.append(True)
-                queue_callback(lambda: queue_callback(count))
+            number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public name
+            if number not in self._passes and self._is_prepared and self._accumulates():
+                self._passes.add(number)
+                queue_callback(lambda: queue_callback(lambda: count(number)))
 
         for tensor in list_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(handle_gradient)
+
+    def _is_trained(self) -> bool:
+        """Whether a gradient is left to reduce: the critic of a GAN may be frozen in the step of the generator."""
+        return any(parameter is not None and parameter.requires_grad for parameter in self._list_reduced())
+
+    def _accumulates(self) -> bool:
+        """Whether the running backward pass computes gradients of parameters, which DDP then reduces.
+
+        `torch.autograd.grad` returns gradients without accumulating them, as a gradient penalty does, and
+        `backward(inputs=...)` accumulates those of the inputs only.
+        """
+        torch: Any = sys.modules["torch"]
+        # Both have no public name. Reentrant checkpoints need to know, too, whether a pass computes all gradients.
+        if torch.autograd._is_checkpoint_valid():  # noqa: SLF001
+            return True
+        will_execute = torch._C._will_engine_execute_node  # noqa: SLF001
+        for parameter in self._list_reduced():
+            if parameter is not None and parameter.requires_grad:
+                try:
+                    if will_execute(torch.autograd.graph.get_gradient_edge(parameter).node):
+                        return True
+                except RuntimeError:
+                    # `torch.autograd.grad` of a parameter.
+                    return False
+        return False
+
+    def _list_reduced(self) -> list[Any]:
+        """Return the parameters that required a gradient when the wrapper was created; None for one that has ended."""
+        return [reference() for reference in self._reduced]
 
 
 def has_compiled() -> bool:

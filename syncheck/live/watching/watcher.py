@@ -154,7 +154,7 @@ class Watcher:
             match(wrapper)
             for clock in watcher.clocks:
                 if clock.wrapper is wrapper:
-                    clock.ticks += 1
+                    clock.ticks, clock.has_joined = clock.ticks + 1, True
                     watcher._guard(watcher.tell_skipped, clock, JOINED)
                     watcher._guard(watcher.on_tick, clock)
 

@@ -40,6 +40,8 @@ class ParameterWitness(CopiesWitness):
         super().__init__()
         # The number of the last step before which parameters were equal, by layout and first rank of the copies.
         self._equal: dict[tuple[str, int], int] = {}
+        # The copies that differed when they were last compared.
+        self._unequal: set[tuple[str, int]] = set()
         # The parameters of all ranks before the first step, if they differed, by layout.
         self._starts: dict[str, dict[int, Details]] = {}
 
@@ -65,13 +67,17 @@ class ParameterWitness(CopiesWitness):
             self._note_start(layout, observations, ask)
         copies = layout.key, layout.find_replicas(min(observations))[0]
         equal = self._equal.get(copies, 0)
-        if self.comparisons > earlier and not suspicions:
+        is_lasting = copies in self._unequal
+        if suspicions:
+            self._unequal.add(copies)
+        elif self.comparisons > earlier:
             self._equal[copies] = number
+            self._unequal.discard(copies)
         # Further steps after one reduction have its number.
         if 0 < equal < number:
             fact = UnequalParameters.SINCE(equal=equal, unequal=number)
             suspicions = [suspicion._replace(facts=(*suspicion.facts, fact)) for suspicion in suspicions]
-        return suspicions
+        return [suspicion._replace(is_lasting=is_lasting) for suspicion in suspicions]
 
     def _note_start(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> None:
         """Note the parameters before the first step, when it is unknown which ranks hold copies."""

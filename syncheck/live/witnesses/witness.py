@@ -33,6 +33,7 @@ class Suspicion(NamedTuple):
     variant: the suffix of other sentences for cause and fix.
     affected: the parameters with a different step; None for the tensors, or for all parameters without tensors.
     clusters: the ranks with equal observations, if that is known.
+    is_lasting: the ranks differed at the last comparison before this one, too.
     """
 
     code: str
@@ -42,6 +43,7 @@ class Suspicion(NamedTuple):
     variant: str = ""
     affected: tuple[str, ...] | None = None
     clusters: tuple[tuple[int, ...], ...] = ()
+    is_lasting: bool = False
 
     def agrees_beside(self, ranks: Iterable[int]) -> bool:
         """Whether differing tensors are equal on all ranks except the given ranks."""
