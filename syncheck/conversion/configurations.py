@@ -26,7 +26,12 @@ _NAMES = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_pct": "partial_rotary_factor",
     "rotary_emb_base": "rope_theta",
+    "sliding_window_pattern": "_sliding_window_pattern",
 }
+# Models that scale the outputs of a decoder only if the output layer is tied, also if its weight equals the embedding.
+_SCALE_WITH_TIE = frozenset("t5 mt5 umt5 longt5 switch_transformers".split())
+_GATED = "gated-"
+_GATED_LAYERS = {"mt5": "gated-gelu", "umt5": "gated-gelu"}
 TEXT = "text_config"
 _NO_SCALING = {"rope_type": "default"}
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -146,6 +151,9 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
             settings[_NAMES.get(key, key)] = value
 
     _unite_positions(settings)
+    if str(settings.get("model_type")) in _SCALE_WITH_TIE:
+        _state_t5(settings)
+
     if settings.get("use_sliding_window") is False:
         settings.pop("sliding_window", None)
         settings.pop("max_window_layers", None)
@@ -157,6 +165,22 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
         settings.pop("layer_types")
 
     return settings
+
+
+def _state_t5(settings: dict[str, Any]) -> None:
+    """Add the settings of T5 that follow from other settings, which transformers 5 stores."""
+    default = _GATED_LAYERS.get(settings["model_type"], "relu")
+    layer = settings.setdefault("feed_forward_proj", default)
+    is_gated = isinstance(layer, str) and layer.startswith(_GATED)
+    activation = layer.removeprefix(_GATED) if is_gated else layer
+    # The first model with a gate approximated its function.
+    if activation == "gelu" and is_gated:
+        activation = "gelu_new"
+
+    settings.setdefault("is_gated_act", is_gated)
+    settings.setdefault("dense_act_fn", activation)
+    is_tied = settings.get("tie_word_embeddings") is not False
+    settings["scale_decoder_outputs"] = is_tied and settings.get("scale_decoder_outputs") is not False
 
 
 def _unite_positions(settings: dict[str, Any]) -> None:

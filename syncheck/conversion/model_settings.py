@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.configurations import TEXT, read_configurations
-from syncheck.conversion.neutral_settings import SCALE_WITH_TIE, is_default, is_neutral
+from syncheck.conversion.neutral_settings import is_default, is_neutral
 from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.frozen import record
@@ -85,7 +85,6 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
         differences += _compare_known(*settings)
         notes += _note_types(*settings)
 
-    types = [configuration.model_type for configuration in (*a.by_name.values(), *b.by_name.values())]
     diffs: list[ValueDiff] = []
     differing: list[Message] = []
     for difference in differences:
@@ -95,7 +94,7 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
             has_effect = not any(tensor.out_of_sync for tensor in comparison.tensors)
         elif difference.name == _TIE:
             # Two names of equal weights are tied or not, without a difference.
-            has_effect = not SCALE_WITH_TIE.isdisjoint(map(str, types)) or _changes_output(sides, files)
+            has_effect = _changes_output(sides, files)
         else:
             has_effect = True
 
@@ -120,10 +119,10 @@ def _list_unreadable(a: Configurations, b: Configurations) -> Iterator[_Differen
     """Yield a difference for each file that is no configuration, if the other model has one."""
     if b.by_name:
         for path in a.unreadable:
-            yield _Difference(os.path.basename(path), "unreadable", "a configuration")
+            yield _Difference(os.path.basename(path), "unreadable", "readable")
     if a.by_name:
         for path in b.unreadable:
-            yield _Difference(os.path.basename(path), "a configuration", "unreadable")
+            yield _Difference(os.path.basename(path), "readable", "unreadable")
 
 
 def _pair(a: Configurations, b: Configurations) -> list[tuple[Configuration, Configuration]]:

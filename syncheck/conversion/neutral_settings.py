@@ -53,7 +53,7 @@ _COUNT_FROM_PAD = frozenset(
 # Settings that the stored tensors contain as sizes, or as tensors: the other value does not fit them.
 _SIZES = frozenset(
     "hidden_size intermediate_size vocab_size head_dim num_hidden_layers num_labels attention_bias mlp_bias qkv_bias "
-    "add_cross_attention type_vocab_size".split()
+    "add_cross_attention type_vocab_size num_channels classifier_proj_size".split()
 )
 # What transformers assumes without the setting, if each version assumes the same.
 _DEFAULTS: Mapping[str, Any] = {
@@ -61,25 +61,40 @@ _DEFAULTS: Mapping[str, Any] = {
     "is_encoder_decoder": False,
     "tie_encoder_decoder": False,
     "pruned_heads": {},
-    "position_embedding_type": "absolute",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "use_mrope": False,
+    "use_weighted_layer_sum": False,
+    "median_filter_width": 7,
+    "pooler_act": "tanh",
+    "relative_attention_max_distance": 128,
 }
 # The same for one type of model.
+_ABSOLUTE = {"position_embedding_type": "absolute"}
 _DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+    "mixtral": {"router_jitter_noise": 0.0},
+    "gemma3_text": {"use_bidirectional_attention": False},
+    "vit": {"encoder_stride": 16},
+    "albert": _ABSOLUTE,
+    "bert": _ABSOLUTE,
+    "camembert": _ABSOLUTE,
+    "electra": _ABSOLUTE,
+    "roberta": _ABSOLUTE,
+    "xlm-roberta": _ABSOLUTE,
 }
 # Settings that are equal to another setting unless they are stored.
 _COPIES = {
     "num_key_value_heads": "num_attention_heads",
     "num_decoder_layers": "num_layers",
     "n_ctx": "n_positions",
+    "pooler_output_size": "hidden_size",
 }
-_GATED = "gated-"
-# Models that scale the outputs of a decoder only if the output layer is tied, also if its weight equals the embedding.
-SCALE_WITH_TIE = frozenset("t5 mt5 umt5 longt5 switch_transformers".split())
+# Every so many layers, one attends to all positions, unless the configuration states another number.
+_FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
+_PATTERN = "_sliding_window_pattern"
+_MOST_LAYERS = 1024
 
 
 def is_neutral(key: str, model_type: object) -> bool:
@@ -102,22 +117,24 @@ def is_default(key: str, value: object, settings: Mapping[str, Any], model_type:
     if key in _COPIES:
         return value == settings.get(_COPIES[key])
 
-    of_type = _DEFAULTS_OF_TYPE.get(model_type, {}) if isinstance(model_type, str) else {}
-    defaults = {**_DEFAULTS, **of_type, **_derive(settings)}
+    defaults = {**_DEFAULTS}
+    if isinstance(model_type, str):
+        defaults |= _DEFAULTS_OF_TYPE.get(model_type, {})
+        defaults |= _derive_layers(settings, model_type)
+
     return key in defaults and value == defaults[key]
 
 
-def _derive(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of T5 that follow from other settings."""
-    layer = settings.get("feed_forward_proj")
-    if not isinstance(layer, str):
+def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the kinds of layers that follow from the type of a model; empty for most types."""
+    period: Any = settings.get(_PATTERN, _FULL_ATTENTION.get(model_type))
+    layers: Any = settings.get("num_hidden_layers")
+    are_numbers = isinstance(period, int) and isinstance(layers, int)
+    if not are_numbers or period < 1 or not 0 < layers <= _MOST_LAYERS:
         return {}
 
-    activation = layer.removeprefix(_GATED)
-    is_gated = activation != layer
-    return {
-        "is_gated_act": is_gated,
-        # The first version of T5 1.1 approximated this function.
-        "dense_act_fn": "gelu_new" if is_gated and activation == "gelu" else activation,
-        "scale_decoder_outputs": settings.get("tie_word_embeddings") is not False,
-    }
+    kinds = []
+    for layer in range(1, layers + 1):
+        kinds.append("sliding_attention" if layer % period else "full_attention")
+
+    return {"layer_types": kinds, _PATTERN: period}
