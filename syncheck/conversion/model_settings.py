@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.configurations import TEXT, read_configurations
-from syncheck.conversion.neutral_settings import is_default, is_neutral
+from syncheck.conversion.neutral_settings import SIZES, is_default, is_neutral
 from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.frozen import record
@@ -89,8 +89,8 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
     differing: list[Message] = []
     for difference in differences:
         diff = _to_diff(difference)
-        # The tensors of a quantized model and of another model differ, or are compared with their scales.
-        if difference.name == _QUANTIZATION:
+        # The tensors of a model of another size, or of a quantized model, differ themselves.
+        if difference.name == _QUANTIZATION or difference.name in SIZES:
             has_effect = not any(tensor.out_of_sync for tensor in comparison.tensors)
         elif difference.name == _TIE:
             # Two names of equal weights are tied or not, without a difference.

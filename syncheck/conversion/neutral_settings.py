@@ -51,7 +51,7 @@ _COUNT_FROM_PAD = frozenset(
 )
 
 # Settings that the stored tensors contain as sizes, or as tensors: the other value does not fit them.
-_SIZES = frozenset(
+SIZES = frozenset(
     "hidden_size intermediate_size vocab_size head_dim num_hidden_layers num_labels attention_bias mlp_bias qkv_bias "
     "add_cross_attention type_vocab_size num_channels classifier_proj_size".split()
 )
@@ -111,7 +111,7 @@ def is_default(key: str, value: object, settings: Mapping[str, Any], model_type:
     settings: of the configuration that does not state the key.
     """
     # Older nested configurations do not state their type.
-    if key in _SIZES or key == "model_type":
+    if key in SIZES or key == "model_type":
         return True
 
     if key in _COPIES:
