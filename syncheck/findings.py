@@ -56,7 +56,7 @@ class RelationKind(StrEnum):
     PADDED = "padded"
     """The common part is equal. dim, added: number of indices that B has more."""
     PART_LOST = "part-lost"
-    """The common part is equal, and the part that B lacks holds data. dim, added: see PADDED; added is negative."""
+    """The common part is equal, and the part in one model only holds data. dim, added: see PADDED."""
     EXPERT = "expert"
     """B holds another expert of A. order: expert of A by expert of B. other: the tensor of A with its bytes."""
     SHARD = "shard"

@@ -145,13 +145,14 @@ class Note(Sentence):
     )
     ADAPTER_SETTINGS_DIFFER = "settings differ ({ranks:ranks}): {names:names 5}; skip with {exclude:option GLOB}"
     MODEL_SETTINGS_DIFFER = (
-        "the configurations beside the files state different models: {settings:statements}; skip with "
-        "{exclude:option GLOB}"
+        "the configurations beside the files differ, which may change what the model computes: {settings:statements}; "
+        "skip with {exclude:option GLOB}"
     )
     MODEL_TYPES_DIFFER = "the configurations beside the files state the model type {a:name} in A and {b:name} in B"
     MODEL_SETTINGS_ABSENT = (
         "not compared, because only one of the configurations beside the files states {settings:names 5}"
     )
+    UNREADABLE_CONFIGURATIONS = "not read, because the content is no configuration in JSON: {files:names}"
     SAME_FILES = "A and B have files in common, whose data was compared with itself: {files:names 3}"
     MODEL_VALUES_ABSENT = (
         "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
@@ -416,6 +417,13 @@ class Undecided(Sentence):
     )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
+    ABSENT_SHARDS = (
+        "{count} of the {shards} shards of {name:name} {count:verb is|are} in no file (mesh coordinate {absent:list}), "
+        "so {tensors:count tensor} {tensors:verb was|were} compared in part; pass the files of all ranks, or save them "
+        "again"
+    )
+    COPIED_SHARDS = "{copies:statements}, and {absence}"
+    SHARD_OF_RANK = "{file:name} holds the shard of rank {rank}"
     UNMARKED_SHARDS = (
         "the files look like {shards} tensor-parallel shards of one model, not like replicas, without a statement in "
         "any file; to compare replicas, pass {group_by:option=}"

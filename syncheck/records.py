@@ -261,6 +261,8 @@ class GroupEvidence:
     """Ranks that the metadata of several files records."""
     claimed_twice: tuple[int, ...] = ()
     """Ranks that several files of one run and step claim, although no option put the files into one group."""
+    absent_shards: Message | None = None
+    """Why equal bytes show only a part of a model: no file holds some of the shards of a compared tensor."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names that share memory on all ranks."""
     equal_shards: tuple[EqualShards, ...] = ()

@@ -132,10 +132,21 @@ def _collect_evidence(
         runs=differing_settings,
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
+        absent_shards=_find_absent_shards(alignment, tally),
         tied=common_ties(snapshots, alignment.names),
         equal_shards=tally.equal_shards,
         unclear_parts=tally.unclear_parts,
     )
+
+
+def _find_absent_shards(alignment: Alignment, tally: Tally) -> Message | None:
+    """Return why shards without a file leave the verdict open; None for the ranks of a running job."""
+    # A check may compare some of the ranks only, and replicas without shards need no search.
+    if in_memory(alignment.snapshots) or not tally.shard_sets:
+        return None
+    from syncheck.layout.absent_shards import find_absent_shards  # only for shards
+
+    return find_absent_shards(tally.names, alignment)
 
 
 def _find_stored_step(snapshots: Mapping[int, Snapshot]) -> int | None:

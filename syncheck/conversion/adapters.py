@@ -424,7 +424,7 @@ def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
     if memory:
         return AdapterSettings()
     folder = os.path.dirname(find_path(part))
-    return AdapterSettings(read_json(os.path.join(folder, NAME)))
+    return AdapterSettings(read_json(os.path.join(folder, NAME)) or {})
 
 
 def _find_common_start(name: str, partner: str) -> str:

@@ -169,7 +169,8 @@ def round_toward_zero(values: Any, dtypes: Sequence[DType]) -> Any:
     for row in dtypes:
         rounded = round_values(values, [row])
         # Code that cuts off bits has a float32 first, whose upper half is a bfloat16.
-        exact = values.astype(np.float32) if row.size < 4 else values
+        with np.errstate(over="ignore"):
+            exact = values.astype(np.float32) if row.size < 4 else values
         is_larger = np.abs(rounded.astype(np.float64)) > np.abs(exact.astype(np.float64))
         # The magnitudes of floats have the order of their bits, so the previous word is the next smaller magnitude.
         words = rounded.view(f"u{row.size}") - is_larger.astype(f"u{row.size}")

@@ -80,12 +80,16 @@ class _Fit:
             # Zeros fit every factor, and show no offset.
             if not x.any() and not y.any():
                 return True
-            self._constant = self._compute(x, y)
-            self._spread = float(np.std(y))
+            # Quotients and squares of large numbers may be infinite.
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._constant = self._compute(x, y)
+                self._spread = float(np.std(y))
         if not math.isfinite(self._constant):
             return False
-        expected, bounds = self._expect(x, y)
-        if not (np.abs(y - expected) <= bounds).all():
+        with np.errstate(over="ignore"):
+            expected, bounds = self._expect(x, y)
+            is_close = np.abs(y - expected) <= bounds
+        if not is_close.all():
             return False
         informative = bounds[(bounds > 0) & (bounds < self._spread)]
         bits = np.log2(self._spread / informative)
@@ -158,6 +162,9 @@ class _Offset(_Fit):
         smallest = int(np.argmin(sizes))
         self._doubt = 2 * self._unit * float(sizes[smallest])
         offset = float(y[smallest] - x[smallest])
+        # Two finite numbers may have an infinite difference, which `add` refuses.
+        if not math.isfinite(offset * _FRACTION):
+            return offset
         simple = round(offset * _FRACTION) / _FRACTION
         return simple if abs(simple - offset) <= self._doubt else offset
 

@@ -1,7 +1,10 @@
 """Compare the settings of two models in the configurations beside them: equal weights may be different models.
 
-Only settings that change the function of a model with given weights count, under the names of transformers and of
-Meta. A setting in only one configuration is unknown and does not count, unless its absence turns it off.
+Two configurations of one type of model are compared in every setting except those of `neutral_settings`. A setting in
+only one of them counts, unless the other model has the same value without it. Configurations of different types, or of
+different libraries, have few settings in common, so only those with a known meaning are compared, and a setting in only
+one of them counts only if its absence turns it off.
+
 Two models whose settings differ are not "in sync": a conversion may have changed them, or a library may ignore them.
 """
 
@@ -9,12 +12,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.name_maps import read_settings
+from syncheck.conversion.configurations import TEXT, read_configurations
+from syncheck.conversion.neutral_settings import SIZES, is_default, is_neutral
 from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import classify_vocabulary
+from syncheck.frozen import record
 from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
 from syncheck.tensors.blocks import has_elements
@@ -24,36 +30,41 @@ from syncheck.tensors.names import name_model_setting
 from syncheck.text import SIDES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from syncheck.conversion.configurations import Configuration, Configurations
     from syncheck.conversion.sides import Side
     from syncheck.messages import Message
     from syncheck.records import Comparison
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
-# The names of one setting in several libraries.
-_NAMES = {
-    "n_head": "num_attention_heads",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "n_layer": "num_hidden_layers",
-    "n_layers": "num_hidden_layers",
-    "layer_norm_epsilon": "layer_norm_eps",
-}
 _TIE = "tie_word_embeddings"
-# Settings that are off if a configuration lacks them.
+_QUANTIZATION = "quantization_config"
+# Settings of every library that are off if a configuration lacks them.
 _OFF = frozenset({"rope_scaling", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})
-_SETTINGS = frozenset(
+# Settings with one meaning in all types of models.
+_KNOWN = frozenset(
     "tie_word_embeddings num_attention_heads num_key_value_heads head_dim num_hidden_layers layer_types hidden_act "
-    "hidden_activation activation_function rope_theta partial_rotary_factor rotary_pct rotary_emb_base "
-    "position_embedding_type alibi rms_norm_eps layer_norm_eps norm_eps query_pre_attn_scalar scale_attn_weights "
-    "logit_scale embedding_multiplier residual_multiplier attention_multiplier logits_scaling num_experts_per_tok "
-    "norm_topk_prob routed_scaling_factor scoring_func topk_method n_group topk_group parallel_attn "
-    "use_parallel_residual".split()
+    "hidden_activation activation_function rope_theta partial_rotary_factor position_embedding_type alibi rms_norm_eps "
+    "layer_norm_eps norm_eps query_pre_attn_scalar scale_attn_weights logit_scale embedding_multiplier "
+    "residual_multiplier attention_multiplier logits_scaling num_experts_per_tok norm_topk_prob routed_scaling_factor "
+    "scoring_func topk_method n_group topk_group parallel_attn use_parallel_residual".split()
 )
-_NO_SCALING = {"rope_type": "default"}
-_ROPE = ("rope_scaling", "rope_parameters")
+
+
+@record
+class _Difference:
+    """A setting with another value in each model. a, b: the values; None for a configuration that does not state it."""
+
+    key: str
+    a: Any
+    b: Any
+
+    @property
+    def name(self) -> str:
+        """The key without the names of nested configurations."""
+        return self.key.rpartition(".")[2]
 
 
 def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequence[str], files: Files) -> Comparison:
@@ -61,30 +72,35 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
 
     exclude: globs of values to skip.
     """
-    side_a, side_b = sides
-    settings_a, settings_b = _read_settings(side_a), _read_settings(side_b)
+    a, b = map(_read, sides)
+    unreadable = (*a.unreadable, *b.unreadable)
+    notes = [*comparison.notes, *note_if(unreadable, Note.UNREADABLE_CONFIGURATIONS(files=unreadable))]
+    differences = [*_list_unreadable(a, b)]
+    pairs = _pair(a, b)
+    for pair in pairs:
+        differences += _compare_in_full(*pair)
     # Without a configuration, nothing is known.
-    if not settings_a or not settings_b:
-        return comparison
+    if not pairs and a.by_name and b.by_name:
+        settings = (a.merge(), b.merge())
+        differences += _compare_known(*settings)
+        notes += _note_types(*settings)
 
-    notes = [*comparison.notes, *_note_settings(settings_a, settings_b)]
     diffs: list[ValueDiff] = []
     differing: list[Message] = []
-    for key in _list_differing(settings_a, settings_b):
-        values = (_to_value(settings_a.get(key)), _to_value(settings_b.get(key)))
-        diff = ValueDiff(
-            name_model_setting(key),
-            by_rank=dict(zip(SIDES, values, strict=True)),
-            counts=False,
-            kind="model",
-            unknown=True,
-        )
-        # Two names of equal weights are tied or not, without a difference.
-        is_without_effect = key == _TIE and not _changes_output(sides, files)
-        if not is_without_effect and not matches_any(diff.name, exclude):
-            note = Note.ATTRIBUTE(name=key, values=diff.by_rank)
+    for difference in differences:
+        diff = _to_diff(difference)
+        # The tensors of a model of another size, or of a quantized model, differ themselves.
+        if difference.name == _QUANTIZATION or difference.name in SIZES:
+            has_effect = not any(tensor.out_of_sync for tensor in comparison.tensors)
+        elif difference.name == _TIE:
+            # Two names of equal weights are tied or not, without a difference.
+            has_effect = _changes_output(sides, files)
+        else:
+            has_effect = True
+
+        if has_effect and not matches_any(diff.name, exclude):
             diffs.append(diff)
-            differing.append(note)
+            differing.append(Note.ATTRIBUTE(name=difference.key, values=diff.by_rank))
 
     notes += note_if(differing, Note.MODEL_SETTINGS_DIFFER(settings=tuple(differing)))
     return replace(
@@ -94,7 +110,64 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
     )
 
 
-def _note_settings(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any]) -> list[Message]:
+def _read(side: Side) -> Configurations:
+    """Return the configurations of a side."""
+    return read_configurations([snapshot.path for snapshot in list_snapshots(side.group)])
+
+
+def _list_unreadable(a: Configurations, b: Configurations) -> Iterator[_Difference]:
+    """Yield a difference for each file that is no configuration, if the other model has one."""
+    if b.by_name:
+        for path in a.unreadable:
+            yield _Difference(os.path.basename(path), "unreadable", "readable")
+    if a.by_name:
+        for path in b.unreadable:
+            yield _Difference(os.path.basename(path), "readable", "unreadable")
+
+
+def _pair(a: Configurations, b: Configurations) -> list[tuple[Configuration, Configuration]]:
+    """Return the configurations of both models with one file name and one type of model."""
+    pairs = []
+    for file_name, configuration in a.by_name.items():
+        partner = b.by_name.get(file_name)
+        if partner is not None and configuration.model_type == partner.model_type:
+            pairs.append((configuration, partner))
+
+    return pairs
+
+
+def _compare_in_full(a: Configuration, b: Configuration) -> Iterator[_Difference]:
+    """Yield the settings that may change the function, of two configurations of one type, and of the nested ones."""
+    # An older form of some types has the settings of the language model beside the other settings.
+    if (TEXT in a.nested) != (TEXT in b.nested):
+        a, b = a.merge_text(), b.merge_text()
+
+    yield from _list_differing("", a, b)
+    for name in dict.fromkeys((*a.nested, *b.nested)):
+        content_a, content_b = a.nested.get(name), b.nested.get(name)
+        if content_a is None or content_b is None:
+            yield _Difference(name, content_a, content_b)
+        else:
+            yield from _list_differing(name, a, b)
+
+
+def _list_differing(name: str, a: Configuration, b: Configuration) -> Iterator[_Difference]:
+    """Yield the settings that differ between the nested configurations with a name, or between the outer ones."""
+    stated_a, stated_b = a.get_stated(name), b.get_stated(name)
+    complete_a, complete_b = a.get_complete(name), b.get_complete(name)
+    model_type = stated_a.get("model_type", a.model_type)
+    for key in sorted(stated_a.keys() | stated_b.keys()):
+        value_a, value_b = complete_a.get(key), complete_b.get(key)
+        if is_neutral(key, model_type) or _are_equal(value_a, value_b):
+            continue
+        if value_a is None and is_default(key, value_b, complete_a, model_type):
+            continue
+        if value_b is None and is_default(key, value_a, complete_b, model_type):
+            continue
+        yield _Difference(f"{name}.{key}" if name else key, value_a, value_b)
+
+
+def _note_types(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any]) -> list[Message]:
     """Return notes about other types of models, and about settings in only one configuration."""
     # Without a type, nothing is known.
     type_a = settings_a.get("model_type", "")
@@ -104,57 +177,46 @@ def _note_settings(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any])
         b=str(type_b),
     )
     stated_once = settings_a.keys() ^ settings_b.keys()
-    absent = sorted(stated_once & _SETTINGS - _OFF)
+    absent = sorted(stated_once & _KNOWN)
     return [
         *note_if(type_a not in ("", type_b), other_type),
         *note_if(absent, Note.MODEL_SETTINGS_ABSENT(settings=tuple(absent))),
     ]
 
 
-def _list_differing(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any]) -> list[str]:
-    """Return the names of the settings with different values in both configurations."""
+def _compare_known(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any]) -> Iterator[_Difference]:
+    """Yield the settings with one meaning in all types of models that differ."""
     stated_twice = settings_a.keys() & settings_b.keys()
-    names = _SETTINGS & stated_twice
+    names = _KNOWN & stated_twice
     # Other libraries have other names for the settings.
     if "model_type" in stated_twice:
         names |= _OFF
 
-    return [name for name in sorted(names) if settings_a.get(name) != settings_b.get(name)]
+    for name in sorted(names):
+        value_a, value_b = settings_a.get(name), settings_b.get(name)
+        if not _are_equal(value_a, value_b):
+            yield _Difference(name, value_a, value_b)
 
 
-def _to_value(setting: object) -> object:
-    """Return a setting as a value of a report: lists and objects as JSON."""
-    return json.dumps(setting, sort_keys=True) if isinstance(setting, (list, dict)) else setting
+def _are_equal(value_a: object, value_b: object) -> bool:
+    """Whether two values of a file are equal; NaN, which Python reads, equals NaN."""
+    return value_a == value_b or repr(value_a) == repr(value_b)
 
 
-def _read_settings(side: Side) -> dict[str, Any]:
-    """Return the settings in the configurations beside the files of a side, under one name each; empty without any."""
-    paths = [snapshot.path for snapshot in list_snapshots(side.group)]
-    settings: dict[str, Any] = {}
-    for configuration in read_settings(paths, {}):
-        for key, value in configuration.items():
-            # A missing value is no setting.
-            if value is not None:
-                settings[_NAMES.get(key, key)] = value
+def _to_diff(difference: _Difference) -> ValueDiff:
+    """Return a difference as a value of a report: lists and objects as JSON."""
+    values = []
+    for setting in (difference.a, difference.b):
+        is_container = isinstance(setting, (list, dict))
+        values.append(json.dumps(setting, sort_keys=True) if is_container else setting)
 
-    # Transformers 5 stores the base beside the scaling, and names the type `rope_type` only.
-    rope: dict[str, Any] = {**_NO_SCALING}
-    for name in _ROPE:
-        parameters = settings.get(name)
-        if isinstance(parameters, dict):
-            rope |= parameters
-
-    rope["rope_type"] = rope.pop("type", rope["rope_type"])
-    if "rope_theta" in rope:
-        settings.setdefault("rope_theta", rope.pop("rope_theta"))
-
-    settings.pop("rope_scaling", None)
-    if rope != _NO_SCALING:
-        settings["rope_scaling"] = rope
-    if settings.get("use_sliding_window") is False:
-        settings.pop("sliding_window", None)
-
-    return settings
+    return ValueDiff(
+        name_model_setting(difference.key),
+        by_rank=dict(zip(SIDES, values, strict=True)),
+        counts=False,
+        kind="model",
+        unknown=True,
+    )
 
 
 def _changes_output(sides: Sequence[Side], files: Files) -> bool:

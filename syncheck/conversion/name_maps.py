@@ -380,17 +380,21 @@ def read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> list[dict[
     Parameters as for `find_variables`. Later settings take precedence.
     """
     settings = [{name.rpartition(".")[2]: value for name, value in values.items()}]
-    # A path is a folder, or a file in a folder.
-    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
-    for folder in dict.fromkeys(folders):
+    for folder in list_folders(paths):
         for file_name in CONFIGURATIONS:
-            config = read_json(os.path.join(folder, file_name))
+            config = read_json(os.path.join(folder, file_name)) or {}
             settings.append(config)
             # The settings of the language model in a model with several modalities.
             text_config = config.get("text_config")
             if isinstance(text_config, dict):
                 settings.append(text_config)
     return settings
+
+
+def list_folders(paths: Iterable[str]) -> list[str]:
+    """Return the folders of files, each once. A path may be a folder itself."""
+    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
+    return list(dict.fromkeys(folders))
 
 
 def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
@@ -407,11 +411,11 @@ def is_setting(value: Any) -> bool:
     return is_size(value) and value <= _MOST_SETTING
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Return a configuration; empty if the file is missing, too large or not a JSON object."""
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return a configuration; None if the file is missing, too large or not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.loads(file.read(_MOST_JSON))
     except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return None
+    return content if isinstance(content, dict) else None

@@ -191,8 +191,8 @@ def _list_paddings(name: str, models: Models) -> Iterator[Candidate]:
     if dim is None or 0 in (a.numel, b.numel):
         return
     length = min(a.shape[dim], b.shape[dim])
-    # B holds all of a shorter tensor of A: nothing is padding, too.
-    is_complete = is_padding(a, dim, length, models.files)
+    longer = a if a.shape[dim] > length else b
+    is_complete = is_padding(longer, dim, length, models.files)
     yield Candidate(
         RelationKind.PADDED if is_complete else RelationKind.PART_LOST,
         parameters={"dim": dim, "added": b.shape[dim] - a.shape[dim]},

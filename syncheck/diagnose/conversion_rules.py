@@ -104,6 +104,7 @@ CONVERSION_RULES = (
         relation=RelationKind.PART_LOST,
         key=("dim", "added", "row", "shift"),
         state=model_layouts.state_part_lost,
+        amend=model_layouts.explain_added_parts,
     ),
     Rule(
         code="SYN312",

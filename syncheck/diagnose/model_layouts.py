@@ -356,13 +356,13 @@ def state_rotary(tensors: Sequence[TensorDiff]) -> Message:
 
 
 class Padded(Sentence, topic="SYN309"):
-    """Rows or columns were added, or padding was removed; the common part is equal.
+    """Padding was added or removed; the common part is equal.
 
-    Signature: the shapes differ in one dimension, and the common part is equal, bit by bit. What B lacks are zeros, or
-    equal rows of a vocabulary; other rows that B lacks are SYN318.
+    Signature: the shapes differ in one dimension, and the common part is equal, bit by bit. The further part of the
+    larger tensor is zeros, or equal rows of a vocabulary; further rows and columns with data are SYN318.
 
-    Cause: one library pads the vocabulary to a multiple of 64 or 128 times the tensor-parallel size, a tokenizer got
-    new tokens, or a conversion cut the padding off.
+    Cause: one library pads the vocabulary to a multiple of 64 or 128 times the tensor-parallel size, or a conversion
+    cut the padding off.
 
     Fix: if the padding is intended, compare with a map that states its multiple (the built-in maps do for
     vocabularies), or pass `--allow SYN309`. Otherwise resize the embedding and the output layer together.
@@ -404,18 +404,18 @@ def explain_padded_vectors(match: Match) -> Match:
 
 
 class PartLost(Sentence, topic="SYN318"):
-    """B lacks rows or columns of A that hold data; the common part is equal.
+    """One model lacks rows or columns of the other one that hold data; the common part is equal.
 
     Signature: the shapes differ in one dimension, the common part is equal, bit by bit, and the further rows or
-    columns of A are neither zeros nor equal rows of a vocabulary. Or rows are lost or inserted before other rows, which
-    are equal, bit by bit, at other positions.
+    columns of one model are neither zeros nor equal rows of a vocabulary. Or rows are lost or inserted before other
+    rows, which are equal, bit by bit, at other positions.
 
     Cause: the conversion cut a tensor to a size from another configuration or tokenizer, removed padding of a wrong
-    multiple, or lost the last shard.
+    multiple, or lost the last shard. If B has more, a tokenizer got new tokens, or a buffer was not cut to its size.
 
     Fix: build B from the configuration of A, and convert the whole tensor. If the rows are in no vocabulary, as padding
     with random values is, a `config.json` with `vocab_size` beside the files and a map with `pad` prove the padding, or
-    pass `--allow SYN318`; `--allow SYN309` does not accept lost data.
+    pass `--allow SYN318`; `--allow SYN309` accepts no data.
 
     Incidents: none with a public thread. Models whose embedding has more rows than their tokenizer has tokens
     (Qwen2: 151,936 and 151,665) are cut by scripts that resize the embedding to the tokenizer.
@@ -426,6 +426,12 @@ class PartLost(Sentence, topic="SYN318"):
         "Convert the whole tensor, with the sizes of A's configuration. If the lost part is unused, pass "
         "{allow:option=SYN318}."
     )
+    CAUSE_ADDED = "B has rows or columns with data that A lacks, such as new tokens; the common part is equal."
+    FIX_ADDED = (
+        "If the additional part is intended, pass {allow:option=SYN318}. Otherwise build both models from one "
+        "configuration, and save the tensors without unused memory."
+    )
+    ADDED = "B has {count:count more index|more indices} of dimension {dim} in {names:names}, which hold data"
     CUT = "B lacks the last {count:count index|indices} of dimension {dim} in {names:names}, which hold data"
     REMOVED = (
         "B lacks {count:count row} of A from row {row} on in {names:names}: the next rows of A are {shift:count row} "
@@ -449,8 +455,16 @@ def state_part_lost(tensors: Sequence[TensorDiff]) -> Message:
             row=parameters["row"],
             names=list_names(tensors),
         )
-    return PartLost.CUT(
-        count=-parameters["added"],
+    added = parameters["added"]
+    sentence = PartLost.ADDED if added > 0 else PartLost.CUT
+    return sentence(
+        count=abs(added),
         dim=parameters["dim"],
         names=list_names(tensors),
     )
+
+
+def explain_added_parts(match: Match) -> Match:
+    """Replace cause and fix if B lacks nothing."""
+    are_added = all(parameters_of(diff)["added"] > 0 for diff in match.tensors)
+    return match.with_cause(PartLost.CAUSE_ADDED, PartLost.FIX_ADDED) if are_added else match

@@ -116,6 +116,7 @@ def _is_undecided(group: Group, findings: Sequence[Finding]) -> bool:
         group.uncompared,
         # Equal files that claim to be one rank may be one file and its copy.
         group.evidence.claimed_twice,
+        group.evidence.absent_shards is not None,
         group.evidence.doubt is not None,
     )
     if any(doubts):

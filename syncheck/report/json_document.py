@@ -25,6 +25,8 @@ SCHEMA = 2
 _MOST_VALUE = 200
 # Larger integers, for example of a corrupt file, are written as text, because other programs read floats.
 _MOST_INTEGER = 2**63
+# JSON has no number for them, so they are text, as Python prints them.
+_NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 # Tuples in parameters: sets of ranks, and values with the ranks that hold them.
 _MOST_LEVELS = 3
 
@@ -52,14 +54,18 @@ def render(report: Report, version: str) -> str:
 
 def to_json(value: Any) -> str:
     """Return JSON, with the commands of CI systems in names escaped (see `text.logged`)."""
+    text = _write(value)
+    # Only a floating-point number writes these words outside of strings.
+    if "NaN" in text or "Infinity" in text:
+        text = _write(json.loads(text, parse_constant=_NOT_FINITE.__getitem__))
+
     # In JSON `#` occurs only inside strings, where it can be escaped.
-    text = json.dumps(
-        value,
-        default=_fields,
-        indent=1,
-        allow_nan=False,
-    )
     return re.sub(r"##(?=\w*\[)", r"#\\u0023", text) + "\n"
+
+
+def _write(value: Any) -> str:
+    """Return JSON, in which NaN and infinity may be numbers."""
+    return json.dumps(value, default=_fields, indent=1)
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -270,7 +270,9 @@ def difference_of(diff: TensorDiff) -> float:
     if is_partly_nonfinite or diff.max_abs is None or not math.isfinite(diff.max_abs):
         return UNKNOWN
 
-    return float(f"{diff.max_abs:.4g}")
+    rounded = float(f"{diff.max_abs:.4g}")
+    # The largest numbers of float64 round to infinity.
+    return rounded if math.isfinite(rounded) else diff.max_abs
 
 
 def make_curves(group: Group) -> dict[str, Curve]:

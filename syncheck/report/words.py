@@ -335,9 +335,10 @@ def _find_shards(report: Report) -> Iterator[Message]:
 
 
 def _find_doubt(report: Report) -> Iterator[Message]:
-    doubt = _first_value(report, attrgetter("evidence.doubt"))
-    if doubt:
-        yield doubt
+    for field in ("evidence.absent_shards", "evidence.doubt"):
+        doubt = _first_value(report, attrgetter(field))
+        if doubt:
+            yield doubt
 
 
 def _find_excluded(report: Report) -> Iterator[Message]:

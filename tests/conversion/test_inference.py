@@ -213,9 +213,9 @@ def test_rows_are_never_inferred_as_padding(tmp_path: Path) -> None:
     a = llama.write(tmp_path / "a", {"embed.weight": head, "body.w": body})
     for i, rows in enumerate((1, 10, 19)):
         b = llama.write(tmp_path / str(i), {"tok.weight": head[:rows], "trunk.w": body})
-        for pair, code in (((a, b), "SYN318"), ((b, a), "SYN309")):
+        for pair in ((a, b), (b, a)):
             report = syncheck.diff(*pair)
-            assert set(list_codes(report.groups[-1].findings)) == {code}
+            assert set(list_codes(report.groups[-1].findings)) == {"SYN318"}
 
 
 def test_other_dtypes_are_paired_after_the_cast(tmp_path: Path) -> None:

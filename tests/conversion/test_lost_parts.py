@@ -9,6 +9,7 @@ import torch
 from support import llama
 
 import syncheck
+from syncheck.diagnose.model_layouts import PartLost
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -37,13 +38,19 @@ CASES = [
     (torch.cat([ROWS, torch.zeros(1, 4)]), ROWS, NAME, "SYN309"),
     (torch.cat([ROWS, torch.ones(3, 4)]), ROWS, NAME, "SYN309"),  # padding with the same new token
     (torch.cat([ROWS, COLUMNS], 1), ROWS, "layers.0.down_proj.weight", "SYN309"),
-    (ROWS[:6], ROWS, NAME, "SYN309"),  # B has everything that A has
+    (ROWS[:6], ROWS, NAME, "SYN318"),  # B has everything that A has, and data
+    (ROWS, torch.cat([ROWS, COLUMNS], 1), "layers.0.down_proj.weight", "SYN309"),
+    (ROWS[:, :3], ROWS, "layers.0.down_proj.weight", "SYN318"),
+    (ROWS, torch.cat([ROWS, torch.ones(3, 4)]), NAME, "SYN309"),
+    (ROWS, torch.cat([ROWS, torch.ones(3, 4)]), "layers.0.up_proj.weight", "SYN318"),
+    (torch.ones(6), torch.ones(8), "norm.weight", "SYN318"),
+    (ROWS[:6].bfloat16(), ROWS.bfloat16().float(), NAME, "SYN318"),
 ]
 
 
 @pytest.mark.parametrize(("a", "b", "name", "code"), CASES)
 def test_lost_data_and_padding(tmp_path: Path, a: torch.Tensor, b: torch.Tensor, name: str, code: str) -> None:
-    """The code depends on the values that B lacks, and each code is accepted by its own name only."""
+    """The code depends on the values in one model only, and each code is accepted by its own name only."""
     [finding] = compare(tmp_path, a, b, name).groups[-1].findings
     assert (finding.code, finding.tensors, finding.certainty) == (code, (name,), "proved")
     for allowed in ("SYN309", "SYN318"):
@@ -62,6 +69,28 @@ def test_gained_and_lost_rows_of_one_pair(tmp_path: Path) -> None:
     assert report.exit_code == 1
     allowed = {finding.code: finding.allowed for finding in report.groups[-1].findings}
     assert allowed == {"SYN309": True, "SYN318": False}
+
+
+def test_added_data_is_stated(tmp_path: Path) -> None:
+    """Rows of B that A lacks are no padding, and nothing was lost."""
+    [finding] = compare(tmp_path, ROWS[:6], ROWS, NAME).groups[-1].findings
+    assert finding.evidence == f"B has 2 more indices of dimension 0 in {NAME}, which hold data"
+    assert (finding.cause.code, finding.fix.code) == (PartLost.CAUSE_ADDED, PartLost.FIX_ADDED)
+
+
+def test_the_size_of_accepted_padding_is_no_other_setting(tmp_path: Path) -> None:
+    """The configuration of a padded model states its number of rows; beside equal rows, the number counts."""
+    model = llama.make_model()
+    padded = dict(model)
+    for name in (NAME, "lm_head.weight"):
+        padded[name] = torch.cat([torch.from_numpy(model[name]), torch.zeros(28, llama.WIDTH)]).numpy()
+    rows = len(model[NAME])
+    config = llama.CONFIG | {"model_type": "llama"}
+    a = llama.write(tmp_path / "a", model, config | {"vocab_size": rows})
+    b = llama.write(tmp_path / "b", padded, config | {"vocab_size": rows + 28})
+    assert syncheck.diff(a, b, options=DiffOptions(allow=("SYN309",))).exit_code == 0
+    b = llama.write(tmp_path / "b", model, config | {"vocab_size": rows + 28})
+    assert syncheck.diff(a, b).exit_code == 2
 
 
 def test_a_single_token_is_no_padding_of_a_map(tmp_path: Path) -> None:

@@ -88,6 +88,152 @@ def test_settings_without_effect(tmp_path: Path, change: dict[str, Any]) -> None
     assert diff(tmp_path, BASE | change, BASE).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        # No list has the names of these settings.
+        ({}, {"use_qk_norm": True}),
+        ({"no_rope_layers": [1, 1, 0]}, {"no_rope_layers": [1, 1, 1]}),
+        ({"model_type": "my_model", "my_scale": 1.0}, {"my_scale": 2.0}),
+        ({"model_type": "bert", "is_decoder": False}, {"is_decoder": True}),
+        ({"model_type": "clip", "vision_config": {"hidden_act": "gelu"}}, {"vision_config": {"hidden_act": "relu"}}),
+        ({"model_type": "clip", "vision_config": {"hidden_act": "gelu"}}, {"vision_config": {}}),
+        ({"model_type": "x", "audio_config": {"a_config": {"eps": 1}}}, {"audio_config": {"a_config": {"eps": 2}}}),
+        ({"model_type": "x", "text_config": {"model_type": "llama"}}, {"text_config": {"model_type": "qwen2"}}),
+        ({"model_type": "clip", "projection_dim": 16, "text_config": {"projection_dim": 512}}, {"projection_dim": 512}),
+        ({"model_type": "t5", "num_heads": 8, "d_kv": 64}, {"num_heads": 16}),
+        ({"model_type": "roberta", "pad_token_id": 1}, {"pad_token_id": 0}),
+        ({"model_type": None, "_class_name": "UNet", "act_fn": "silu"}, {"act_fn": "gelu"}),
+    ],
+)
+def test_unknown_settings_count_in_one_type_of_model(
+    tmp_path: Path, config: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """Every setting that is not known to be without effect counts, also in nested configurations."""
+    config = BASE | config
+    for configs in ((config, config | change), (config | change, config)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == 2
+        (value,) = report.groups[-1].values
+        assert value.name.startswith("(model setting ")
+        assert find_note(report, Note.MODEL_SETTINGS_DIFFER) is not None
+
+
+def test_a_scale_that_depends_on_the_tie_counts(tmp_path: Path) -> None:
+    """T5 scales the outputs of a decoder with tied embeddings, so the tie counts beside equal weights."""
+    model = make_model()
+    tied = model | {HEAD: model[EMBEDDING].copy()}
+    first = write(tmp_path / "a", tied, {"model_type": "t5", "tie_word_embeddings": True})
+    second = write(tmp_path / "b", tied, {"model_type": "t5", "tie_word_embeddings": False})
+    (value,) = syncheck.diff(first, second).groups[-1].values
+    assert value.name == "(model setting scale_decoder_outputs)"
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps", "hidden_act", "num_key_value_heads"])
+def test_a_lost_setting_is_undecided(tmp_path: Path, key: str) -> None:
+    """If only one configuration of one type states a setting, the default of the loader applies: exit code 2."""
+    config = BASE | {"model_type": "qwen2"}
+    lost = {name: value for name, value in config.items() if name != key}
+    for configs in ((config, lost), (lost, config)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == 2
+        (value,) = report.groups[-1].values
+        assert value.name == f"(model setting {key})"
+        assert None in value.by_rank.values()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param({"model_type": "llama"}, {"rope_theta": 10000.0, "attention_bias": False}, id="llama"),
+        pytest.param({"model_type": "gpt2", "n_positions": 8, "n_ctx": 8}, {"n_ctx": None}, id="gpt2"),
+        pytest.param(
+            {"model_type": "bert", "position_embedding_type": "absolute"},
+            {"position_embedding_type": None, "is_decoder": False, "add_cross_attention": False},
+            id="bert",
+        ),
+        pytest.param(
+            {"model_type": "t5", "num_layers": 6, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+            {
+                "num_decoder_layers": 6,
+                "dense_act_fn": "gelu_new",
+                "is_gated_act": True,
+                "scale_decoder_outputs": False,
+                "relative_attention_max_distance": 128,
+            },
+            id="t5",
+        ),
+        pytest.param(
+            {"model_type": "gpt_neox", "rotary_emb_base": 10000, "rotary_pct": 0.25, "rope_theta": None},
+            {
+                "rotary_emb_base": None,
+                "rotary_pct": None,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            },
+            id="gpt_neox",
+        ),
+        pytest.param(
+            {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2},
+            {
+                "rope_theta": None,
+                "rope_local_base_freq": None,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                },
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            id="gemma3",
+        ),
+    ],
+)
+def test_two_versions_of_transformers_store_one_model(tmp_path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Transformers 4 and 5 store a model in other forms, and omit defaults that are known."""
+    config = BASE | {"num_hidden_layers": 2} | old
+    assert diff(tmp_path, config, config | new).exit_code == 0
+    assert diff(tmp_path, config | new, config).exit_code == 0
+
+
+def test_the_quantization_of_other_weights_has_no_effect(tmp_path: Path) -> None:
+    """A configuration of the quantization counts beside equal weights only: other weights are compared themselves."""
+    quantized = BASE | {"quantization_config": {"quant_method": "fp8"}}
+    assert diff(tmp_path / "equal", BASE, quantized).exit_code == 2
+    first = write(tmp_path / "a", make_model(), BASE)
+    second = write(tmp_path / "b", make_model(1), quantized)
+    assert syncheck.diff(first, second).groups[-1].values == ()
+
+
+def test_settings_of_two_files_are_compared_by_file(tmp_path: Path) -> None:
+    """A second configuration of another library beside one model is no difference."""
+    first = write(tmp_path / "a", make_model(), BASE)
+    second = write(tmp_path / "b", make_model(), BASE)
+    (tmp_path / "b" / "params.json").write_text(json.dumps({"dim": 32, "use_biases": False}), encoding="utf-8")
+    assert syncheck.diff(first, second).exit_code == 0
+
+
+@pytest.mark.parametrize("content", ["{ not json", "[1, 2]", "folder", "[" * 200000, '{"a":' * 100 + "1" + "}" * 100])
+def test_an_unreadable_configuration_is_undecided(tmp_path: Path, content: str) -> None:
+    """A file that is no configuration has a note, and exit code 2 if the other model has a configuration."""
+    first = write(tmp_path / "a", make_model(), BASE)
+    second = write(tmp_path / "b", make_model())
+    path = tmp_path / "b" / "config.json"
+    if content == "folder":
+        path.mkdir()
+    else:
+        path.write_text(content, encoding="utf-8")
+
+    for sides in ((first, second), (second, first)):
+        report = syncheck.diff(*sides)
+        assert report.exit_code == 2
+        assert find_note(report, Note.UNREADABLE_CONFIGURATIONS) == {"files": (str(path),)}
+        assert syncheck.diff(*sides, options=syncheck.DiffOptions(exclude=("(model setting *)",))).exit_code == 0
+
+    os.remove(tmp_path / "a" / "config.json")
+    report = syncheck.diff(first, second)
+    assert report.exit_code == 0
+    assert find_note(report, Note.UNREADABLE_CONFIGURATIONS) is not None
+
+
 def test_two_forms_of_scaled_positions(tmp_path: Path) -> None:
     """The scaling of positions has one meaning in transformers 4 and 5."""
     old = BASE | {"rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -95,8 +241,8 @@ def test_two_forms_of_scaled_positions(tmp_path: Path) -> None:
     assert diff(tmp_path, old, new).exit_code == 0
 
 
-def test_settings_that_one_configuration_lacks_are_listed(tmp_path: Path) -> None:
-    """A missing setting is unknown: it is no difference, and a note lists it. So is another type of models."""
+def test_settings_that_another_type_of_model_lacks_are_listed(tmp_path: Path) -> None:
+    """Another type of model has other settings: a missing one is no difference, and notes list it and the types."""
     shorter = {key: value for key, value in BASE.items() if key != "rope_theta"} | {"model_type": "mistral"}
     report = diff(tmp_path, BASE, shorter)
     assert report.exit_code == 0

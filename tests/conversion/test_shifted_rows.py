@@ -57,7 +57,7 @@ def test_the_first_shifted_row(tmp_path: Path, a: Any, b: Any, code: str, shift:
 
 OTHER_CAUSES = [
     (ROWS, torch.cat([ROWS, ZEROS]), {"SYN309"}),
-    (ROWS, torch.cat([ROWS, OTHER]), {"SYN309"}),
+    (ROWS, torch.cat([ROWS, OTHER]), {"SYN318"}),
     (ROWS, ROWS[:-2], {"SYN318"}),
     (ROWS, ROWS.roll(1, 0), {"SYN305"}),
     # One further row was changed.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
+import numpy as np
 import pytest
 from support.checkpoints import changed, network, save_pth
 from support.hostile_report import hostile
@@ -19,7 +20,7 @@ from support.listings import find_all, list_codes, list_fields
 import syncheck
 from syncheck.messages import Note
 from syncheck.readers import outputs
-from syncheck.report import json_document
+from syncheck.report import html, json_document
 from syncheck.sentences import Sentence
 
 if TYPE_CHECKING:
@@ -101,6 +102,45 @@ def test_parameters_are_json_values() -> None:
     assert parameters["number"] == "inf"
     assert parameters["sets"] == [[0, 1], [2]]
     assert parameters["reason"] == {"code": "Note.QUICK", "text": str(Note.QUICK()), "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("constant", "text"), [(np.inf, "inf"), (-np.inf, "-inf")], ids=["infinity", "negative infinity"]
+)
+def test_infinite_constants_of_models_are_text(tmp_path: Path, constant: float, text: str) -> None:
+    """A row of infinities in one of two models is evidence, and its value is text in every part of the document."""
+    model = {"weight": np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)}
+    save_pth(tmp_path / "a.pth", model)
+    model["weight"] = model["weight"].copy()
+    model["weight"][2] = constant
+    save_pth(tmp_path / "b.pth", model)
+
+    document = render(syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth"))
+    (tensor,) = document["groups"][0]["tensors"]
+    assert tensor["evidence"]["relation"]["parameters"]["value"] == text
+
+
+def test_no_float_of_a_record_breaks_a_document(tmp_path: Path) -> None:
+    """Infinity and NaN in any field of a report are text, and the same words in a name stay."""
+    report = hostile("NaN, Infinity")
+    group = replace(report.groups[0], step=float("-inf"))
+    document = json.loads(json_document.render(replace(report, groups=(group,)), "0"), parse_constant=pytest.fail)
+    assert document["groups"][0]["step"] == "-inf"
+    assert document["groups"][0]["name"] == "NaN, Infinity"
+
+
+@pytest.mark.parametrize("elements", [1, 512], ids=["one element", "all elements"])
+def test_a_difference_beyond_the_largest_number_is_reported(tmp_path: Path, elements: int) -> None:
+    """Two finite numbers of float64 whose difference is infinite are out of sync in every format."""
+    model = {"weight": np.random.default_rng(0).standard_normal((8, 64))}
+    for name, value in (("a", -1.7976e308), ("b", 1.7976e308)):
+        model["weight"].flat[:elements] = value
+        save_pth(tmp_path / f"{name}.pth", model)
+
+    report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert report.exit_code == 1
+    render(report)
+    assert "OUT OF SYNC" in html.render(report, "0")
 
 
 def topics(kind: type[Sentence] = Sentence) -> Iterator[type[Sentence]]:

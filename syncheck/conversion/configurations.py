@@ -1,0 +1,213 @@
+"""Read the configurations beside the files of a model, with one name and one form for each setting.
+
+Transformers 4 and 5 and Meta store some settings in several forms. A nested configuration, such as `vision_config`, has
+its own settings, whose names begin with its name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.conversion.name_maps import CONFIGURATIONS, list_folders, read_json
+from syncheck.frozen import record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+# The names of one setting in several libraries.
+_NAMES = {
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_pct": "partial_rotary_factor",
+    "rotary_emb_base": "rope_theta",
+    "sliding_window_pattern": "_sliding_window_pattern",
+}
+# Models that scale the outputs of a decoder only if the output layer is tied, also if its weight equals the embedding.
+_SCALE_WITH_TIE = frozenset("t5 mt5 umt5 longt5 switch_transformers".split())
+_GATED = "gated-"
+_GATED_LAYERS = {"mt5": "gated-gelu", "umt5": "gated-gelu"}
+TEXT = "text_config"
+_NO_SCALING = {"rope_type": "default"}
+_ROPE = ("rope_scaling", "rope_parameters")
+# The parts of positions that transformers 5 stores with the scaling, and transformers 4 beside it.
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_TYPES = ("model_type", "_class_name", "architecture")
+# Files are untrusted: deeper containers cannot be compared or written.
+_MOST_LEVELS = 32
+
+
+@record
+class Configuration:
+    """The configuration of a model in files with one name, in one or several folders."""
+
+    file_name: str
+    settings: Mapping[str, Any]
+    """As in the file, with the names and forms of transformers 5."""
+    nested: Mapping[str, Mapping[str, Any]]
+    """The settings of each configuration in it, by its name."""
+
+    @property
+    def model_type(self) -> object:
+        """The type of the model, or its class; None if the file does not state it."""
+        return next((self.settings[key] for key in _TYPES if key in self.settings), None)
+
+    def merge_text(self) -> Configuration:
+        """Return the configuration with the settings of the language model in place of the outer ones."""
+        nested = {name: content for name, content in self.nested.items() if name != TEXT}
+        return replace(self, settings={**self.settings, **self.nested.get(TEXT, {})}, nested=nested)
+
+    def get_stated(self, name: str) -> Mapping[str, Any]:
+        """Return the settings of a nested configuration, or the outer ones without a name."""
+        return self.nested.get(name, {}) if name else self.settings
+
+    def get_complete(self, name: str) -> dict[str, Any]:
+        """Return the same with settings that the outer configuration, or the language model, states instead."""
+        stated_elsewhere = {"": self.nested.get(TEXT, {}), TEXT: self.settings}
+        return {**stated_elsewhere.get(name, {}), **self.get_stated(name)}
+
+
+@record
+class Configurations:
+    """The configurations of a model by file name, and the paths of files that are no configurations."""
+
+    by_name: Mapping[str, Configuration]
+    unreadable: tuple[str, ...]
+
+    def merge(self) -> dict[str, Any]:
+        """Return the settings of all configurations."""
+        settings: dict[str, Any] = {}
+        for configuration in self.by_name.values():
+            settings |= configuration.merge_text().settings
+
+        return settings
+
+
+def read_configurations(paths: Sequence[str]) -> Configurations:
+    """Return the configurations beside the files or folders of a model. Later folders take precedence."""
+    settings_of_file: dict[str, dict[str, Any]] = {}
+    unreadable: list[str] = []
+    for folder in list_folders(paths):
+        for file_name in CONFIGURATIONS:
+            path = os.path.join(folder, file_name)
+            content = read_json(path)
+            if os.path.lexists(path) and (content is None or _is_too_deep(content)):
+                unreadable.append(path)
+            elif content:
+                settings_of_file.setdefault(file_name, {}).update(content)
+
+    configurations: dict[str, Configuration] = {}
+    for file_name, settings in settings_of_file.items():
+        nested = dict(_find_nested(settings))
+        own_settings = {key: value for key, value in settings.items() if key not in nested}
+        configurations[file_name] = Configuration(
+            file_name=file_name,
+            settings=_normalize(own_settings),
+            nested={name: _normalize(content) for name, content in nested.items()},
+        )
+
+    return Configurations(configurations, tuple(unreadable))
+
+
+def _is_too_deep(content: object) -> bool:
+    """Whether containers are nested in each other without a plausible end."""
+    containers = [content]
+    for _ in range(_MOST_LEVELS):
+        inner: list[object] = []
+        for container in containers:
+            if isinstance(container, dict):
+                inner += container.values()
+            elif isinstance(container, list):
+                inner += container
+
+        containers = [value for value in inner if isinstance(value, (dict, list))]
+
+    return bool(containers)
+
+
+def _find_nested(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the settings of each configuration in a configuration, also within other ones."""
+    for key, value in settings.items():
+        is_configuration = isinstance(value, dict) and (key.endswith("_config") or "model_type" in value)
+        if is_configuration and key != "quantization_config":
+            inner = dict(_find_nested(value, f"{prefix}{key}."))
+            own_settings = {name: content for name, content in value.items() if f"{prefix}{key}.{name}" not in inner}
+            yield f"{prefix}{key}", own_settings
+            yield from inner.items()
+
+
+def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings under one name and in one form each."""
+    settings: dict[str, Any] = {}
+    for key, value in stored.items():
+        # A missing value is no setting.
+        if value is not None:
+            settings[_NAMES.get(key, key)] = value
+
+    _unite_positions(settings)
+    if str(settings.get("model_type")) in _SCALE_WITH_TIE:
+        _state_t5(settings)
+
+    if settings.get("use_sliding_window") is False:
+        settings.pop("sliding_window", None)
+        settings.pop("max_window_layers", None)
+        settings.pop("use_sliding_window")
+
+    # All layers attend to everything, as without the setting.
+    layer_types = settings.get("layer_types")
+    if isinstance(layer_types, list) and all(kind == _FULL for kind in layer_types):
+        settings.pop("layer_types")
+
+    return settings
+
+
+def _state_t5(settings: dict[str, Any]) -> None:
+    """Add the settings of T5 that follow from other settings, which transformers 5 stores."""
+    default = _GATED_LAYERS.get(settings["model_type"], "relu")
+    layer = settings.setdefault("feed_forward_proj", default)
+    is_gated = isinstance(layer, str) and layer.startswith(_GATED)
+    activation = layer.removeprefix(_GATED) if is_gated else layer
+    # The first model with a gate approximated its function.
+    if activation == "gelu" and is_gated:
+        activation = "gelu_new"
+
+    settings.setdefault("is_gated_act", is_gated)
+    settings.setdefault("dense_act_fn", activation)
+    is_tied = settings.get("tie_word_embeddings") is not False
+    settings["scale_decoder_outputs"] = is_tied and settings.get("scale_decoder_outputs") is not False
+
+
+def _unite_positions(settings: dict[str, Any]) -> None:
+    """Change the settings of rotary positions to the form of transformers 4, with the scaling under one name."""
+    rope: dict[str, Any] = {**_NO_SCALING}
+    for name in _ROPE:
+        parameters = settings.get(name)
+        if isinstance(parameters, dict):
+            rope |= parameters
+
+    # Layers of both kinds have parameters of their own.
+    if isinstance(rope.get(_FULL), dict) and isinstance(rope.get(_SLIDING), dict):
+        sliding = {**_NO_SCALING, **rope.pop(_SLIDING)}
+        rope |= rope.pop(_FULL)
+        if "rope_theta" in sliding:
+            settings.setdefault("rope_local_base_freq", sliding.pop("rope_theta"))
+        if sliding != _NO_SCALING:
+            settings["rope_scaling_of_sliding_attention"] = sliding
+
+    rope["rope_type"] = rope.pop("type", rope["rope_type"])
+    for name in _BESIDE_SCALING:
+        if name in rope:
+            settings.setdefault(name, rope.pop(name))
+
+    for name in _ROPE:
+        if settings.get(name) == {} or isinstance(settings.get(name), dict):
+            settings.pop(name)
+
+    if rope != _NO_SCALING:
+        settings["rope_scaling"] = rope
