@@ -9,7 +9,6 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
-from syncheck.conversion.part_names import find_stated_order
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError
@@ -18,7 +17,7 @@ from syncheck.suggestions import suggest
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
 # Limits of a file that may come from anywhere. The largest map of this package has 60 rules in 8 kB.
 _MOST_BYTES, _MOST_RULES, _MOST_PARTS, _MOST_LETTERS = 1 << 24, 1 << 16, 256, 1024
@@ -279,10 +278,11 @@ def _describe_setting(key: str, value: object) -> str:
     return f"{key}={text}"
 
 
-def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
+def write_map(path: str, names: NameMap, guessed: Collection[Rule] = (), contradicted: Collection[Rule] = ()) -> None:
     """Write a map as TOML.
 
-    guessed: rules that no data shows, which get a comment, as rules do whose order the name of the tensor contradicts.
+    guessed: rules that no data shows, which get a comment.
+    contradicted: rules that names contradict, which get a comment, too.
     Raises OptionError if the file cannot be written, or would replace an input or a checkpoint.
     """
     lines = [f"{name} = {number}" for name, number in names.variables]
@@ -295,9 +295,8 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
-        stated_order = find_stated_order(rule)
-        if stated_order:
-            lines.append(f"# The name states another order of the parts: {', '.join(stated_order)}. B may be wrong.")
+        if rule in contradicted:
+            lines.append("# Names contradict this rule: its own, or those of the parts of its module. B may be wrong.")
         settings = {
             "name": rule.name,
             "parts": rule.parts,
