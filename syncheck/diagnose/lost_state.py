@@ -59,4 +59,6 @@ def ranks_with_zeros(case: Case) -> tuple[int, ...]:
         zero_ranks.add(tuple(rank for rank in sorted(norms) if norms[rank] == 0))
     # A reset clears the moments of all parameters, and of one parameter they may be 0 for another reason.
     is_whole_state = len(moments) >= WHOLE * len(case.names_of("optimizer"))
-    return zero_ranks.pop() if is_whole_state and len(zero_ranks) == 1 else ()
+    if not is_whole_state or len(zero_ranks) != 1:
+        return ()
+    return zero_ranks.pop()

@@ -322,8 +322,8 @@ def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) 
     if case.number_of_ranks == 2 and not is_smaller:
         ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
     side = Text.SMALLER() if is_smaller else Text.LARGER()
-    sentence = Text.SCALED_CONSISTENT if case.is_in_sync("parameter") else Text.SCALED
-    summary = sentence(
+    sentences = {True: Text.SCALED_CONSISTENT, False: Text.SCALED}
+    summary = sentences[case.is_in_sync("parameter")](
         ranks=ranks,
         others=reference_ranks,
         side=side,
