@@ -200,6 +200,7 @@ class Note(Sentence):
         "take precedence"
     )
     OTHER_WEIGHTS = "{file:name} is compared as a separate model, beside {others}"
+    STRAY_SHARD = "{file:name} is not compared: loaders read its tensors from {others}"
     SECOND_WEIGHTS = "{file:name} is compared as a separate model: a second copy of the weights, beside {others}"
     # The gradient of a parallel program and its definition.
     PARITY = (

@@ -94,7 +94,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
 
 
 def _find_prefix(models: Sequence[Iterable[str]]) -> Message | None:
-    """Return a note if all names that differ are those of the other model with one prefix, else None."""
+    """Return a note if all names that differ are the names of the other model with a prefix, else None."""
     names_a, names_b = set(models[0]), set(models[1])
     only_a, only_b = sorted(names_a - names_b), sorted(names_b - names_a)
     shorter, longer, sides = only_a, only_b, ("A", "B")

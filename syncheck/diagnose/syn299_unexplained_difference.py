@@ -275,7 +275,7 @@ def _list_common_streams(case: Case) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_kind_alone(case: Case, kind: str) -> bool:
-    """Whether the tensors of the kind are what their kind says, and differ alone."""
+    """Whether the tensors of the kind have the contents of their kind, and differ alone."""
     if kind == "optimizer":
         return case.is_in_sync("parameter")
     # The error feedback of PowerSGD is listed with the RNG states, but is none.
