@@ -121,8 +121,10 @@ def _find_exchanged_names(links: Iterable[_Link], names_a: Collection[str], name
             words_by_context[context].add(words)
 
     for link in links:
-        # The parts of a fused tensor have no name that is exchanged with its name.
-        name_a, name_b = "".join(link.parts), link.whole
+        # The name of a fused tensor is not exchanged with a part.
+        if len(link.parts) > 1:
+            continue
+        name_a, name_b = link.parts[0], link.whole
         # Without the words of the other name, the name stays as it is.
         exchanged = set(_exchange_words(name_a, name_b, words_by_context)) - {_join_words(name_a)}
         refutations = (
