@@ -1,4 +1,4 @@
-"""Moments that are 0 or scaled on some ranks, although all parameters agree."""
+"""Optimizer state that is 0, scaled or counts other steps on some ranks, although all parameters agree."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 import syncheck
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
+from syncheck.diagnose import syn299_unexplained_difference as syn299
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,3 +90,19 @@ def test_other_zeros_are_no_reset(tmp_path: Path, change: str) -> None:
         altered["model"]["0.weight"] += 0.1
     finding = diagnose(tmp_path, [checkpoint, checkpoint, altered])
     assert finding.code != "SYN215"
+
+
+@pytest.mark.parametrize("number", [4, 6, 60])
+@pytest.mark.parametrize("parameters", [1, 4])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_step_counters_alone(tmp_path: Path, number: int, parameters: int, as_tensor: bool) -> None:
+    """If all moments agree too, code has set the counters, and the fix mentions no moments."""
+    checkpoint = train("adam")
+    for state in checkpoint["optimizer"]["state"].values():
+        state["step"] = state["step"] if as_tensor else 5
+    altered = copy.deepcopy(checkpoint)
+    for state in list(altered["optimizer"]["state"].values())[:parameters]:
+        state["step"] = torch.tensor(float(number)) if as_tensor else number
+    finding = diagnose(tmp_path, [checkpoint, checkpoint, altered])
+    assert (finding.code, finding.ranks) == ("SYN299", (2,))
+    assert finding.fix.code is (syn299.Text.FIX_COUNTERS if as_tensor else syn299.Text.FIX_VALUES)
