@@ -77,6 +77,8 @@ class Note(Sentence):
         "  {name:name} = {parts}  <- the name states another order: {order:list}; equal data shows the order of B, "
         "which may be wrong"
     )
+    REFUTED_RULE = "  {name:name} = {parts}  <- this rule contradicts its name; B may be wrong"
+    DIVIDED_RULE = "  {name:name} = {parts}  <- this rule contradicts the rule of {sibling:name}; B may be wrong"
     COPY_RULE = "  {name:name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
     MORE_NOTES = "... and {count:count more line}; a report has all"
@@ -199,6 +201,7 @@ class Note(Sentence):
         "take precedence"
     )
     OTHER_WEIGHTS = "{file:name} is compared as a separate model, beside {others}"
+    STRAY_SHARD = "{file:name} is not compared: loaders read its tensors from {others}"
     SECOND_WEIGHTS = "{file:name} is compared as a separate model: a second copy of the weights, beside {others}"
     # The gradient of a parallel program and its definition.
     PARITY = (
@@ -387,6 +390,10 @@ class Undecided(Sentence):
     UNREADABLE = "{count} of the files given could not be read"
     INFERRED_MAP = (
         "equal under an inferred map: review it, write it with {write_map:option FILE}, then pass {map:option FILE}"
+    )
+    CONTRADICTED_MAP = (
+        "equal under an inferred map that names contradict in {count:count rule}: {names:names}. If B is right, pass "
+        "the map with {map:option FILE}, which {write_map:option FILE} writes"
     )
     GUESSED_HEADS = (
         "equal if {names:list} {names:verb is|are} as the data suggests: put config.json beside the files, or pass "

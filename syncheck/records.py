@@ -283,6 +283,8 @@ class GroupEvidence:
     """For two models on a report page: how A and B store each tensor."""
     inferred: bool = False
     """For two models: whether the pairs of their names were inferred from the data, and not accepted by the user."""
+    contradicted: tuple[str, ...] = ()
+    """For two models: the rules of an inferred map that names of tensors contradict, which no option accepts."""
     guessed: tuple[str, ...] = ()
     """For two models: numbers of heads that were chosen because they fit, and not accepted by the user."""
     fitted: tuple[str, ...] = ()

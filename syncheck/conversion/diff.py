@@ -28,7 +28,7 @@ from syncheck.layout.named_steps import note_contradicting_steps
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
 from syncheck.layout.whole_model import add_tied_names, join
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
 from syncheck.records import Report
@@ -235,12 +235,12 @@ def _adapt(side: Side) -> AdaptedModel:
 
 def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions) -> Comparison:
     """Note on which guesses the comparison rests, unless the options accept them, and the accepted conversion."""
-    is_accepted = options.accept_inferred
-    guessed = () if is_accepted else mapped.guessed
-    is_proposal = mapped.inferred and not is_accepted
+    guessed = () if options.accept_inferred else mapped.guessed
+    is_proposal = mapped.inferred and not _is_accepted(mapped, options)
     evidence = replace(
         comparison.evidence,
         inferred=is_proposal,
+        contradicted=mapped.contradicted,
         guessed=guessed,
         fitted=mapped.fitted,
         cast=options.cast or "",
@@ -250,12 +250,17 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
 
 def _note_map(mapped: MappedSides, options: DiffOptions) -> list[Message]:
     """Return notes about the map, and about its guesses."""
-    notes = [*mapped.notes]
-    if mapped.inferred and options.accept_inferred:
-        notes.append(Note.ACCEPTED_MAP())
-    if mapped.guessed:
-        notes.append(Note.GUESSED_HEADS(names=mapped.guessed))
-    return notes
+    is_accepted = mapped.inferred and _is_accepted(mapped, options)
+    return [
+        *mapped.notes,
+        *note_if(is_accepted, Note.ACCEPTED_MAP()),
+        *note_if(mapped.guessed, Note.GUESSED_HEADS(names=mapped.guessed)),
+    ]
+
+
+def _is_accepted(mapped: MappedSides, options: DiffOptions) -> bool:
+    """Whether the options accept an inferred map. A map that names contradict needs a map that the user passes."""
+    return options.accept_inferred and not mapped.contradicted
 
 
 def _build_report(

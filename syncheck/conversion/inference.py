@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
+from syncheck.conversion.contradictions import find_contradictions
 from syncheck.conversion.general_rules import make_rules
 from syncheck.conversion.guesses import Guesses
 from syncheck.conversion.layer_marks import mark_names
@@ -28,7 +29,7 @@ from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.conversion.layer_rules import Assignment
     from syncheck.messages import Message
@@ -48,6 +49,8 @@ class Inferred:
     """The size of a head, if rows were permuted."""
     guessed: tuple[Rule, ...] = ()
     """Rules of the map for tensors with equal data, whose pairs only their names suggest."""
+    contradicted: dict[Rule, str] = field(default_factory=dict)
+    """Rules that names refute, with a tensor whose rule contradicts them, empty for their own name."""
     ambiguous: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Names of A and of B with equal data, whose pairs nothing shows."""
     prefix: Message | None = None
@@ -83,6 +86,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         replace(names, tied=tied),
         variables=_find_head_dim(assignment),
         guessed=_list_guessed(names, guesses),
+        contradicted=_list_contradicted(names, assignment, guesses, (only_a, only_b)),
         ambiguous=(_unmark_all(ambiguous_a), _unmark_all(ambiguous_b)),
         prefix=_find_prefix(models),
         applies=2 * len(shared_names) < least_names,
@@ -90,7 +94,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
 
 
 def _find_prefix(models: Sequence[Iterable[str]]) -> Message | None:
-    """Return a note if all names that differ are those of the other model with one prefix, else None."""
+    """Return a note if all names that differ are the names of the other model with a prefix, else None."""
     names_a, names_b = set(models[0]), set(models[1])
     only_a, only_b = sorted(names_a - names_b), sorted(names_b - names_a)
     shorter, longer, sides = only_a, only_b, ("A", "B")
@@ -136,6 +140,22 @@ def _list_guessed(names: NameMap, guesses: Guesses) -> tuple[Rule, ...]:
     stored_names = [pairing.stored for pairing in guesses.pairings]
     # A stack whose parts do not count from 0 has no rule.
     return tuple(dict.fromkeys(match.rule for match in names.match_names(_unmark_all(stored_names))))
+
+
+def _list_contradicted(
+    names: NameMap, assignment: Assignment, guesses: Guesses, models: Sequence[Collection[str]]
+) -> dict[Rule, str]:
+    """Return the rules of a map that names refute, as in `Inferred`. models: the names that only A or B has."""
+    siblings = find_contradictions(assignment.list_pairings(), set(guesses.pairings), models)
+    contradicted: dict[Rule, str] = {}
+    for match in names.match_names(siblings):
+        contradicted.setdefault(match.rule, siblings[match.name])
+    # A fused name states the order of its parts. Guessed parts have equal data.
+    guessed_rules = _list_guessed(names, guesses)
+    for rule in names.rules:
+        if find_stated_order(rule) and rule not in guessed_rules:
+            contradicted.setdefault(rule, "")
+    return contradicted
 
 
 def _list_candidates(model: Mapping[str, Tensor], partner_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -239,7 +259,7 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
     if inferred.map.rules:
         sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
         notes.append(sentence())
-        notes += _list_rules(inferred.map)
+        notes += _list_rules(inferred)
     if inferred.prefix is not None:
         notes.append(inferred.prefix)
     guessed_names = tuple(rule.name for rule in inferred.guessed)
@@ -254,14 +274,31 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
     ]
 
 
-def _list_rules(names: NameMap) -> list[Message]:
+def _list_rules(inferred: Inferred) -> list[Message]:
     """Return notes with the first rules of a map: a report is read by people, and `--write-map` writes all rules."""
-    notes = []
-    for rule in names.rules[:_MOST_PRINTED]:
-        stated_order = find_stated_order(rule)
-        sentence = Note.CONTRADICTING_RULE if stated_order else Note.RULE
-        notes.append(sentence(name=rule.name, parts=describe_rule(rule), order=stated_order))
+    names = inferred.map
+    # Rules that names refute are always printed.
+    rules = dict.fromkeys((*inferred.contradicted, *names.rules))
+    notes = [_describe_rule(rule, inferred.contradicted) for rule in list(rules)[:_MOST_PRINTED]]
     if len(names.rules) > _MOST_PRINTED:
         notes.append(Note.MORE_RULES(count=len(names.rules) - _MOST_PRINTED))
     notes += [Note.COPY_RULE(name=copy, copied=stored_once) for copy, stored_once in names.tied[:_MOST_PRINTED]]
     return notes
+
+
+def _describe_rule(rule: Rule, contradicted: Mapping[Rule, str]) -> Message:
+    """Return a note with a rule, and with a mark if names refute it. contradicted: see `Inferred`."""
+    stated_order, sibling = find_stated_order(rule), contradicted.get(rule, "")
+    sentence = Note.RULE
+    if stated_order:
+        sentence = Note.CONTRADICTING_RULE
+    elif sibling:
+        sentence = Note.DIVIDED_RULE
+    elif rule in contradicted:
+        sentence = Note.REFUTED_RULE
+    return sentence(
+        name=rule.name,
+        parts=describe_rule(rule),
+        order=stated_order,
+        sibling=sibling,
+    )

@@ -51,9 +51,9 @@ def relate_local(name: str, models: Models) -> dict[str, Relation]:
         change = _find_single_change(pair, models.files)
     else:
         change = _find_change_of_merge(merged_pair, pair, models.files)
-    if change is None:
+    position, bits = change or (0, 0)
+    if not bits:
         return {}
-    position, bits = change
     parameters: dict[str, Any] = {
         "index": unravel_index(position, a.shape),
         "bits": bits,
@@ -78,7 +78,7 @@ def _find_change_of_merge(merged: MergedPair, pair: tuple[Tensor, Tensor], files
     )
     bits = int(words[0] ^ partner_words[0]).bit_count()
     # The conversion of the pair may drop the bits that differ.
-    return (position, bits) if bits else None
+    return position, bits
 
 
 def _get_unit_roundoff(tensor: Tensor) -> float:
@@ -86,7 +86,10 @@ def _get_unit_roundoff(tensor: Tensor) -> float:
 
 
 def _find_single_change(pair: tuple[Tensor, Tensor], files: Files) -> tuple[int, int] | None:
-    """Return the position of the only different element of two tensors, and its number of different bits."""
+    """Return the position of the only different element of two tensors, and its number of different bits.
+
+    A neighbouring number has no bits, because another rounding explains it.
+    """
     import numpy as np
 
     changes: list[tuple[int, int]] = []
@@ -95,7 +98,10 @@ def _find_single_change(pair: tuple[Tensor, Tensor], files: Files) -> tuple[int,
         different = np.nonzero(words != partner_words)[0]
         # The bits of two elements are enough to stop at any further element.
         for position in different[:2].tolist():
-            bits = int(words[position] ^ partner_words[position]).bit_count()
+            word, partner_word = int(words[position]), int(partner_words[position])
+            # The exponent is above the mantissa, so that the words of neighbouring numbers are neighbours, too.
+            is_neighbour = abs(word - partner_word) == 1
+            bits = 0 if is_neighbour else (word ^ partner_word).bit_count()
             changes.append((start + position, bits))
         if len(changes) > 1:
             return None

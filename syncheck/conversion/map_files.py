@@ -8,8 +8,7 @@ from collections import Counter
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
-from syncheck.conversion.part_names import find_stated_order
+from syncheck.conversion.name_maps import MOST_PARTS, VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError
@@ -18,10 +17,11 @@ from syncheck.suggestions import suggest
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
-# Limits of a file that may come from anywhere. The largest map of this package has 60 rules in 8 kB.
-_MOST_BYTES, _MOST_RULES, _MOST_PARTS, _MOST_LETTERS = 1 << 24, 1 << 16, 256, 1024
+# Limits of a file that may come from anywhere. The largest map of this package has 60 rules in 8 kB, and an inferred
+# map has the names of the files, of any length.
+_MOST_BYTES, _MOST_RULES, _MOST_LETTERS = 1 << 24, 1 << 16, 1 << 20
 
 
 def list_built_in() -> tuple[str, ...]:
@@ -68,8 +68,13 @@ def _read_text(path: str) -> str:
         raise UsageError(f"{path}: {error.strerror}; pass a TOML file with a map") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file; pass a TOML file with a map") from None
-    _require(len(text) <= _MOST_BYTES, f"{path}: more than {_MOST_BYTES} characters; pass a TOML file with a map")
+    _require_length(text, path)
     return text
+
+
+def _require_length(text: str, path: str) -> None:
+    """Raise UsageError if a text is too long for a map. path: of its file."""
+    _require(len(text) <= _MOST_BYTES, f"{path}: more than {_MOST_BYTES} characters; pass a TOML file with a map")
 
 
 def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
@@ -208,7 +213,7 @@ def _check_rule(rule: Rule, label: str) -> None:
     """Raise UsageError for a rule that contradicts itself. label: the file and the number of the rule."""
     count = len(rule.parts)
     _require(len(rule.shares) == count, f"{label}: sizes: must have one size for each of the {count} parts")
-    _require(count <= _MOST_PARTS, f"{label}: parts: {count} parts; at most {_MOST_PARTS} are allowed")
+    _require(count <= MOST_PARTS, f"{label}: parts: {count} parts; at most {MOST_PARTS} are allowed")
     # A part that is named twice would replace the first of both, which would never be compared.
     for part, occurrences in Counter(rule.parts).items():
         problem = "is named twice; each part needs a name of its own"
@@ -279,11 +284,13 @@ def _describe_setting(key: str, value: object) -> str:
     return f"{key}={text}"
 
 
-def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
+def write_map(path: str, names: NameMap, guessed: Collection[Rule] = (), contradicted: Collection[Rule] = ()) -> None:
     """Write a map as TOML.
 
-    guessed: rules that no data shows, which get a comment, as rules do whose order the name of the tensor contradicts.
-    Raises OptionError if the file cannot be written, or would replace an input or a checkpoint.
+    guessed: rules that no data shows, which get a comment.
+    contradicted: rules that names contradict, which get a comment, too.
+    Raises OptionError if the file cannot be written, or would replace an input or a checkpoint, and UsageError if
+    `read_map` would refuse it.
     """
     lines = [f"{name} = {number}" for name, number in names.variables]
     if lines:
@@ -295,9 +302,8 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
-        stated_order = find_stated_order(rule)
-        if stated_order:
-            lines.append(f"# The name states another order of the parts: {', '.join(stated_order)}. B may be wrong.")
+        if rule in contradicted:
+            lines.append("# Names contradict this rule: its own, or those of the parts of its module. B may be wrong.")
         settings = {
             "name": rule.name,
             "parts": rule.parts,
@@ -306,7 +312,11 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
         lines.append("[[rule]]")
         lines += [f"{key} = {_to_toml(value)}" for key, value in settings.items()]
         lines.append("")
-    outputs.write(path, "\n".join(lines), outputs.MAP)
+    text = "\n".join(lines)
+    # A map beyond the limits would be refused only in the next run.
+    _require_length(text, path)
+    _parse(text, path)
+    outputs.write(path, text, outputs.MAP)
 
 
 def _to_toml(value: object) -> str:

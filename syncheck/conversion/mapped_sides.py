@@ -42,6 +42,8 @@ class MappedSides:
     """Notes about the map."""
     inferred: bool = False
     """Whether the names of some tensors follow from an inferred map."""
+    contradicted: tuple[str, ...] = ()
+    """The names of the rules of an inferred map that names of tensors contradict."""
     guessed: tuple[str, ...] = ()
     """The numbers of heads that fit the data, and that no configuration states."""
     fitted: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         renamed_sides,
         notes=(first_note, *notes, *more_notes),
         inferred=applied is not None,
+        contradicted=() if applied is None else tuple(rule.name for rule in applied.contradicted),
         guessed=guessed,
         fitted=fitted,
     )
@@ -147,7 +150,7 @@ def _write_map(
         return []
     if inferred is not None:
         written_map = add_variables(extend_map(names, inferred), {**variables, **inferred.variables}, stated_variables)
-        write_map(path, written_map, inferred.guessed)
+        write_map(path, written_map, inferred.guessed, inferred.contradicted)
         return []
     if names is None:
         return [Note.NO_MAP(file=path)]

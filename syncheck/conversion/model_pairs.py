@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _PROBES, _PROBE = 8, 16
 # Fewer elements than this can be equal by chance.
 FEW = 16
+# The bytes of a few trained numbers. Integers and ranges such as 0, 1, 2, 3 have fewer.
+_MANY_BYTES = 9
 
 
 @dataclass(slots=True)
@@ -110,8 +112,10 @@ class Models:
         transposed: whether to look for matrices with exchanged dimensions.
         """
         b = self.b[name]
-        # Few elements and constants are equal to constants of other tensors by chance.
-        if not self.is_distinct(b):
+        # Few elements and constants are equal to constants of other tensors by chance, unless they have many bytes, as
+        # the running statistics of a few channels do.
+        different_bytes = set(self.probe(b))
+        if not self.is_distinct(b) and len(different_bytes) < _MANY_BYTES:
             return None
         # The probes of A are read once for all tensors of one dtype and shape.
         key = b.dtype, b.shape, transposed

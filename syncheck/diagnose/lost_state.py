@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.measures import evidence_of
 from syncheck.diagnose.optimizer_names import is_setting
 from syncheck.diagnose.selection import join_ranks, ranks_outside, select_missing
 from syncheck.tensors.kinds import OPTIMIZER
@@ -11,6 +12,9 @@ from syncheck.tensors.kinds import OPTIMIZER
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case
     from syncheck.records import Comparison
+
+# Least share of the moments that differ if ranks have lost all of them.
+WHOLE = 0.9
 
 
 def ranks_without_state(case: Case) -> tuple[int, ...]:
@@ -44,3 +48,17 @@ def _ranks_without_groups(group: Comparison) -> set[int]:
         if is_setting(value.name):
             ranks.update(value.lost)
     return ranks
+
+
+def ranks_with_zeros(case: Case) -> tuple[int, ...]:
+    """Return the ranks whose moments are all 0, although no moment of the other ranks is; empty without such ranks."""
+    zero_ranks: set[tuple[int, ...]] = set()
+    moments = case.differing("optimizer")
+    for diff in moments:
+        norms = evidence_of(diff).norms
+        zero_ranks.add(tuple(rank for rank in sorted(norms) if norms[rank] == 0))
+    # A reset clears the moments of all parameters, and of one parameter they may be 0 for another reason.
+    is_whole_state = len(moments) >= WHOLE * len(case.names_of("optimizer"))
+    if not is_whole_state or len(zero_ranks) != 1:
+        return ()
+    return zero_ranks.pop()

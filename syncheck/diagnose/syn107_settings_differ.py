@@ -4,15 +4,15 @@ Signature: a value of the optimizer's parameter groups (learning rate, weight de
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
 In a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step.
-Modules in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and
-optimizer state if ranks with equal settings hold equal bytes, and the settings explain the differences: averaged
-gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no average of gradients, so
-that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters within the gradients.
-Other settings may change moments, which must then still have the same direction (median cosine of 0.9 or more), unless
-the settings turn them. A learning rate or weight decay that differs by less than 1 % explains small differences only,
-and foreach, fused, capturable and differentiable explain rounding only. All other differences have a finding of their
-own. The finding covers only the values, too, if only a scheduler's state differs and has not changed a learning rate
-yet. Without moments in the files, it is "consistent".
+Modules in training mode on some ranks only are a warning that does not fail; a file without modes has none. The finding
+also covers parameters and optimizer state if ranks with equal settings hold equal bytes, and the settings explain the
+differences: averaged gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no
+average of gradients, so that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters
+within the gradients. Other settings may change moments, which must then still have the same direction (median cosine of
+0.9 or more), unless the settings turn them. A learning rate or weight decay that differs by less than 1 % explains
+small differences only, and foreach, fused, capturable and differentiable explain rounding only. All other differences
+have a finding of their own. The finding covers only the values, too, if only a scheduler's state differs and has not
+changed a learning rate yet. Without moments in the files, it is "consistent".
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
@@ -166,7 +166,7 @@ class _Settings(NamedTuple):
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = case.of_values("setting")
-    modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
+    modes = list(filter(_is_other_mode, case.group.values))
     # Modes alone are no fault of the saved state, so they only warn.
     if not settings:
         return _match_modes(case, modes)
@@ -200,6 +200,20 @@ def apply(case: Case) -> Match | None:
         fix,
     )
     return _limit_certainty(case, match, acting)
+
+
+def _is_other_mode(value: ValueDiff) -> bool:
+    """Whether modules are in another mode on some ranks. A file without modes shows none."""
+    stored_modes: set[str] = set()
+    for mode in value.by_rank.values():
+        stored_modes.add(repr(mode))
+    stored_modes.discard("None")
+    conditions = (
+        len(stored_modes) > 1,
+        not value.counts,
+        last_part(value.name) == TRAINING,
+    )
+    return all(conditions)
 
 
 def _split_by_effect(settings: Sequence[ValueDiff]) -> _Settings:

@@ -252,7 +252,7 @@ def _started_differently(case: Case, difference: _Difference, trend: str | None)
 
 
 def _have_digests_of_part(case: Case, difference: _Difference) -> bool:
-    """Whether the digests of several parameters differ, and those of others and of the optimizer state agree."""
+    """Whether the digests of several parameters differ, and all other digests, also of the optimizer state, agree."""
     are_several = len(difference.parameters) > 1
     return are_several and difference.has_state and bool(case.agreeing("parameter"))
 

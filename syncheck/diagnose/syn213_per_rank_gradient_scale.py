@@ -127,6 +127,10 @@ class Text(Sentence, topic=CODE):
         "{ranks:Ranks} scaled {ranks:verb its|their} gradients in some steps at least: nearly all elements of "
         "{ranks:verb its|their} second moments are {side} than on {others:ranks}"
     )
+    SCALED_CONSISTENT = (
+        "Consistent with scaled gradients on {ranks:ranks}: nearly all elements of {ranks:verb its|their} second "
+        "moments are {side} than on {others:ranks}"
+    )
     EACH_SCALED = (
         "Consistent with a scale of each rank's own: all ranks differ, and their first moments have nearly the same "
         "direction"
@@ -134,6 +138,7 @@ class Text(Sentence, topic=CODE):
     SMALLER = "smaller"
     LARGER = "larger"
     COSINE = "the median cosine over {count:count parameter} is {cosine:.3f}"
+    PARAMETERS_AGREE = "all parameters agree, so the optimizer state alone may have been changed"
     MOSTLY_DECAY = "{count:count parameter} ignored, because momentum is mostly weight decay"
     UNCOUNTED = "the optimizer does not count steps, so a skipped step or a lost momentum would look the same"
 
@@ -317,7 +322,8 @@ def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) 
     if case.number_of_ranks == 2 and not is_smaller:
         ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
     side = Text.SMALLER() if is_smaller else Text.LARGER()
-    summary = Text.SCALED(
+    sentences = {True: Text.SCALED_CONSISTENT, False: Text.SCALED}
+    summary = sentences[case.is_in_sync("parameter")](
         ranks=ranks,
         others=reference_ranks,
         side=side,
@@ -397,6 +403,7 @@ def _make_match(case: Case, ranks: tuple[int, ...], facts: list[Message], moment
     _, since = case.trend_facts("parameter")
     all_facts = [
         *facts,
+        *state_if(case.is_in_sync("parameter"), Text.PARAMETERS_AGREE()),
         *since,
         *follower_facts(covered, "optimizer"),
         *case.agreement_facts(moments),
@@ -407,7 +414,9 @@ def _make_match(case: Case, ranks: tuple[int, ...], facts: list[Message], moment
 def _summarize(case: Case, lengths: _Lengths) -> Message:
     """State which ranks clipped or scaled their gradients, and by which factors."""
     ranks = lengths.ranks
-    sentences = _COUNTED if case.counts_steps() else _UNCOUNTED
+    # Scaled gradients usually change the parameters, too.
+    is_certain = case.counts_steps() and not case.is_in_sync("parameter")
+    sentences = _COUNTED if is_certain else _UNCOUNTED
     reference_ranks = ranks_outside(case.group.ranks, ranks)
     ratios: dict[int, float] = {}
     for rank in ranks:

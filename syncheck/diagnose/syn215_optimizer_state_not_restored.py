@@ -1,13 +1,15 @@
 """The optimizer state was loaded or lost on some ranks only.
 
 Signature: the optimizer's step counters are far apart, by more than two steps and at least 5 % of the larger count; or
-the optimizer of some ranks holds no state at all. Right after the resume the parameters still agree, because DDP
-broadcasts them, and any lag then proves this cause, because a skipped step changes parameters. One step later all of
-them differ, and ranks that skipped steps may look the same (SYN214). If only a part of the counters lags, parameters
-without a gradient look the same (SYN225). Without a majority, the rank that contradicts the stored step is suspect; if
-the step does not show it, the rank with far fewer steps, or all ranks. SGD counts no steps. After its first step only
-parameters and momentum differ, which other causes explain as well, unless an earlier step shows the missing state: then
-the finding is likely. In a watched run that saw each step, and no skipped one, every lag is of lost state.
+the optimizer of some ranks holds no state at all; or all moments of some ranks are 0, other ranks have other moments,
+and all parameters agree: the state was reset, and scaled gradients would have changed the parameters, too. Right after
+the resume the parameters still agree, because DDP broadcasts them, and any lag then proves this cause, because a
+skipped step changes parameters. One step later all of them differ, and ranks that skipped steps may look the same
+(SYN214). If only a part of the counters lags, parameters without a gradient look the same (SYN225). Without a majority,
+the rank that contradicts the stored step is suspect; if the step does not show it, the rank with far fewer steps, or
+all ranks. SGD counts no steps. After its first step only parameters and momentum differ, which other causes explain as
+well, unless an earlier step shows the missing state: then the finding is likely. In a watched run that saw each step,
+and no skipped one, every lag is of lost state.
 
 Cause: only rank 0 called `optimizer.load_state_dict()` on resume, a rank did not find its file and continued with empty
 state, or some ranks created a new optimizer. Nothing broadcasts the optimizer state.
@@ -38,7 +40,7 @@ from syncheck.diagnose.counters import (
     names_of_values,
 )
 from syncheck.diagnose.loss_scales import find_scaler_values
-from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.lost_state import ranks_with_zeros, ranks_without_state
 from syncheck.diagnose.measures import is_below
 from syncheck.diagnose.selection import count_kinds, ranks_outside, select_missing
 from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, followers
@@ -85,6 +87,10 @@ class Text(Sentence, topic=CODE):
         "The optimizer of {ranks:ranks} holds no state, but the optimizer of {others:ranks} holds "
         "{tensors:count tensor}"
     )
+    ZEROS = (
+        "All {count:count moment} of the optimizer {count:verb is|are} 0 on {ranks:ranks}, and not on {others:ranks}: "
+        "the state was reset"
+    )
     STATE_DIFFERS = "{count:count other optimizer tensor} {count:verb differs|differ}"
     PARAMETERS_AGREE = "all parameters still agree"
     NO_STEP_SINCE = "all parameters still agree, so no step was taken since"
@@ -95,7 +101,7 @@ class Text(Sentence, topic=CODE):
 
 
 def apply(case: Case) -> Match | None:
-    """Match step counters with a large lag, and optimizers without state beside optimizers with state."""
+    """Match step counters with a large lag, and optimizers without state or moments beside optimizers with state."""
     empty_ranks = ranks_without_state(case)
     lost_tensors = tuple(select_missing(case.tensors, *OPTIMIZER))
     if empty_ranks and lost_tensors:
@@ -106,7 +112,7 @@ def apply(case: Case) -> Match | None:
         counters = counters_of_skipped_steps(case)
     largest = farthest(counters)
     if largest is None:
-        return None
+        return _match_zeros(case)
     return _match_counters(case, counters, largest)
 
 
@@ -192,6 +198,18 @@ def _may_be_skipped(case: Case, counter: StepCounter) -> bool:
         return True
     # A rank ahead may have taken extra steps.
     return is_below(healthy_count(case, counter), counter.highest)
+
+
+def _match_zeros(case: Case) -> Match | None:
+    """Match moments that are 0 on some ranks, if all parameters agree."""
+    zero_ranks = ranks_with_zeros(case)
+    if not zero_ranks or not case.is_in_sync("parameter"):
+        return None
+    moments = case.differing("optimizer")
+    holders = ranks_outside(case.group.ranks, zero_ranks)
+    facts = [Text.ZEROS(count=len(moments), ranks=zero_ranks, others=holders), Text.PARAMETERS_AGREE()]
+    # A wrapper that copies the parameters after each step hides gradients of 0.
+    return Match(moments, zero_ranks, facts, certainty="likely")
 
 
 def _match_empty_state(case: Case, empty_ranks: tuple[int, ...], lost_tensors: tuple[TensorDiff, ...]) -> Match:

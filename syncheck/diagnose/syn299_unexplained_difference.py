@@ -71,6 +71,15 @@ class Text(Sentence, topic=CODE):
         "own."
     )
     FIX_STATE = "Load the optimizer state on every rank. If models are averaged, average or reset it on every rank too."
+    CAUSE_COUNTERS = (
+        "Only the step counters of the optimizer differ, and all parameters and moments agree: no step was skipped, so "
+        "code or a checkpoint set the counters of some ranks."
+    )
+    FIX_COUNTERS = (
+        "Look for code that sets or loads `step` on some ranks only. Adam corrects its moments by the counter, so that "
+        "the next steps differ: load the optimizer state of one checkpoint on every rank."
+    )
+    FIX_VALUES = "Check which ranks agree, and look for code that sets or loads the named values on some ranks only."
     CAUSE_BUFFERS = "Only buffers differ: each rank updates them from its own data, or only some ranks loaded them."
     FIX_BUFFERS = "Call `all_reduce` on the inputs of the buffers on every rank before updating them."
     CAUSE_RNG = (
@@ -152,6 +161,7 @@ class _Remainder(NamedTuple):
 _KINDS_ALONE = {
     "buffer": _Remainder(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS),
     "optimizer": _Remainder(Text.CAUSE_STATE, Text.FIX_STATE, (Text.PARAMETERS_AGREE(),)),
+    "optimizer_step": _Remainder(Text.CAUSE_COUNTERS, Text.FIX_COUNTERS),
     "rng": _Remainder(Text.CAUSE_RNG, Text.FIX_RNG),
 }
 
@@ -222,7 +232,7 @@ def _describe_tensors(case: Case) -> Message:
 def _diagnose_remainder(case: Case) -> _Remainder:
     """Return what the kinds of the differing tensors show."""
     if not case.tensors:
-        return _Remainder()
+        return _Remainder(fix=Text.FIX_VALUES)
     if all(map(is_code_constant, list_names(case.tensors))):
         return _Remainder(OtherCode.CAUSE, OtherCode.FIX)
 
@@ -275,9 +285,11 @@ def _list_common_streams(case: Case) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_kind_alone(case: Case, kind: str) -> bool:
-    """Whether the tensors of the kind are what their kind says, and differ alone."""
+    """Whether the tensors of the kind have the contents of their kind, and differ alone."""
     if kind == "optimizer":
         return case.is_in_sync("parameter")
+    if kind == "optimizer_step":
+        return case.is_in_sync("parameter") and case.is_in_sync("optimizer")
     # The error feedback of PowerSGD is listed with the RNG states, but is none.
     has_error_feedback = any(".error_dict." in f".{diff.name}" for diff in case.tensors)
     return kind != "rng" or not has_error_feedback

@@ -290,6 +290,9 @@ def _has_next_step(diff: TensorDiff) -> bool:
 
 
 def _find_guesses(report: Report) -> Iterator[Message]:
+    contradicted = _first_value(report, attrgetter("evidence.contradicted"))
+    if contradicted:
+        yield Undecided.CONTRADICTED_MAP(count=len(contradicted), names=contradicted)
     if _first_value(report, attrgetter("evidence.inferred")):
         yield Undecided.INFERRED_MAP()
     guessed = _first_value(report, attrgetter("evidence.guessed"))

@@ -300,8 +300,8 @@ def test_submodules_of_a_module(tmp_path: Path) -> None:
     moved = syncheck.compare(*paths[:2]).groups[-1]
     removed = syncheck.compare(*paths[1:]).groups[-1]
     for group, code, names in (
-        (moved, "SYN299", {"_modules.s.(modules)": ("a, b, r", "b, r, a")}),
-        (removed, "SYN299", {"_modules.s.(modules)": ("b, r, a", "b, a"), "_modules.m.(modules)": ("a, b, r", "a, b")}),
+        (moved, "SYN299", {"s.(modules)": ("a, b, r", "b, r, a")}),
+        (removed, "SYN299", {"s.(modules)": ("b, r, a", "b, a"), "m.(modules)": ("a, b, r", "a, b")}),
     ):
         (finding,) = find_all(group.findings, counts=True)
         assert (finding.code, finding.values) == (code, tuple(names))

@@ -288,3 +288,36 @@ def test_a_map_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
     assert main(["diff", a, b, "--write-map", str(tmp_path / "no" / "map.toml")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def make_long_names() -> tuple[Weights, Weights]:
+    """Return a model with names of thousands of characters, and a copy with other names."""
+    rng = np.random.default_rng(0)
+    model = {f"{'a' * size}.{'b' * size}.w": rng.standard_normal((4, 4)).astype("f4") for size in (510, 600, 9000)}
+    return model, add_prefix(model, "other{")
+
+
+def make_many_parts() -> tuple[Weights, Weights]:
+    """Return a model with one tensor, and a copy with a tensor for each of its 300 rows."""
+    rows = np.random.default_rng(0).standard_normal((300, 8)).astype("f4")
+    return {"all": rows}, {f"part_{chr(97 + i // 26)}{chr(97 + i % 26)}": rows[i : i + 1] for i in range(300)}
+
+
+@pytest.mark.parametrize("make", [make_long_names, make_many_parts])
+def test_a_written_map_is_readable(tmp_path: Path, make: Any) -> None:
+    """Names of any length and fused tensors of many parts are within the limits of a map."""
+    a, b = make()
+    paths = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    written = str(tmp_path / "map.toml")
+    assert main(["diff", "-q", *paths, "--write-map", written]) == 2
+    assert main(["diff", "-q", *paths, "--map", written]) == 0
+
+
+def test_a_map_that_could_not_be_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor without a name has no rule: one line, exit code 2, and no file."""
+    weight = np.random.default_rng(0).standard_normal((4, 4)).astype("f4")
+    paths = llama.write(tmp_path / "a", {"": weight}), llama.write(tmp_path / "b", {"w": weight})
+    written = tmp_path / "map.toml"
+    assert main(["diff", *paths, "--write-map", str(written)]) == 2
+    assert "map.toml: rule 1" in capsys.readouterr().err
+    assert not written.exists()

@@ -41,6 +41,21 @@ def test_a_flip_beside_a_conversion(tmp_path: Path) -> None:
     assert find(tmp_path, copy, state) == {"SYN307": {"b"}, "SYN220": {"fc.weight"}}
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_neighbouring_number_is_no_flip(tmp_path: Path, turned: bool, dtype: torch.dtype, step: int) -> None:
+    """An element that was rounded another way has the cause of all other tensors, with a few elements or with many."""
+    state = {"norm.weight": 1 + WEIGHT[0].abs(), "b.weight": WEIGHT * 2}
+    copy = {name: weight.to(dtype) for name, weight in state.items()}
+    copy["norm.weight"].view(torch.int16)[5] += step
+    copy["b.weight"].view(torch.int16)[:, ::3] += step
+    a, b = (copy, state) if turned else (state, copy)
+    cast = str(dtype).removeprefix("torch.")
+    assert find(tmp_path, state, copy, cast=cast) == {"SYN399": {"norm.weight", "b.weight"}}
+    assert find(tmp_path, a, b) == {"SYN102": {"norm.weight", "b.weight"}}
+
+
 def test_a_flip_beside_trained_tensors(tmp_path: Path) -> None:
     """A huge element is a flipped bit, whatever training changed elsewhere; a small change of one element is not."""
     state = {"a.weight": WEIGHT, "b.weight": WEIGHT * 2}

@@ -232,7 +232,7 @@ def test_colliding_parts(tmp_path: Path) -> None:
         {"name": "a.{²}", "parts": ["b.{²}"]},
         {"name": "".join(f"{{{letter}}}" for letter in "abcdefghijklmn") + ".w", "parts": ["q"]},
         {"name": ".".join(f"{{{letter}}}" for letter in "abcdefghijklmn"), "parts": ["q"]},
-        {"name": "a" * 2000, "parts": ["q"]},
+        {"name": "a" * ((1 << 20) + 1), "parts": ["q"]},
         {"name": "body.w", "parts": ["trunk.w"], "pad": 64},
         {"name": "embed.w", "parts": ["tok.w"], "pad": 1},
         {"name": "a", "parts": ["b"], "beside": "{"},

@@ -44,6 +44,20 @@ def test_exchanged_parts_of_a_fused_tensor(tmp_path: Path) -> None:
         assert findings == {"SYN305": set(names)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", ["running_var", "running_mean", "bias"])
+def test_exchanged_vectors_of_a_few_channels(tmp_path: Path, last: str, dtype: torch.dtype) -> None:
+    """Eight trained numbers are not equal by chance, in buffers and in parameters; small integers may be."""
+    names = [f"{number}.{last}" for number in (1, 3)]
+    first, second = (draw(8, seed=seed, scale=0.3).add(1).to(dtype) for seed in (1, 2))
+    state = {"w.weight": draw(16, 16), **dict(zip(names, (first, second), strict=True))}
+    copy = state | dict(zip(names, (second, first), strict=True))
+    assert find(tmp_path, state, copy) == {"SYN313": set(names)}
+    integers = {"w.weight": draw(16, 16), "a.sizes": torch.arange(8), "b.sizes": torch.arange(8) % 4}
+    exchanged = integers | {"a.sizes": integers["b.sizes"], "b.sizes": integers["a.sizes"]}
+    assert find(tmp_path, integers, exchanged) == {"SYN399": {"a.sizes", "b.sizes"}}
+
+
 def test_a_copied_norm(tmp_path: Path) -> None:
     """A norm of B is another norm of the same layer of A: it is no part of a fused tensor."""
     state = {f"layers.0.norm{i}.weight": draw(32, seed=i) for i in range(3)} | BODY

@@ -229,17 +229,20 @@ UNEQUAL = moments(ranks=5, odd=(3, 4), cosine=0.99, norms={0: 1.0, 1: 1.0, 2: 1.
         (
             group(*(replace(diff, replica_groups=((0, 2), (1, 3))) for diff in SHARDED), ranks=4, optimizer=LION),
             (2, 3),
-            syn213.Text.CLIPPED(ranks=(2, 3), ratio=0.5, others=(0, 1)),
+            syn213.Text.CONSISTENT(ranks=(2, 3), ratio=0.5, others=(0, 1)),
         ),
         (
             group(*UNEQUAL, ranks=5, optimizer=LION),
             (3, 4),
-            syn213.Text.CLIPPED_UNEQUALLY(ranks=(3, 4), ratios={3: 0.5, 4: 0.25}, others=(0, 1, 2)),
+            syn213.Text.CONSISTENT_UNEQUALLY(ranks=(3, 4), ratios={3: 0.5, 4: 0.25}, others=(0, 1, 2)),
         ),
     ],
 )
 def test_suspects_of_213(case: Group, ranks: tuple[int, ...], summary: Any) -> None:
-    """SYN213 compares ranks within their replica group, and lists the suspects with their factors."""
+    """SYN213 compares ranks within their replica group, and lists the suspects with their factors.
+
+    All parameters agree, so a scale is no fact.
+    """
     fitted = diagnose_single(case)
     assert (fitted.code, fitted.ranks) == ("SYN213", ranks)
     assert summary is None or fitted.facts[0] == summary

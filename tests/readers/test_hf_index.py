@@ -13,6 +13,7 @@ from support.listings import list_codes, list_fields, list_names
 from support.states import merge, pick, replace_in_names
 
 import syncheck
+from syncheck.messages import Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,7 +213,7 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
     assert list_fields(group.findings, "code", "ranks") == [("SYN101", (0, 1))]
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> None:
     """Weights not loaded by transformers are a separate model, which every replica must have."""
     folders = [write(tmp_path / location, network()) for location in "abc"]
@@ -227,6 +228,23 @@ def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> N
     assert list_codes(report.groups[0].findings) == ["SYN101"]
     (folders[1] / name).write_bytes(b"broken")
     assert syncheck.compare(*folders[:2]).exit_code == 2
+
+
+@pytest.mark.parametrize("stray", ["model-00004-of-00003.safetensors", "pytorch_model-00001-of-00002.bin"])
+@pytest.mark.parametrize("kept", [("fc.bias",), ("fc.bias", "fc.weight"), None])
+def test_a_shard_left_from_an_earlier_save(tmp_path: Path, stray: str, kept: tuple[str, ...] | None) -> None:
+    """If the index lists all tensors of a shard in other files, a note names the shard, and nothing is compared."""
+    folders = [write(tmp_path / location, network()) for location in "ab"]
+    old = changed(network(), "fc.bias")
+    save(folders[1] / stray, {name: old[name] for name in kept or old})
+    for report in (syncheck.compare(*folders), syncheck.diff(*folders), syncheck.diff(*folders[::-1])):
+        assert (report.exit_code, report.counts.identical) == (0, len(network()))
+    notes = syncheck.read(str(folders[1])).notes
+    assert list_codes(notes) == [Note.STRAY_SHARD]
+
+    # A tensor that the index does not list may belong to the model.
+    save(folders[1] / stray, {"other.bias": old["fc.bias"]})
+    assert list_codes(syncheck.diff(*folders).groups[-1].findings) == ["SYN101"]
 
 
 def test_unrelated_files_stay_separate(tmp_path: Path) -> None:

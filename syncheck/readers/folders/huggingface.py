@@ -283,18 +283,25 @@ def _is_numbered(name: str) -> bool:
 
 
 def _add_further_weights(assembly: Assembly, names: list[str], chosen_files: dict[str, str]) -> None:
-    """Add further copies of the weights, and shards that are not in the index: libraries may load them instead."""
+    """Add further copies of the weights, which libraries may load instead, and shards with tensors of their own."""
+    loaded_names = frozenset(assembly.tensors)
     paths = {tensor.path for tensor in assembly.tensors.values()}
     read_names = {os.path.relpath(path, assembly.folder) for path in paths}
     read_names.update(chosen_files.values())
-    weights = [name for name in sorted(names) if _matches_any((_WEIGHTS, _SHARD), name)]
+    weights = {name for name in names if _matches_any((_WEIGHTS, _SHARD), name)}
     copies = _list_second_copies(assembly.folder, names, chosen_files)
-    for name in weights:
-        if name in read_names:
+    stray_names = set(filter(_SHARD.fullmatch, weights)) - copies
+    for name in sorted(weights - read_names):
+        part = read_file(os.path.join(assembly.folder, name))
+        others = ", ".join(chosen_files.values())
+        # Libraries load the file or the index, which has all of the tensors: the shard is left from an earlier save.
+        has_loaded_names = loaded_names.issuperset(part.tensors)
+        if has_loaded_names and name in stray_names:
+            assembly.notes.append(Note.STRAY_SHARD(file=name, others=others))
             continue
-        assembly.add(read_file(os.path.join(assembly.folder, name)), _make_rename(name))
+        assembly.add(part, _make_rename(name))
         sentence = Note.SECOND_WEIGHTS if name in copies else Note.OTHER_WEIGHTS
-        assembly.notes.append(sentence(file=name, others=", ".join(chosen_files.values())))
+        assembly.notes.append(sentence(file=name, others=others))
 
 
 def _list_second_copies(folder: str, names: list[str], chosen_files: dict[str, str]) -> set[str]:

@@ -16,10 +16,13 @@ from syncheck.snapshots import Membership
 from syncheck.tensors.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 # Attributes of every pickled nn.Module.
-_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+BUFFERS = "_buffers"
+OF_MODULES = frozenset({"_parameters", BUFFERS, "_modules"})
+# The names of the buffers of a module that its state dict does not contain.
+_NOT_PERSISTENT = "_non_persistent_buffers_set"
 # The module of the containers of torch, like Sequential and ModuleList, which compute in the order of registration.
 _ORDERED = "torch.nn.modules.container."
 # The prefix of all classes in a TorchScript archive.
@@ -61,8 +64,22 @@ def _is_module(container: Inert, parts: Mapping[str, Any]) -> bool:
     if container.name.startswith(_SCRIPTED):
         return True
 
+    return is_pickled_module(container, parts)
+
+
+def is_pickled_module(container: Any, parts: Mapping[str, Any]) -> bool:
+    """Whether an object is a pickled nn.Module. parts: the parts of the object, by name."""
     # The class of a pickled module may be of any package, so its attributes show what it is.
-    return parts.keys() >= _OF_MODULES
+    return isinstance(container, Inert) and parts.keys() >= OF_MODULES
+
+
+def find_omitted_buffers(module: Any, parts: Sequence[tuple[str, Any]]) -> frozenset[str]:
+    """Return the names of the buffers of a pickled nn.Module that are in no state dict. parts: of the object."""
+    attributes = dict(parts)
+    names = attributes.get(_NOT_PERSISTENT)
+    if not is_pickled_module(module, attributes) or not isinstance(names, (set, frozenset)):
+        return frozenset()
+    return frozenset(map(to_text, names))
 
 
 def _is_state_dict(parts: Mapping[str, Any]) -> bool:
@@ -138,7 +155,7 @@ def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] 
     parts: the attributes of the module.
     """
     submodules = parts.get("_modules")
-    if not isinstance(submodules, dict) or not parts.keys() >= _OF_MODULES:
+    if not isinstance(submodules, dict) or not is_pickled_module(module, parts):
         return None
 
     # None stands for a module that an architecture may have, like the downsampling of a residual block.

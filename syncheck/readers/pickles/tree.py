@@ -12,10 +12,14 @@ from syncheck.readers.metadata_block import KEY, parse_metadata
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
 from syncheck.readers.pickles.membership import (
+    BUFFERS,
     CERTAIN,
+    OF_MODULES,
     find_membership,
     find_membership_of_part,
+    find_omitted_buffers,
     holds_tensors,
+    is_pickled_module,
     list_submodules,
     name_of_class,
     name_of_object,
@@ -76,6 +80,8 @@ class Flat:
     """Whether names include the keys of model containers, because two tensors would otherwise have the same name."""
     repeated: dict[str, int] = field(default_factory=dict)
     """The last suffix number of each repeated name."""
+    omitted: list[Any] = field(default_factory=list)
+    """Buffers of pickled modules that are in no state dict."""
     owners: Owners = field(default_factory=Owners)
     """Where containers that contain themselves are entered."""
 
@@ -218,7 +224,7 @@ def _name_ids(state: Any, names: Mapping[Any, str]) -> tuple[str, ...]:
 
 def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
     """Name the tensors outside the tree: keys of dictionaries, and tensors without a reference."""
-    reached = {id(location) for location in flat.tensors.values()}
+    reached = {id(location) for location in (*flat.tensors.values(), *flat.omitted)}
     lost = [location for location in rebuilt if id(location) not in reached]
     if not lost:
         return
@@ -302,6 +308,8 @@ class _Node(NamedTuple):
     above: tuple[int, ...]
     """The ids of the containers around it."""
     membership: Membership
+    omitted_keys: frozenset[str] = frozenset()
+    """The keys of parts that get no name."""
 
 
 def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> None:
@@ -319,11 +327,11 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
     parts = _list_counted_parts(node, flat, path)
     if isinstance(node.content, TensorLocation):
         prefix = f"{node.name or 'tensor'}."
-        omitted_key = None
+        unnamed_keys = frozenset[str]()
         membership = _find_membership_in_tensor(node.content)
     else:
         prefix = _make_prefix(node.name)
-        omitted_key = _find_model_key(parts, flat)
+        unnamed_keys = _find_unnamed_keys(node, parts, flat)
         membership = find_membership(node.content, dict(parts), node.membership)
     if isinstance(node.content, Inert) and membership in CERTAIN:
         _add_class(node.content, dict(parts), prefix, membership, flat)
@@ -334,9 +342,13 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
         entered_part = _enter(node, position, part, flat)
         if entered_part is None:
             continue
-        name = node.name if key == omitted_key else prefix + key
+        if key in node.omitted_keys:
+            flat.omitted.append(part)
+            continue
+        name = node.name if key in unnamed_keys else prefix + key
         part_membership = find_membership_of_part(key, part, membership)
-        named_parts.append(_Node(name, entered_part.content, above, part_membership))
+        omitted_keys = find_omitted_buffers(node.content, parts) if key == BUFFERS else frozenset[str]()
+        named_parts.append(_Node(name, entered_part.content, above, part_membership, omitted_keys))
     return named_parts
 
 
@@ -400,12 +412,24 @@ def _enter(node: _Node, position: int, part: Any, flat: Flat) -> _Entered | None
     return None
 
 
-def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
-    """Return the key of the only state dict among parts, which names do not include."""
+def _find_unnamed_keys(node: _Node, parts: Sequence[tuple[str, Any]], flat: Flat) -> frozenset[str]:
+    """Return the keys that names do not include: of the only model among parts, and of the containers of a module."""
+    # The names of a pickled module are the names of its state dict.
+    if is_pickled_module(node.content, dict(parts)):
+        return OF_MODULES
     if flat.whole_names:
-        return None
-    models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
-    return models[0] if len(models) == 1 else None
+        return frozenset()
+    # A submodule may have the name of a model.
+    is_model = holds_tensors if node.membership in CERTAIN else _is_model
+    models = [key for key, value in parts if key in MODEL_CONTAINERS and is_model(value)]
+    return frozenset(models if len(models) == 1 else ())
+
+
+def _is_model(value: Any) -> bool:
+    """Whether a value is a state dict or a pickled module."""
+    if isinstance(value, Inert):
+        return is_pickled_module(value, dict(children(value) or ()))
+    return holds_tensors(value)
 
 
 def _name_optimizer_parts(
