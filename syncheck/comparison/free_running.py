@@ -140,9 +140,14 @@ def _analyze_run(group: Comparison, series: Sequence[CheckpointGroup], jobs: int
 
     moments = _read_moments(group, series, jobs)
     course = analyze_moments(moments, momentum)
+    if course is None:
+        return None
     first_rank, _ = series[-1].ranks[0]
-    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
-    if course is None or first_rank != 0 or not group.evidence.metadata.bn_momentum:
+    # Only a known momentum bounds variances.
+    if not group.evidence.metadata.bn_momentum:
+        return course
+    # Only rank 0 is the source of DDP's buffers.
+    if first_rank != 0:
         return course
     return replace(course, below=_count_low_variances(moments, momentum))
 

@@ -115,25 +115,19 @@ _IN_FILES = _Words(Text.SYNCHRONIZED_BY_METADATA, remedy=Text.SAVE_EARLY_STEPS)
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
+    synchronization = _synchronization_facts(case)
     match = match_statistics(
         case,
         statistics=statistics,
         first=Text.STATISTICS,
-        synchronization=_synchronization_facts(case),
+        synchronization=synchronization,
     )
     if explained_by_settings(case):
         return match.with_cause(Text.CAUSE_OF_SETTINGS, Text.FIX_OF_SETTINGS)
-    may_be_unsynchronized = _leaves_open(case)
+    # A synchronization in the metadata, which decides if the steps do not, would be the first fact.
+    may_be_unsynchronized = synchronization[0].code is Text.INCONCLUSIVE
     other_causes = select_codes({"SYN202": may_be_unsynchronized, "SYN205": may_be_changed(case)})
     return doubt(match, other_causes)
-
-
-def _leaves_open(case: Case) -> bool:
-    """Whether early steps do not show whether buffers are synchronized, and no metadata records it."""
-    course = case.group.evidence.free_running
-    if course is None or course.misfit_free is None:
-        return False
-    return not case.group.evidence.metadata.buffers_synced and not fits_one_update(course)
 
 
 def _synchronization_facts(case: Case) -> list[Message]:

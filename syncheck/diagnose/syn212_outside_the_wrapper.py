@@ -32,7 +32,7 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, chain
+from itertools import accumulate, chain, filterfalse
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import is_statistic
@@ -188,10 +188,11 @@ def _select_covered(case: Case, part: _Part) -> tuple[TensorDiff, ...]:
     # Without names, any state may be that of a parameter of the part.
     if part.are_named:
         states = states_of_parameters(case, states, part.names)
-    followers = []
-    for diff in case.of_kind(*BN_STATISTICS, "ema", "buffer"):
+    followers = list(case.of_kind("buffer"))
+    for diff in case.of_kind(*BN_STATISTICS, "ema"):
         # Local batches change the statistics of wrapped layers, also those of an averaged copy.
-        if not is_statistic(diff) or _contains(part, diff.name):
+        is_local = is_statistic(diff) and not _contains(part, diff.name)
+        if not is_local:
             followers.append(diff)
     names = case.untrained.union(
         list_names(part.parameters),
@@ -278,7 +279,7 @@ def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]
     used = union_of(map(_prefixes, agreeing))
     modules = set()
     for name in differing:
-        unused = [module for module in _prefixes(name) if module not in used]
+        unused = list(filterfalse(used.__contains__, _prefixes(name)))
         # The first prefix is the largest module.
         modules.add(unused[0] if unused else name)
     return sorted(modules)

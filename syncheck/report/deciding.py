@@ -52,10 +52,13 @@ def list_decisions(finding: Finding, group: Group) -> list[Message]:
     if not all(conditions):
         return []
     decisions = []
+    # Metadata that records the wrapper has not decided.
+    is_recorded = group.evidence.metadata.buffers_synced is not None
+    decided = {Decision.RECORD_WRAPPER} if is_recorded else set()
     for sentence, deciding_codes in _TABLE:
+        if sentence in decided:
+            continue
         codes = tuple(filter(deciding_codes.__contains__, (finding.code, *finding.alternatives)))
-        # Recorded metadata has not decided.
-        is_recorded = sentence is Decision.RECORD_WRAPPER and group.evidence.metadata.buffers_synced is not None
-        if codes and not is_recorded:
+        if codes:
             decisions.append(sentence(codes=codes))
     return decisions
