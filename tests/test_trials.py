@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support.listings import find_all, list_fields
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.early_statistics import SELECTIONS, judge_run
 from benchmarks.trials.command import CERTAINTY
 from benchmarks.trials.conversions import CHANGES, run_change
 from benchmarks.trials.faults import FAULTS, BitFlipWeight, Fault, LocalGradients, ShrunkWeights
@@ -121,6 +122,17 @@ def test_changed_copies_of_a_model() -> None:
 
 
 @pytest.mark.slow
+def test_early_steps_of_simulated_runs() -> None:
+    """A run has a course for each selection of early steps, and missing synchronization keeps directions better."""
+    judged = judge_run(1)
+    cosines: dict[bool, list[float]] = {True: [], False: []}
+    for row in judged:
+        assert row.course.misfit_lag is not None
+        cosines[row.is_synced].append(row.course.cosine)
+    assert len(cosines[True]) == len(cosines[False]) == len(SELECTIONS)
+    assert sum(cosines[True]) < sum(cosines[False])
+
+
 def test_a_trial_finds_a_bit_flip() -> None:
     """A trial with a flipped bit, which every version must diagnose, is right; without a fault, the files are equal."""
     flipped = run_trial(Trajectory("fit", BitFlipWeight, SETUP))

@@ -64,7 +64,7 @@ MARGIN = 1e-3
 
 
 @record
-class _Moment:
+class Moment:
     """The statistics at one step. batches: the batch count of all ranks. values: by rank and name."""
 
     step: int
@@ -139,6 +139,21 @@ def _analyze_run(group: Comparison, series: Sequence[CheckpointGroup], jobs: int
         return None
 
     moments = _read_moments(group, series, jobs)
+    course = analyze_moments(moments, momentum)
+    if course is None:
+        return None
+    first_rank, _ = series[-1].ranks[0]
+    # Only a known momentum bounds variances.
+    if not group.evidence.metadata.bn_momentum:
+        return course
+    # Only rank 0 is the source of DDP's buffers.
+    if first_rank != 0:
+        return course
+    return replace(course, below=_count_low_variances(moments, momentum))
+
+
+def analyze_moments(moments: Sequence[Moment], momentum: float) -> FreeRunning | None:
+    """Compare the statistics of a run at several steps with both models; None if fewer than two steps can be used."""
     last_batch = EARLY / momentum
     early = _select_usable([moment for moment in moments if moment.batches <= last_batch], momentum)
     used = early or moments
@@ -149,12 +164,6 @@ def _analyze_run(group: Comparison, series: Sequence[CheckpointGroup], jobs: int
         return None
 
     ends = pairs.get((batches[0], batches[-1]), neighbors[-1])
-    below = 0
-    first_rank, _ = series[-1].ranks[0]
-    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
-    if group.evidence.metadata.bn_momentum and first_rank == 0:
-        below = _count_low_variances(moments, momentum)
-
     # Late steps look the same in both models.
     misfit_free = misfit_lag = None
     if early:
@@ -167,11 +176,10 @@ def _analyze_run(group: Comparison, series: Sequence[CheckpointGroup], jobs: int
         growth=ends.growth,
         misfit_free=misfit_free,
         misfit_lag=misfit_lag,
-        below=below,
     )
 
 
-def _pair_moments(moments: Sequence[_Moment]) -> dict[tuple[int, int], _Pair]:
+def _pair_moments(moments: Sequence[Moment]) -> dict[tuple[int, int], _Pair]:
     """Return the pairs of moments that can be compared, by their batch counts."""
     pairs: dict[tuple[int, int], _Pair] = {}
     for first, second in combinations(moments, 2):
@@ -182,14 +190,14 @@ def _pair_moments(moments: Sequence[_Moment]) -> dict[tuple[int, int], _Pair]:
     return pairs
 
 
-def _read_moments(group: Comparison, series: Sequence[CheckpointGroup], jobs: int | None) -> list[_Moment]:
+def _read_moments(group: Comparison, series: Sequence[CheckpointGroup], jobs: int | None) -> list[Moment]:
     """Return the statistics of the steps that can be used. Parameters as in `_analyze_run`."""
     names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
     # Early steps separate the models best, and the finding is about the last step.
     if len(series) > STEPS:
         series = [*series[: STEPS - 1], series[-1]]
 
-    moments: list[_Moment] = []
+    moments: list[Moment] = []
     with Files(jobs=jobs) as files:
         for replicas in series:
             with suppress(_UnusableStep):
@@ -215,7 +223,7 @@ def _find_momentum(group: Comparison) -> float | None:
     return float(momentum)
 
 
-def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
+def _select_usable(early: Sequence[Moment], momentum: float) -> list[Moment]:
     """Return the moments if they suffice: at least three, close to each other, beginning early; else an empty list."""
     if len(early) < 3 or early[0].batches > FIRST / momentum:
         return []
@@ -227,7 +235,7 @@ def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     return list(early)
 
 
-def _read_moment(replicas: CheckpointGroup, names: Sequence[str], files: Files) -> _Moment:
+def _read_moment(replicas: CheckpointGroup, names: Sequence[str], files: Files) -> Moment:
     """Read the statistics of one step. Raises _UnusableStep if some are missing, or shapes or batch counts differ."""
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
     counts: set[int] = set()
@@ -252,7 +260,7 @@ def _read_moment(replicas: CheckpointGroup, names: Sequence[str], files: Files) 
         raise _UnusableStep
 
     assert replicas.step is not None, "the groups of a run have steps"
-    return _Moment(replicas.step, batches, values)
+    return Moment(replicas.step, batches, values)
 
 
 class _Layers(NamedTuple):
@@ -295,7 +303,7 @@ def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64]:
     return values
 
 
-def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
+def _subtract_rank0(moment: Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
     """Return the differences between later ranks and the first rank, by rank and name."""
     (_, base), *later_ranks = moment.values.items()
     differences: dict[tuple[int, str], NDArray[np.float64]] = {}
@@ -306,7 +314,7 @@ def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64
     return differences
 
 
-def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
+def _make_pair(a: Moment, b: Moment) -> _Pair | None:
     """Return the differences at two moments; None if nothing can be compared."""
     import numpy as np
 
@@ -389,7 +397,7 @@ def _predict_unsynchronized(share: float, pair: _Pair, momentum: float) -> tuple
     return cosine, math.sqrt(variance_after / variance_before)
 
 
-def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
+def _count_low_variances(moments: Sequence[Moment], momentum: float) -> int:
     """Count the running variances that are too low to have been copied from rank 0 since an earlier step.
 
     Returns the maximum over all pairs of steps. The steps differ by at least 2, because DDP skips one synchronization

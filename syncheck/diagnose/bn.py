@@ -191,13 +191,13 @@ def _describe_parameters(case: Case) -> Message:
 
 def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics of averaged copies, which are averages or copies of the model's."""
-    statistics = []
-    for diff in case.differing("ema"):
-        # The kind is that of the copy, so only the name shows a statistic.
-        name = last_part(diff.name)
-        if name in _LAST_PARTS:
-            statistics.append(diff)
-    return tuple(statistics)
+    return tuple(filter(is_statistic, case.differing("ema")))
+
+
+def is_statistic(diff: TensorDiff) -> bool:
+    """Whether a tensor of the model or of an averaged copy is a running statistic of BatchNorm, by its name."""
+    # The kind of a copy is "ema", whatever it is a copy of.
+    return last_part(diff.name) in _LAST_PARTS
 
 
 def explained_by_settings(case: Case) -> bool:

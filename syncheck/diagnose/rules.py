@@ -140,8 +140,8 @@ def diagnose(
     rules = list(REPLICA_RULES)
     codes = [rule.code for rule in rules]
     # Running statistics may be local beside another cause, and averaged copies stale on other ranks, so their rules run
-    # again after the rules on parameters.
-    for code in ("SYN201", "SYN219"):
+    # again after the rules on parameters. Each is inserted before the earlier ones, so SYN202 precedes SYN201.
+    for code in ("SYN201", "SYN202", "SYN219"):
         repeated = rules[codes.index(code)]
         rules.insert(codes.index("SYN299"), repeated)
     folded = fold_ties(group)

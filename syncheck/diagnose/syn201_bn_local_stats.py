@@ -14,7 +14,9 @@ ranks; accept the finding with `--allow SYN201` then. Small or dissimilar per-ra
 
 One checkpoint does not show whether the statistics are one step apart or never synchronized (SYN202), because both
 differences stay at the same size after about 1/momentum steps. To find out, save three or more early steps close
-together, or record the metadata.
+together, or record the metadata. The steps show a lag of one update if it explains them at least 5 times as well as
+missing synchronization. If neither explains them clearly better, as often with few channels or small batches, the
+finding is only consistent with this cause and with SYN202.
 
 Batches of each rank change the statistics of all layers in training mode, on all ranks. If most of three or more ranks
 agree, the statistics were changed on the other ranks only, which is SYN205. With two ranks, the finding is only
@@ -38,7 +40,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.bn import explained_by_settings, match_statistics, may_be_changed, statistics_alone
-from syncheck.diagnose.conditions import requires, state_if
+from syncheck.diagnose.conditions import doubt, requires, select_codes, state_if
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ CODE = "SYN201"
 SLUG = "bn-local-stats"
 SEVERITY = "warning"
 CERTAINTY = "likely"
+# Largest ratio of the misfits at which early steps show a lag of one update, chosen by benchmarks/early_statistics.py.
+# In its test, it holds for 53 % of selected steps with synchronized buffers, and for 0.6 % without. With a ratio of 1,
+# it would hold for 97 % and 11 %.
+EXPLAINED = 0.2
 
 
 class Text(Sentence, topic=CODE):
@@ -109,17 +115,19 @@ _IN_FILES = _Words(Text.SYNCHRONIZED_BY_METADATA, remedy=Text.SAVE_EARLY_STEPS)
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
+    synchronization = _synchronization_facts(case)
     match = match_statistics(
         case,
         statistics=statistics,
         first=Text.STATISTICS,
-        synchronization=_synchronization_facts(case),
+        synchronization=synchronization,
     )
     if explained_by_settings(case):
         return match.with_cause(Text.CAUSE_OF_SETTINGS, Text.FIX_OF_SETTINGS)
-    if may_be_changed(case):
-        return match.as_consistent("SYN205")
-    return match
+    # A synchronization in the metadata, which decides if the steps do not, would be the first fact.
+    may_be_unsynchronized = synchronization[0].code is Text.INCONCLUSIVE
+    other_causes = select_codes({"SYN202": may_be_unsynchronized, "SYN205": may_be_changed(case)})
+    return doubt(match, other_causes)
 
 
 def _synchronization_facts(case: Case) -> list[Message]:
@@ -140,7 +148,7 @@ def _synchronization_facts(case: Case) -> list[Message]:
 
 def _describe_course(course: FreeRunning) -> Message:
     """State whether the early steps of the run fit differences of one update."""
-    sentence = Text.ONE_UPDATE if _fits_one_update(course) else Text.INCONCLUSIVE
+    sentence = Text.ONE_UPDATE if fits_one_update(course) else Text.INCONCLUSIVE
     return sentence(
         steps=len(course.steps),
         growth=course.growth,
@@ -155,8 +163,8 @@ def _describe_missing_course(course: FreeRunning | None) -> Message:
     return Text.STEPS_UNSUITABLE(first=course.steps[0], last=course.steps[-1])
 
 
-def _fits_one_update(course: FreeRunning) -> bool:
-    """Whether differences of one update explain the steps better than missing synchronization."""
+def fits_one_update(course: FreeRunning) -> bool:
+    """Whether differences of one update explain the steps much better than missing synchronization."""
     if course.misfit_free is None or course.misfit_lag is None:
         return False
-    return course.misfit_lag < course.misfit_free
+    return course.misfit_lag <= EXPLAINED * course.misfit_free

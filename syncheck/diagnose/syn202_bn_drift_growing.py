@@ -133,7 +133,7 @@ def _find_signs(case: Case) -> list[Message]:
 
 def _shows_free_running(course: FreeRunning) -> bool:
     """Whether several steps show missing synchronization."""
-    return _has_low_variances(course) or _fits_free_running(course)
+    return _has_low_variances(course) or fits_free_running(course)
 
 
 def _has_low_variances(course: FreeRunning) -> bool:
@@ -153,7 +153,7 @@ def _describe_course(course: FreeRunning) -> Message:
     )
 
 
-def _fits_free_running(course: FreeRunning) -> bool:
+def fits_free_running(course: FreeRunning) -> bool:
     """Whether the differences grew in one direction, and one update explains them no better."""
     if course.misfit_free is None or course.misfit_lag is None:
         return False

@@ -16,8 +16,14 @@ Cause: DDP averages only the gradients of parameters that exist when it is const
 rank's own data if it was added or unfrozen later, if the forward pass of a LoRA layer replaces the wrapped layer, or if
 a submodule is called outside the wrapper. The checkpoint of rank 0 is then one of N different models.
 
-Fix: change the model first, wrap it last, and create the optimizer from the wrapped model. Or average the gradients of
-the part before `optimizer.step()`: `dist.all_reduce(p.grad.div_(dist.get_world_size()))` for each parameter.
+BatchNorm's running statistics belong to the part if their layer does. Other layers have different statistics under
+default DDP, whatever happens to the part, so SYN201 or SYN202 explains them.
+
+Fix: change the model first, wrap it last, and create the optimizer from the wrapped model. Or broadcast the part once
+when it is added, and average its gradients before each `optimizer.step()`: `dist.broadcast(tensor, 0)` for each tensor
+of its state dict, and `dist.all_reduce(p.grad.div_(dist.get_world_size()))` for each parameter. The average alone keeps
+different initial values different (SYN210). The ranks of a part that was added late never agreed, so no earlier
+checkpoint of each rank helps: load the checkpoint of one rank on all ranks, or train again.
 
 Incidents: hao-ai-lab/FastVideo#1666, huggingface/transformers#48873, kohya-ss/sd-scripts#989,
 huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
@@ -26,9 +32,10 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, chain
+from itertools import accumulate, chain, filterfalse
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.bn import is_statistic
 from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.conditions import requires, state_if
 from syncheck.diagnose.features import change_whole_parameters, single_out_ranks, states_of_parameters
@@ -58,17 +65,24 @@ class Text(Sentence, topic=CODE):
         "The gradients of one part of the model are not averaged over the ranks, because it is not wrapped. Or the "
         "ranks change its gradients after the average (noise, a mask, a clip)."
     )
+    CAUSE_OUTSIDE = (
+        "The gradients of one part of the model are not averaged over the ranks, because the part is not wrapped."
+    )
     FIX = (
         "Add layers and adapters, and unfreeze parameters, before wrapping: `model.head = ...; model = "
-        "DistributedDataParallel(model)`. Or average the gradients of the part before `optimizer.step()`: `for p in "
-        "model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))`. If the first and last pipeline "
-        "stage have copies of an embedding, add the gradients of both. Then restart from a checkpoint in which the "
-        "ranks agree."
+        "DistributedDataParallel(model)`. Or broadcast the part once: `for tensor in "
+        "model.module.head.state_dict().values(): dist.broadcast(tensor, 0)`. Then average its gradients before each "
+        "`optimizer.step()`: `for p in model.module.head.parameters(): "
+        "dist.all_reduce(p.grad.div_(dist.get_world_size()))`. If the first and last pipeline stage have copies of an "
+        "embedding, add the gradients of both. Then train from the start, or load the checkpoint of one rank on all "
+        "ranks."
     )
+    FIX_OUTSIDE = FIX
     FIX_SHARDED = (
         "Add layers and adapters before `fully_shard(model, mesh=mesh)`, with the whole mesh and not only its "
-        "dimension of shards, and create the optimizer after it. Or average the gradients of a part without shards "
-        "before `optimizer.step()`: `for p in model.head.parameters(): "
+        "dimension of shards, and create the optimizer after it. Or broadcast a part without shards once: `for "
+        "tensor in model.head.state_dict().values(): dist.broadcast(tensor, 0)`. Then average its gradients before "
+        "each `optimizer.step()`: `for p in model.head.parameters(): "
         "dist.all_reduce(p.grad.div_(dist.get_world_size()))`."
     )
     NOT_AVERAGED = "Consistent with gradients of {modules:names 4} that are not averaged over the ranks"
@@ -174,13 +188,28 @@ def _select_covered(case: Case, part: _Part) -> tuple[TensorDiff, ...]:
     # Without names, any state may be that of a parameter of the part.
     if part.are_named:
         states = states_of_parameters(case, states, part.names)
-    followers = case.of_kind(*BN_STATISTICS, "ema", "buffer")
+    followers = list(case.of_kind("buffer"))
+    for diff in case.of_kind(*BN_STATISTICS, "ema"):
+        # Local batches change the statistics of wrapped layers, also those of an averaged copy.
+        is_local = is_statistic(diff) and not _contains(part, diff.name)
+        if not is_local:
+            followers.append(diff)
     names = case.untrained.union(
         list_names(part.parameters),
         states,
         list_names(followers),
     )
     return tuple(select_names(case.tensors, names))
+
+
+def _contains(part: _Part, name: str) -> bool:
+    """Whether a tensor, or the model's tensor that it is an average of, belongs to a module of the part."""
+    for module in part.modules:
+        # Name components have the form *.lora_A.*
+        path = module.strip("*.")
+        if f".{path}." in f".{name}":
+            return True
+    return False
 
 
 def _describe_part(case: Case, part: _Part) -> list[Message]:
@@ -250,7 +279,7 @@ def _modules(differing: Collection[str], agreeing: Collection[str]) -> list[str]
     used = union_of(map(_prefixes, agreeing))
     modules = set()
     for name in differing:
-        unused = [module for module in _prefixes(name) if module not in used]
+        unused = list(filterfalse(used.__contains__, _prefixes(name)))
         # The first prefix is the largest module.
         modules.add(unused[0] if unused else name)
     return sorted(modules)

@@ -29,6 +29,10 @@ class Decision(Sentence):
     RECORD_RUN = (
         "save `syncheck.metadata(run_id=...)` in each file, which shows whether the files are of one run ({codes:list})"
     )
+    RECORD_WRAPPER = (
+        "save `syncheck.metadata(model=ddp_model)` in each file, with DDP's wrapper, which shows whether buffers are "
+        "synchronized ({codes:list})"
+    )
     ALL = "{sentences:statements}"
 
 
@@ -37,6 +41,7 @@ _TABLE = (
     (Decision.WATCH, frozenset({"SYN107", "SYN211", "SYN212", "SYN213", "SYN214", "SYN216"})),
     (Decision.SAVE_AT_START, frozenset({"SYN210", "SYN215"})),
     (Decision.RECORD_RUN, frozenset({"SYN108"})),
+    (Decision.RECORD_WRAPPER, frozenset({"SYN202"})),
 )
 
 
@@ -47,7 +52,12 @@ def list_decisions(finding: Finding, group: Group) -> list[Message]:
     if not all(conditions):
         return []
     decisions = []
+    # Metadata that records the wrapper has not decided.
+    is_recorded = group.evidence.metadata.buffers_synced is not None
+    decided = {Decision.RECORD_WRAPPER} if is_recorded else set()
     for sentence, deciding_codes in _TABLE:
+        if sentence in decided:
+            continue
         codes = tuple(filter(deciding_codes.__contains__, (finding.code, *finding.alternatives)))
         if codes:
             decisions.append(sentence(codes=codes))

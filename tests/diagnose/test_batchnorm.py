@@ -97,7 +97,8 @@ def test_202_by_the_momentum_bound() -> None:
     [
         {"growth": 1.1},  # one update in a constant direction: dissimilar shards
         {"cosine": 0.1},  # one update, growing with the activations
-        {"misfit_lag": 0.2},  # explained by one update
+        {"misfit_lag": 0.1},  # explained by one update
+        {"misfit_lag": 0.2},  # explained better by one update, but not clearly
         {"misfit_free": None, "misfit_lag": None},  # steps too late or too far from each other
     ],
 )
@@ -110,9 +111,12 @@ def test_201_if_the_steps_do_not_show_missing_synchronization(changes: Any) -> N
     if free_running.misfit_lag is None:
         assert without_metadata.facts[-2:] == (LOCAL.STEPS_UNSUITABLE(first=3, last=12), LOCAL.SAVE_EARLY_STEPS())
     else:
-        sentence = LOCAL.ONE_UPDATE if free_running.misfit_lag == 0.2 else LOCAL.INCONCLUSIVE
+        sentence = LOCAL.ONE_UPDATE if free_running.misfit_lag == 0.1 else LOCAL.INCONCLUSIVE
         fact = sentence(steps=4, growth=free_running.growth, cosine=free_running.cosine)
         assert with_metadata.facts[-1] == without_metadata.facts[-1] == fact
+        # Steps that show nothing leave the metadata to decide.
+        assert with_metadata.certainty == "likely"
+        assert without_metadata.alternatives == (() if sentence is LOCAL.ONE_UPDATE else ("SYN202",))
 
 
 def test_201_without_usable_steps() -> None:

@@ -19,7 +19,8 @@ FIX = {rule.code: str(rule.sentences["FIX"]()) for rule in list_rules()}
 BUFFERS = "for b in model.buffers(): dist.broadcast(b, 0)"
 AVERAGE = "for b in filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))"
 EVERYTHING = "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0)"
-HEAD = "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))"
+HEAD = "for p in model.module.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))"
+START_OF_HEAD = "for tensor in model.module.head.state_dict().values(): dist.broadcast(tensor, 0)"
 # Code, line of the fix, the part of the model that becomes equal, and its value: rank 0's value or the mean.
 LINES = [
     *((code, BUFFERS, "buffers", 0) for code in ("SYN201", "SYN203", "SYN204", "SYN205")),
@@ -54,6 +55,31 @@ def model_of(rank: int) -> Any:
     return model
 
 
+def wrap_head(head: Any) -> Any:
+    """Return a wrapped model with this head."""
+    return SimpleNamespace(module=SimpleNamespace(head=head))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_head_added_after_wrapping_stays_equal(syncheck_rank: Rank) -> None:
+    """With both lines of the second fix of SYN212, a late head with another seed per rank stays equal."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(syncheck_rank.rank)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    model.module.add_module("head", torch.nn.Linear(3, 2))
+    run("SYN212", START_OF_HEAD, model=model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        run("SYN212", HEAD, model=model)
+        optimizer.step()
+    weights = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    assert len(set(map(tuple, syncheck_rank.gather(weights.tolist())))) == 1
+
+
 @pytest.mark.syncheck(ranks=2)
 def test_lines_that_equalize_tensors(syncheck_rank: Rank) -> None:
     """The lines set buffers, parameters and gradients of two ranks to rank 0's values, the mean or the sum."""
@@ -62,7 +88,7 @@ def test_lines_that_equalize_tensors(syncheck_rank: Rank) -> None:
 
     for code, line, part, value in LINES:
         model = model_of(syncheck_rank.rank)
-        run(code, line, model=SimpleNamespace(head=model) if part == "gradients" else model)
+        run(code, line, model=wrap_head(model) if part == "gradients" else model)
         tensors = {
             "buffers": list(model.buffers()),
             "statistics": [buffer for buffer in model.buffers() if buffer.is_floating_point()],

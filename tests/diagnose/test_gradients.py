@@ -180,6 +180,23 @@ def test_changed_part_of_some_ranks() -> None:
     assert (finding.code, finding.alternatives[0]) == ("SYN299", "SYN211")
 
 
+STATISTICS = ("bn.running_mean", "bn.running_var", "fc.1.running_mean", "ema.bn.running_mean", "ema.fc.1.running_mean")
+
+
+def test_212_beside_local_statistics() -> None:
+    """Statistics of agreeing layers and of their averages are SYN201 or SYN202; those of the part belong to SYN212."""
+    kinds = {}
+    for name in STATISTICS:
+        kinds[name] = "ema" if name.startswith("ema") else f"bn_{name[-4:].removeprefix('_')}"
+    statistics = [make_diff(name, kind, odd=()) for name, kind in kinds.items()]
+    for synced, code in ((True, "SYN201"), (False, "SYN202")):
+        case = group(*in_head(unreduced()), *statistics, more=kinds, metadata=Metadata(buffers_synced=synced))
+        fitted = diagnose_case(case)
+        assert set(fitted) == {"SYN212", code}
+        assert set(STATISTICS).intersection(fitted["SYN212"].tensors) == {"fc.1.running_mean", "ema.fc.1.running_mean"}
+        assert set(fitted[code].tensors) == {"bn.running_mean", "bn.running_var", "ema.bn.running_mean"}
+
+
 def test_212_by_a_name_component() -> None:
     """Differing adapters with a common name component are SYN212; layers without a common component are not."""
     names = [f"layer{i}.attn.{name}.weight" for i, name in product(range(6), ("base", "lora_A", "lora_B"))]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from syncheck.diagnose import syn212_outside_the_wrapper as syn212
 from syncheck.live.witnesses.copies import Details
 from syncheck.live.witnesses.gradients import (
     Disagreement,
@@ -261,6 +262,17 @@ def test_a_cause_is_only_likely_if_steps_may_be_shifted() -> None:
         finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
         certainties.append(finding.certainty)
     assert certainties == ["proved", "proved", "likely", "proved"]
+
+
+def test_parameters_outside_of_the_wrapper_have_no_other_cause() -> None:
+    """A wrapper that does not reduce the parameters is the only cause that a proved SYN212 states."""
+    disagreement = judge(GRADIENTS, scaled(2.0, 1, 2), GRADIENTS)
+    assert disagreement is not None
+    layout = make_layout(GRADIENTS, reduces=True)
+    layout.is_reduced, layout.clock.ranks = False, (0, 1, 2)
+    suspicion = describe_disagreement(layout, disagreement)
+    finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+    assert (finding.code, finding.certainty, finding.cause) == ("SYN212", "proved", syn212.Text.CAUSE_OUTSIDE())
 
 
 def test_a_wrapper_is_judged_from_its_first_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checkpoints import changed, network, save
@@ -56,6 +57,16 @@ def list_named(finding: Finding, group: Group) -> list[tuple[str, tuple[str, ...
 def test_decisions(finding: Finding, decisions: list[tuple[str, tuple[str, ...]]]) -> None:
     """A cause that files do not prove has the check that would; a cause that is likely or allowed has none."""
     assert list_named(finding, make_group(finding)) == decisions
+
+
+@pytest.mark.parametrize(("synced", "decisions"), [(None, [("RECORD_WRAPPER", ("SYN202",))]), (True, [])])
+def test_the_wrapper_decides_unless_it_is_recorded(synced: bool | None, decisions: list[Any]) -> None:
+    """Statistics that may be unsynchronized have the advice to record the wrapper, unless the metadata records it."""
+    finding = make_finding("SYN201", "SYN202")
+    group = make_group(finding)
+    metadata = replace(group.evidence.metadata, buffers_synced=synced)
+    group = replace(group, evidence=replace(group.evidence, metadata=metadata))
+    assert list_named(finding, group) == decisions
 
 
 def test_a_running_job_needs_no_other_check() -> None:

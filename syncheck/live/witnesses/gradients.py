@@ -202,6 +202,7 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
             layout.clock.ranks,
             (fact,),
             names,
+            variant="_OUTSIDE",
         )
     if disagreement.empty:
         # An optimizer without gradients changes nothing, so these ranks skip the step, also without a majority.
