@@ -67,6 +67,7 @@ class Sentence(Enum):
     - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names or messages, and how many more there are
     - `{parts:list}`: messages, names or numbers, separated by commas
+    - `{codes:either}`: the same with "or" before the last
     - `{facts:statements}`: messages, separated by semicolons
     - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
     - `{values:on_ranks}`: the same from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
@@ -244,6 +245,10 @@ class _Value:
     def list(self) -> str:
         return self._join(", ")
 
+    def either(self) -> str:
+        *first, last = [self._write_name(item) for item in self.content]
+        return f"{', '.join(first)} or {last}" if first else last
+
     def statements(self) -> str:
         return self._join("; ")
 
@@ -286,6 +291,7 @@ _FORMATS: dict[str, Callable[[_Value], str]] = {
     "sets": _Value.sets,
     "names": _Value.names,
     "list": _Value.list,
+    "either": _Value.either,
     "statements": _Value.statements,
     "by_rank": _Value.by_rank,
     "on_ranks": _Value.on_ranks,
