@@ -66,12 +66,12 @@ class Note(Sentence):
         "compared after the accepted conversion to {dtype}, which does not explain {count:count tensor}: {names:names}"
     )
     FLUSHED = "the accepted conversion to {dtype} made elements zero: {tensors:names 6}"
-    MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
-    INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
-    PROPOSED = (
-        "equal data has other names, which are not mapped, because most names of A and B agree; "
-        "{write_map:option FILE} saves the map:"
-    )
+    MAP = "names were mapped by {map}: {counts:list}"
+    MAPPED = "{count:count tensor} of {side}"
+    INFERRED = "the map was inferred from equal data, not from the meaning of names; {saved}:"
+    PROPOSED = "equal data has other names, which are not mapped, because most names of A and B agree; {saved}:"
+    SAVES_MAP = "{write_map:option FILE} saves the map"
+    SAVED_MAP = "{file:name} has the map"
     RULE = "  {name:name} = {parts}"
     CONTRADICTING_RULE = (
         "  {name:name} = {parts}  <- the name states another order: {order:list}; equal data shows the order of B, "
@@ -387,6 +387,7 @@ class Undecided(Sentence):
     INFERRED_MAP = (
         "equal under an inferred map: review it, write it with {write_map:option FILE}, then pass {map:option FILE}"
     )
+    WRITTEN_MAP = "equal under an inferred map: review {file:name}, then pass {file:typed map}"
     GUESSED_HEADS = (
         "equal if {names:list} {names:verb is|are} as the data suggests: put config.json beside the files, or pass "
         "{accept_inferred:option}"
@@ -398,14 +399,17 @@ class Undecided(Sentence):
     )
     NO_REPLICAS = (
         "no two of the files are replicas of each other; pass the files of at least two ranks of one run, or group "
-        "them with {group_by:option REGEX} ({group_by:option=} puts all files into one group)"
+        "them with {group_by:option REGEX} ({group_by:option=} puts all files into one group); compare two models of "
+        "different runs with `syncheck diff A B`"
     )
     SOME_ALONE = (
         "{count} of the checkpoints given had no replica to compare with: {paths:names}; remove them, add their "
-        "replicas, or group files with {group_by:option REGEX}"
+        "replicas, or group files with {group_by:option REGEX}; compare two models of different runs with "
+        "`syncheck diff A B`"
     )
     AMBIGUOUS = "{name:name}: {detail}"
     MORE_AMBIGUOUS = "{name:name} and {more} more tensors: {detail}"
+    OF_OTHER_RUNS = "{reason}; the files are of different runs: compare two models with `syncheck diff A B`"
     NO_CHECKSUMS = (
         "{unknown} of {tensors} tensors have no usable stored checksum (torch.save stores one for each storage, other "
         "formats store none); without {quick:option} every byte is read"
@@ -452,7 +456,7 @@ class Hint(Sentence):
     ALL_ROWS_IN_HTML = "{output:option FILE.html} lists all"
     GROUP_FILES = (
         "Pass the files of at least two ranks of one run, remove this file, or group files with "
-        "{group_by:option REGEX}."
+        "{group_by:option REGEX}. Compare two models of different runs with `syncheck diff A B`."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
     IN_FLOAT64 = "{dtype:option=float64}"

@@ -74,6 +74,7 @@ class Sentence(Enum):
     - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
     - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
     - `{step:number}` or `{gap:number 3}`: whole numbers with all digits, other numbers with 6 or 3 digits
+    - `{path:typed map}`: the option `map` of `Options` with the value of the parameter: `--map FILE`
     - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option with this name in `Options`,
       without a parameter
     """
@@ -267,6 +268,9 @@ class _Value:
             return f"1 {singular}"
         return f"{self.content} {plural or singular + 's'}"
 
+    def typed(self) -> str:
+        return self.write(option_text(self.field.argument, self.content), Part.NAME)
+
     def verb(self) -> str:
         singular, _, plural = self.field.argument.partition("|")
         count = self.content
@@ -296,6 +300,7 @@ _FORMATS: dict[str, Callable[[_Value], str]] = {
     "by_rank": _Value.by_rank,
     "on_ranks": _Value.on_ranks,
     "count": _Value.count,
+    "typed": _Value.typed,
     "verb": _Value.verb,
     "number": _Value.number,
 }

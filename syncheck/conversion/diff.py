@@ -121,6 +121,7 @@ def compare_sides(
     copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
     notes = [*note_common_files(sides), *_note_copies(sides, copies)]
+    stored_counts = {side.label: len(side.model.tensors) for side in sides}
     sides, tied_notes = _complete_models(sides)
     with Files(jobs=options.jobs) as files:
         mapped = map_sides(_merge_adapters(sides, files), options, files)
@@ -151,7 +152,9 @@ def compare_sides(
         comparison = replace(comparison, evidence=evidence)
     comparison = _add_doubt(comparison, mapped, options)
     notes += [*tied_notes, *_note_map(mapped, options), *comparison.notes]
-    comparison = replace(comparison, notes=tuple(notes))
+    # A map divides, joins and adds tensors; the counts of the report are of compared tensors.
+    replicas = [replace(replica, tensors=stored_counts[replica.label]) for replica in comparison.replicas]
+    comparison = replace(comparison, notes=tuple(notes), replicas=tuple(replicas))
     return _build_report(comparison, sides, copies, options)
 
 
@@ -241,6 +244,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
     evidence = replace(
         comparison.evidence,
         inferred=is_proposal,
+        written_map=options.write_map or "",
         guessed=guessed,
         fitted=mapped.fitted,
         cast=options.cast or "",

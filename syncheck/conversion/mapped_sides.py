@@ -74,7 +74,7 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
     applied, proposed = (None, None) if inferred is None else separate_stacks(inferred)
     for part in (applied, proposed):
         if part is not None:
-            notes += describe_inferred(part)
+            notes += describe_inferred(part, options.write_map)
     notes += _write_map(
         names,
         inferred,
@@ -190,8 +190,12 @@ def _rename_sides(
         output_ties=_find_output_ties(sides),
     )
     check_ignored(names, models, mapped, files)
-    counts = [model.count_mapped() for model in mapped]
-    map_note = Note.MAP(map=names.title, count=counts[0], others=counts[1])
+    counts = [
+        Note.MAPPED(count=model.count_mapped(), side=side.label) for side, model in zip(sides, mapped, strict=True)
+    ]
+    # A map from the names of B to those of A renames no tensor of A.
+    counts_of_mapped = [count for count in counts if count.parameters["count"]]
+    map_note = Note.MAP(map=names.title, counts=tuple(counts_of_mapped or counts))
     padding_notes = remove_padding(mapped, variables, files)
     renamed_sides = []
     for side, mapped_model in zip(sides, mapped, strict=True):

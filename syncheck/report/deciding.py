@@ -23,8 +23,7 @@ class Decision(Sentence):
         "and steps of all ranks at each step: it shows whether it is {codes:either}"
     )
     SAVE_AT_START = (
-        "save on every rank before the first step, or right after a resume: the files show whether it is "
-        "{codes:either}"
+        "save on every rank before the first step, or right after a resume: the files show whether it is {codes:either}"
     )
     RECORD_RUN = (
         "save `syncheck.metadata(run_id=...)` in each file, which shows whether the files are of one run ({codes:list})"
