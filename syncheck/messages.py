@@ -68,6 +68,7 @@ class Note(Sentence):
     FLUSHED = "the accepted conversion to {dtype} made elements zero: {tensors:names 6}"
     MAP = "names were mapped by {map}: {counts:list}"
     MAPPED = "{count:count tensor} of {side}"
+    NONE_MAPPED = "no tensor"
     INFERRED = "the map was inferred from equal data, not from the meaning of names; {saved}:"
     PROPOSED = "equal data has other names, which are not mapped, because most names of A and B agree; {saved}:"
     SAVES_MAP = "{write_map:option FILE} saves the map"
@@ -81,6 +82,10 @@ class Note(Sentence):
     MORE_RULES = "  {count:count more rule}"
     MORE_NOTES = "... and {count:count more line}; a report has all"
     GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
+    INTERCHANGEABLE = (
+        "names, not data, show which of {count:count equal constant tensor} is which, so an exchange of them has no "
+        "trace: {names:names}"
+    )
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     GUESSED_HEADS = (
         "{names:list} {names:verb was|were} chosen because {names:verb it fits|they fit} the data; no configuration "

@@ -247,8 +247,8 @@ class _Value:
         return self._join(", ")
 
     def either(self) -> str:
-        *first, last = [self._write_name(item) for item in self.content]
-        return f"{', '.join(first)} or {last}" if first else last
+        # Codes contain no comma.
+        return " or ".join(self._join(", ").rsplit(", ", 1))
 
     def statements(self) -> str:
         return self._join("; ")

@@ -190,12 +190,13 @@ def _rename_sides(
         output_ties=_find_output_ties(sides),
     )
     check_ignored(names, models, mapped, files)
-    counts = [
-        Note.MAPPED(count=model.count_mapped(), side=side.label) for side, model in zip(sides, mapped, strict=True)
-    ]
-    # A map from the names of B to those of A renames no tensor of A.
-    counts_of_mapped = [count for count in counts if count.parameters["count"]]
-    map_note = Note.MAP(map=names.title, counts=tuple(counts_of_mapped or counts))
+    counts = []
+    for side, mapped_model in zip(sides, mapped, strict=True):
+        count = mapped_model.count_mapped()
+        # A map from the names of B to those of A renames no tensor of A.
+        if count:
+            counts.append(Note.MAPPED(count=count, side=side.label))
+    map_note = Note.MAP(map=names.title, counts=tuple(counts) or (Note.NONE_MAPPED(),))
     padding_notes = remove_padding(mapped, variables, files)
     renamed_sides = []
     for side, mapped_model in zip(sides, mapped, strict=True):

@@ -23,7 +23,10 @@ def write_unbroken(text: str, part: Part) -> str:
 
 def escape_marked(text: str) -> str:
     """Escape a sentence by `write_unbroken`, but not its marks."""
-    return _MARK.join(map(one_line, text.split(_MARK)))
+    pieces = []
+    for piece in text.split(_MARK):
+        pieces.append(one_line(piece))
+    return _MARK.join(pieces)
 
 
 def unmark(text: str) -> str:
@@ -32,14 +35,14 @@ def unmark(text: str) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """Return a sentence by `write_unbroken` with code that is longer than a line on lines of its own, unmarked.
+    """Return a sentence by `write_unbroken`, with code and names that are longer than a line on lines of their own.
 
-    width: columns.
+    Such code has no marks. width: columns.
     """
     words = []
     for word in text.split(" "):
-        if _MARK in word and len(word) > width:
+        if len(word) > width:
             # Between spaces, as the word was.
             word = f"\n{unmark(word)}"
         words.append(word)
-    return " ".join(words)
+    return " ".join(words).lstrip("\n")

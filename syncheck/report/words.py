@@ -291,8 +291,11 @@ def _has_next_step(diff: TensorDiff) -> bool:
 
 def _find_guesses(report: Report) -> Iterator[Message]:
     if _first_value(report, attrgetter("evidence.inferred")):
+        # The caller uses only the first reason.
         file = _first_value(report, attrgetter("evidence.written_map"))
-        yield Undecided.WRITTEN_MAP(file=file) if file else Undecided.INFERRED_MAP()
+        if file:
+            yield Undecided.WRITTEN_MAP(file=file)
+        yield Undecided.INFERRED_MAP()
     guessed = _first_value(report, attrgetter("evidence.guessed"))
     if guessed:
         yield Undecided.GUESSED_HEADS(names=guessed)
