@@ -127,8 +127,7 @@ def compare_sides(
     with Files(jobs=options.jobs) as files:
         mapped = map_sides(_merge_adapters(sides, files), options, files)
         sides = _finish_adapters(mapped.sides, files)
-        # An inferred map has a note of its own, about the rules that it guessed.
-        constant_notes = [] if options.map is None else note_interchangeable(sides, files)
+        constant_notes = note_interchangeable(sides, options, files)
         files.close_all()  # the comparison of the pair opens as many files
         comparison = compare_models([side.model for side in sides], options, histograms=histograms)
         comparison = explain_single_shard(explain_unpaired(comparison, sides), sides)

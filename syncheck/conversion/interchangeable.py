@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from syncheck.conversion.sides import Side
     from syncheck.messages import Message
+    from syncheck.options import DiffOptions
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 _BEGIN = 64
 
 
-def note_interchangeable(sides: Sequence[Side], files: Files) -> list[Message]:
-    """Return a note with the mapped tensors of A that are constants equal to another one, of which names decide."""
+def note_interchangeable(sides: Sequence[Side], options: DiffOptions, files: Files) -> list[Message]:
+    """Return a note with the constants of A that equal another one, if a map is passed: only their names differ."""
     names_by_content: defaultdict[object, list[str]] = defaultdict(list)
     for name, tensor in sides[0].model.tensors.items():
-        if _is_mapped(name, tensor, sides):
+        if _is_mapped(name, tensor, sides, options):
             names_by_content[_make_key(name, tensor, files)].append(name)
     interchangeable: list[str] = []
     for names in names_by_content.values():
@@ -38,11 +39,17 @@ def note_interchangeable(sides: Sequence[Side], files: Files) -> list[Message]:
     return note_if(interchangeable, note)
 
 
-def _is_mapped(name: str, tensor: Tensor, sides: Sequence[Side]) -> bool:
-    """Whether a tensor of A has elements, a partner in B, and another name in the files of one side."""
+def _is_mapped(name: str, tensor: Tensor, sides: Sequence[Side], options: DiffOptions) -> bool:
+    """Whether the passed map brings a tensor of A with elements and its partner in B to one name."""
     _, side_b = sides
-    stored_names = {side.stored.get(name, tensor).name for side in sides}
-    conditions = (tensor.numel > 0, has_elements(tensor), name in side_b.model.tensors, stored_names != {name})
+    conditions = (
+        # An inferred map has a note of its own, about the rules that it guessed.
+        options.map is not None,
+        tensor.numel > 0,
+        has_elements(tensor),
+        name in side_b.model.tensors,
+        {side.stored.get(name, tensor).name for side in sides} != {name},
+    )
     return all(conditions)
 
 

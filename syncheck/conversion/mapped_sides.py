@@ -18,7 +18,7 @@ from syncheck.conversion.recognition import (
     require_equal_heads,
 )
 from syncheck.frozen import record
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
@@ -190,12 +190,11 @@ def _rename_sides(
         output_ties=_find_output_ties(sides),
     )
     check_ignored(names, models, mapped, files)
-    counts = []
+    counts: list[Message] = []
     for side, mapped_model in zip(sides, mapped, strict=True):
         count = mapped_model.count_mapped()
         # A map from the names of B to those of A renames no tensor of A.
-        if count:
-            counts.append(Note.MAPPED(count=count, side=side.label))
+        counts += note_if(count, Note.MAPPED(count=count, side=side.label))
     map_note = Note.MAP(map=names.title, counts=tuple(counts) or (Note.NONE_MAPPED(),))
     padding_notes = remove_padding(mapped, variables, files)
     renamed_sides = []

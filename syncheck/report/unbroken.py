@@ -23,10 +23,7 @@ def write_unbroken(text: str, part: Part) -> str:
 
 def escape_marked(text: str) -> str:
     """Escape a sentence by `write_unbroken`, but not its marks."""
-    pieces = []
-    for piece in text.split(_MARK):
-        pieces.append(one_line(piece))
-    return _MARK.join(pieces)
+    return _MARK.join(map(one_line, text.split(_MARK)))
 
 
 def unmark(text: str) -> str:

@@ -291,7 +291,6 @@ def _has_next_step(diff: TensorDiff) -> bool:
 
 def _find_guesses(report: Report) -> Iterator[Message]:
     if _first_value(report, attrgetter("evidence.inferred")):
-        # The caller uses only the first reason.
         file = _first_value(report, attrgetter("evidence.written_map"))
         if file:
             yield Undecided.WRITTEN_MAP(file=file)
@@ -378,7 +377,6 @@ def scope_lines(report: Report, write: Writer = write_names) -> list[str]:
         for note in group.notes:
             if note.code in SCOPE:
                 lines.append(note.render(write))
-
     return lines
 
 
