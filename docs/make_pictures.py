@@ -27,6 +27,7 @@ from syncheck.live.witnesses.rules import make_finding  # noqa: E402
 from syncheck.report import terminal, text  # noqa: E402
 from syncheck.report.finding_text import cause_text  # noqa: E402
 from syncheck.report.parts import Grid, Labels  # noqa: E402
+from syncheck.report.unbroken import unmark  # noqa: E402
 from syncheck.text import options_as_typed  # noqa: E402
 
 COLUMNS = 100
@@ -65,7 +66,7 @@ def list_constant_texts() -> list[str]:
     with options_as_typed():
         for part in text.comparison(syncheck.compare(COMPARED), 4):
             if isinstance(part, Labels):
-                texts += [str(content) for label, content in part.rows if label in ("why", "fix", "more")]
+                texts += [unmark(str(content)) for label, content in part.rows if label in ("why", "fix", "more")]
             elif isinstance(part, Grid):
                 texts.append("".join(part.columns))
         clipped = make_finding(WATCHED, (1,), (), variant=SCALED)

@@ -66,12 +66,13 @@ class Note(Sentence):
         "compared after the accepted conversion to {dtype}, which does not explain {count:count tensor}: {names:names}"
     )
     FLUSHED = "the accepted conversion to {dtype} made elements zero: {tensors:names 6}"
-    MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
-    INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
-    PROPOSED = (
-        "equal data has other names, which are not mapped, because most names of A and B agree; "
-        "{write_map:option FILE} saves the map:"
-    )
+    MAP = "names were mapped by {map}: {counts:list}"
+    MAPPED = "{count:count tensor} of {side}"
+    NONE_MAPPED = "no tensor"
+    INFERRED = "the map was inferred from equal data, not from the meaning of names; {saved}:"
+    PROPOSED = "equal data has other names, which are not mapped, because most names of A and B agree; {saved}:"
+    SAVES_MAP = "{write_map:option FILE} saves the map"
+    SAVED_MAP = "{file:name} has the map"
     RULE = "  {name:name} = {parts}"
     CONTRADICTING_RULE = (
         "  {name:name} = {parts}  <- the name states another order: {order:list}; equal data shows the order of B, "
@@ -83,6 +84,10 @@ class Note(Sentence):
     MORE_RULES = "  {count:count more rule}"
     MORE_NOTES = "... and {count:count more line}; a report has all"
     GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
+    INTERCHANGEABLE = (
+        "names, not data, show which of {count:count equal constant tensor} is which, so an exchange of them has no "
+        "trace: {names:names}"
+    )
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     GUESSED_HEADS = (
         "{names:list} {names:verb was|were} chosen because {names:verb it fits|they fit} the data; no configuration "
@@ -395,6 +400,7 @@ class Undecided(Sentence):
         "equal under an inferred map that names contradict in {count:count rule}: {names:names}. If B is right, pass "
         "the map with {map:option FILE}, which {write_map:option FILE} writes"
     )
+    WRITTEN_MAP = "equal under an inferred map: review {file:name}, then pass {file:typed map}"
     GUESSED_HEADS = (
         "equal if {names:list} {names:verb is|are} as the data suggests: put config.json beside the files, or pass "
         "{accept_inferred:option}"
@@ -406,14 +412,17 @@ class Undecided(Sentence):
     )
     NO_REPLICAS = (
         "no two of the files are replicas of each other; pass the files of at least two ranks of one run, or group "
-        "them with {group_by:option REGEX} ({group_by:option=} puts all files into one group)"
+        "them with {group_by:option REGEX} ({group_by:option=} puts all files into one group); compare two models of "
+        "different runs with `syncheck diff A B`"
     )
     SOME_ALONE = (
         "{count} of the checkpoints given had no replica to compare with: {paths:names}; remove them, add their "
-        "replicas, or group files with {group_by:option REGEX}"
+        "replicas, or group files with {group_by:option REGEX}; compare two models of different runs with "
+        "`syncheck diff A B`"
     )
     AMBIGUOUS = "{name:name}: {detail}"
     MORE_AMBIGUOUS = "{name:name} and {more} more tensors: {detail}"
+    OF_OTHER_RUNS = "{reason}; the files are of different runs: compare two models with `syncheck diff A B`"
     NO_CHECKSUMS = (
         "{unknown} of {tensors} tensors have no usable stored checksum (torch.save stores one for each storage, other "
         "formats store none); without {quick:option} every byte is read"
@@ -467,7 +476,7 @@ class Hint(Sentence):
     ALL_ROWS_IN_HTML = "{output:option FILE.html} lists all"
     GROUP_FILES = (
         "Pass the files of at least two ranks of one run, remove this file, or group files with "
-        "{group_by:option REGEX}."
+        "{group_by:option REGEX}. Compare two models of different runs with `syncheck diff A B`."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
     IN_FLOAT64 = "{dtype:option=float64}"

@@ -271,6 +271,8 @@ class GroupEvidence:
     """Plain tensors that may be parts or copies; None if every tensor was compared, or is a shard."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
+    written_map: str = ""
+    """For two models: the file to which a map was written."""
     base: str = ""
     """For two models: the title of the model before the update."""
     updated: int = 0

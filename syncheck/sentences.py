@@ -67,12 +67,14 @@ class Sentence(Enum):
     - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names or messages, and how many more there are
     - `{parts:list}`: messages, names or numbers, separated by commas
+    - `{codes:either}`: the same with "or" before the last
     - `{facts:statements}`: messages, separated by semicolons
     - `{values:by_rank}`: "0.25 on ranks 0, 1 and 1e-20 on rank 2", from a mapping of ranks to values
     - `{values:on_ranks}`: the same from ((value, ranks), ...): "float32 on rank 0 and float64 on rank 1"
     - `{tensors:count tensor}` or `{batches:count batch|batches}`: "1 tensor", "2 tensors"
     - `{tensors:verb differs|differ}`: the verb of so many tensors, or of a tuple of ranks
     - `{step:number}` or `{gap:number 3}`: whole numbers with all digits, other numbers with 6 or 3 digits
+    - `{path:typed map}`: the option `map` of `Options` with the value of the parameter: `--map FILE`
     - `{quick:option}`, `{buffers:option GLOB}`, `{allow:option=SYN201}`: the option with this name in `Options`,
       without a parameter
     """
@@ -244,6 +246,10 @@ class _Value:
     def list(self) -> str:
         return self._join(", ")
 
+    def either(self) -> str:
+        # Codes contain no comma.
+        return " or ".join(self._join(", ").rsplit(", ", 1))
+
     def statements(self) -> str:
         return self._join("; ")
 
@@ -261,6 +267,9 @@ class _Value:
         if self.content == 1:
             return f"1 {singular}"
         return f"{self.content} {plural or singular + 's'}"
+
+    def typed(self) -> str:
+        return self.write(option_text(self.field.argument, self.content), Part.NAME)
 
     def verb(self) -> str:
         singular, _, plural = self.field.argument.partition("|")
@@ -286,10 +295,12 @@ _FORMATS: dict[str, Callable[[_Value], str]] = {
     "sets": _Value.sets,
     "names": _Value.names,
     "list": _Value.list,
+    "either": _Value.either,
     "statements": _Value.statements,
     "by_rank": _Value.by_rank,
     "on_ranks": _Value.on_ranks,
     "count": _Value.count,
+    "typed": _Value.typed,
     "verb": _Value.verb,
     "number": _Value.number,
 }

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import tempfile
-import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import diff_examples
 import parity_examples
@@ -18,16 +18,18 @@ from finding_page import Example, write_page
 from marks import cell, code, table
 from sources import ROOT
 
-from syncheck.cli import main
+from syncheck.cli import main, output
 from syncheck.diagnose.rules import list_rules
 from syncheck.live.witnesses.rules import WITNESS_RULES
 from syncheck.parity.causes import PARITY_RULES
 from syncheck.records import Counts, Group, Report
-from syncheck.report import plain
+from syncheck.report import terminal
 from syncheck.report.text import comparison_body
 from syncheck.text import options_as_typed
 
 EXAMPLE = "fixtures/desync/stale_rank"
+# Columns of a terminal, in which the pages show findings.
+_WIDTH = 100
 PEFT = "fixtures/conversions/peft/a"
 
 
@@ -88,13 +90,14 @@ def print_pairs() -> dict[str, tuple[str, str]]:
 
 
 def print_finding(command: str, code: str, folder: Path = ROOT) -> str:
-    """Return the lines that a command prints for a finding, folded to 100 columns. folder: where the command runs."""
+    """Return the lines that a command prints for a finding, as on a terminal. folder: where the command runs."""
     os.chdir(folder)
     printed = io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+    terminal_of_page = patch.multiple(output, terminal_width=lambda: _WIDTH, needs_ascii=lambda: True)
+    with terminal_of_page, redirect_stdout(printed), redirect_stderr(io.StringIO()):
         main([*command.split(), "--no-config", "--color", "never"])
     os.chdir(ROOT)
-    return fold_finding(printed.getvalue(), code, command)
+    return find_finding(printed.getvalue(), code, command)
 
 
 def print_examples() -> dict[str, tuple[str, str]]:
@@ -104,21 +107,18 @@ def print_examples() -> dict[str, tuple[str, str]]:
         for code_of, (about, finding) in examples.make_findings().items():
             group = Group("Mine", "Mine", None, (), Counts(), findings=(finding,), verdict="out_of_sync")
             with options_as_typed():
-                printed = plain.render(comparison_body(Report("out_of_sync", (group,), command=command), 10))
-            made[code_of] = about, fold_finding(printed, code_of, command)
+                body = comparison_body(Report("out_of_sync", (group,), command=command), 10)
+                printed = terminal.render(body, _WIDTH, color=False, ascii_only=True)
+            made[code_of] = about, find_finding(printed, code_of, command)
     return made
 
 
-def fold_finding(printed: str, code: str, command: str) -> str:
-    """Return the lines of a finding in a printed report, folded to 100 columns."""
+def find_finding(printed: str, code: str, command: str) -> str:
+    """Return the lines of a finding in a printed report."""
     found = re.search(rf"^  {code} .*?^    more .*?$", printed, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")
-    lines = []
-    for line in found[0].splitlines():
-        label = re.match(r" *\w+ +", line) if line.startswith("    ") else None
-        lines += textwrap.wrap(line, 100, subsequent_indent=" " * (label.end() if label else 4), break_long_words=False)
-    return "\n".join(lines)
+    return found[0]
 
 
 def _commands_by_code() -> dict[str, list[str]]:

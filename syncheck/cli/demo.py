@@ -65,6 +65,11 @@ def _find_trainer() -> Path:
     """Return the path of the trainer in the clone that contains this package."""
     script = Path(__file__).resolve().parents[2] / "train" / "run.py"
     if not script.is_file():
+        if _is_clone(Path()):
+            raise DemoFailed(
+                "the demo requires train/run.py, which is in this folder and not in the installed package; install the "
+                "clone itself: pip install -e '.[train]' && syncheck demo"
+            )
         raise DemoFailed(
             "the demo requires train/run.py, which is in the repository and not in the installed package; "
             "clone the repository and run: pip install -e '.[train]' && syncheck demo"
@@ -75,6 +80,11 @@ def _find_trainer() -> Path:
     if missing:
         raise DemoFailed(f"{' and '.join(missing)} not installed: pip install -e '.[train]'")
     return script
+
+
+def _is_clone(folder: Path) -> bool:
+    """Whether a folder is a clone of the repository, with the trainer and the package."""
+    return (folder / "train" / "run.py").is_file() and (folder / "syncheck" / "cli" / "demo.py").is_file()
 
 
 def _create_folder() -> None:

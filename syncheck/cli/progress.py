@@ -74,9 +74,19 @@ def _draw_until(is_done: Event) -> None:
     )
     # The terminal may have been closed.
     with suppress(OSError), progress:
-        task = progress.add_task("", total=TRAFFIC.expected or None, completed=TRAFFIC.read)
+        completed, total = _measure()
+        task = progress.add_task("", total=total, completed=completed)
         while not is_done.wait(_INTERVAL):
-            # Tensors that differ are read a second time.
-            expected = max(TRAFFIC.expected, TRAFFIC.read)
-            progress.update(task, completed=TRAFFIC.read, total=expected)
+            completed, total = _measure()
+            progress.update(task, completed=completed, total=total)
             progress.refresh()
+
+
+def _measure() -> tuple[int, int | None]:
+    """Return the bytes read and the bytes to read, which are at least as many; None if they are unknown."""
+    # Read once, because other threads add to it.
+    completed = TRAFFIC.read
+    if not TRAFFIC.expected:
+        return completed, None
+    # Tensors that differ, or that a map brings to other names, are read a second time.
+    return completed, max(TRAFFIC.expected, completed)

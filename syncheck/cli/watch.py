@@ -38,7 +38,9 @@ def run(argv: Sequence[str]) -> int:
         options, program, arguments = _split(argv)
         settings, is_module = _read_settings(options), _MODULE in options
         if not program:
-            raise UsageError("watch: no script; pass one, as in `syncheck watch train.py`")
+            raise UsageError(
+                "watch: no script; pass one, as in `torchrun --nproc-per-node 2 -m syncheck watch train.py`"
+            )
         from syncheck.live.watching import program as programs
 
         programs.check_target(program, is_module=is_module)

@@ -10,6 +10,7 @@ from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
 from syncheck.conversion.common_files import note_common_files
 from syncheck.conversion.converted_tensors import compare_converted, compare_models
+from syncheck.conversion.interchangeable import note_interchangeable
 from syncheck.conversion.mapped_sides import MappedSides, map_sides
 from syncheck.conversion.model_settings import add_settings
 from syncheck.conversion.odd_copies import add_other_model, find_differing_copies
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from syncheck.layout.groups import CheckpointGroup
     from syncheck.messages import Message
-    from syncheck.records import Alias, Comparison, Group
+    from syncheck.records import Alias, Comparison, Group, Replica
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
@@ -121,10 +122,12 @@ def compare_sides(
     copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
     notes = [*note_common_files(sides), *_note_copies(sides, copies)]
+    stored_sides = sides
     sides, tied_notes = _complete_models(sides)
     with Files(jobs=options.jobs) as files:
         mapped = map_sides(_merge_adapters(sides, files), options, files)
         sides = _finish_adapters(mapped.sides, files)
+        constant_notes = note_interchangeable(sides, options, files)
         files.close_all()  # the comparison of the pair opens as many files
         comparison = compare_models([side.model for side in sides], options, histograms=histograms)
         comparison = explain_single_shard(explain_unpaired(comparison, sides), sides)
@@ -150,9 +153,17 @@ def compare_sides(
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
     comparison = _add_doubt(comparison, mapped, options)
-    notes += [*tied_notes, *_note_map(mapped, options), *comparison.notes]
-    comparison = replace(comparison, notes=tuple(notes))
+    notes += [*tied_notes, *_note_map(mapped, options), *constant_notes, *comparison.notes]
+    comparison = replace(comparison, notes=tuple(notes), replicas=_count_stored(comparison, stored_sides))
     return _build_report(comparison, sides, copies, options)
+
+
+def _count_stored(comparison: Comparison, sides: Sequence[Side]) -> tuple[Replica, ...]:
+    """Return the replicas with the numbers of tensors in their files, which a map divides, joins and adds."""
+    replicas = []
+    for replica, side in zip(comparison.replicas, sides, strict=True):
+        replicas.append(replace(replica, tensors=len(side.model.tensors)))
+    return tuple(replicas)
 
 
 def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[Message]:
@@ -241,6 +252,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
         comparison.evidence,
         inferred=is_proposal,
         contradicted=mapped.contradicted,
+        written_map=options.write_map or "",
         guessed=guessed,
         fitted=mapped.fitted,
         cast=options.cast or "",

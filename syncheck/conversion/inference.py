@@ -253,12 +253,13 @@ def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -
     return [marked_a, marked_b]
 
 
-def describe_inferred(inferred: Inferred) -> list[Message]:
-    """Return notes with the rules and the ambiguous tensors."""
+def describe_inferred(inferred: Inferred, path: str | None = None) -> list[Message]:
+    """Return notes with the rules and the ambiguous tensors. path: of the file that gets the map, if there is one."""
     notes: list[Message] = []
     if inferred.map.rules:
         sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
-        notes.append(sentence())
+        saved = Note.SAVES_MAP() if path is None else Note.SAVED_MAP(file=path)
+        notes.append(sentence(saved=saved))
         notes += _list_rules(inferred)
     if inferred.prefix is not None:
         notes.append(inferred.prefix)

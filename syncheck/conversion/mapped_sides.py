@@ -18,7 +18,7 @@ from syncheck.conversion.recognition import (
     require_equal_heads,
 )
 from syncheck.frozen import record
-from syncheck.messages import Note
+from syncheck.messages import Note, note_if
 from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
     applied, proposed = (None, None) if inferred is None else separate_stacks(inferred)
     for part in (applied, proposed):
         if part is not None:
-            notes += describe_inferred(part)
+            notes += describe_inferred(part, options.write_map)
     notes += _write_map(
         names,
         inferred,
@@ -193,8 +193,12 @@ def _rename_sides(
         output_ties=_find_output_ties(sides),
     )
     check_ignored(names, models, mapped, files)
-    counts = [model.count_mapped() for model in mapped]
-    map_note = Note.MAP(map=names.title, count=counts[0], others=counts[1])
+    counts: list[Message] = []
+    for side, mapped_model in zip(sides, mapped, strict=True):
+        count = mapped_model.count_mapped()
+        # A map from the names of B to those of A renames no tensor of A.
+        counts += note_if(count, Note.MAPPED(count=count, side=side.label))
+    map_note = Note.MAP(map=names.title, counts=tuple(counts) or (Note.NONE_MAPPED(),))
     padding_notes = remove_padding(mapped, variables, files)
     renamed_sides = []
     for side, mapped_model in zip(sides, mapped, strict=True):

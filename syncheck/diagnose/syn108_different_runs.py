@@ -12,8 +12,9 @@ same run, a single damaged element, rounding, and the values of an earlier step 
 Cause: the folder, the glob or `--group-by` joins the files of several runs: another launch, another seed, another
 configuration. Their tensors differ because they are different models, and no fault within a run is visible.
 
-Fix: compare the files of one run. If two runs were compared on purpose, because they should be bitwise equal, remove
-the listed differences first: equal seeds, settings, number of ranks and versions.
+Fix: compare the files of one run, or two models of different runs with `syncheck diff A B`. If two runs were compared
+on purpose, because they should be bitwise equal, remove the listed differences first: equal seeds, settings, number of
+ranks and versions.
 
 Incidents: none known; measured with runs of the trainer that differ in the seed, the learning rate or the width.
 """
@@ -52,7 +53,8 @@ class Text(Sentence, topic=CODE):
     CAUSE = "The files come from different runs, or from different launches of a run, so they are not replicas."
     FIX = (
         "Compare the files of one run: pass its folder, or group the files by the run with {group_by:option REGEX}. "
-        "Two runs are bitwise equal only with equal seeds, settings, numbers of ranks and versions."
+        "Compare two models of different runs with `syncheck diff A B`. Two runs are bitwise equal only with equal "
+        "seeds, settings, numbers of ranks and versions."
     )
     PROVED = "The files are of different runs: {setting}"
     CONSISTENT = "Consistent with files of different runs: {setting}"

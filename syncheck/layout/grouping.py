@@ -141,9 +141,12 @@ def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]
 
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
     groups = []
-    for key, members in partition_by(snapshots, make_key).items():
+    members_by_key = partition_by(snapshots, make_key)
+    # An empty match has no name of its own.
+    unnamed = "all files" if len(members_by_key) == 1 else "other files"
+    for key, members in members_by_key.items():
         group = CheckpointGroup(
-            run="-".join(key),
+            run="-".join(key) or unnamed,
             step=None,
             ranks=number_replicas(members),
             grouping=grouping,

@@ -22,6 +22,7 @@ from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
 from syncheck.report.selections import list_codes
+from syncheck.report.unbroken import escape_marked, write_unbroken
 from syncheck.text import brief, one_line, option_text, ranks_as_ranges
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Reporter:
         rows = [
             ("what", one_line(finding.evidence)[:_SENTENCE]),
             ("why", one_line(finding_text.cause_text(finding))),
-            ("fix", one_line(str(finding.fix))),
+            ("fix", escape_marked(finding.fix.render(write_unbroken))),
         ]
         self._print([_make_line(Span(f"{when}: "), Span(one_line(title), style)), Labels(tuple(rows), indent=4)])
 
@@ -296,7 +297,7 @@ def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
         ("why", one_line(finding_text.cause_text(finding))),
-        ("fix", one_line(str(finding.fix))),
+        ("fix", escape_marked(finding.fix.render(write_unbroken))),
         ("more", finding_text.more_text(finding)),
     ]
     return [line(finding_text.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

@@ -19,12 +19,11 @@ class Decision(Sentence):
     """What to do in the next run, so that it shows which cause it was."""
 
     WATCH = (
-        "run `syncheck watch train.py` next time, which compares gradients, settings and steps of all ranks at each "
-        "step: it shows {codes:verb whether this is|which it is,} {codes:list}"
+        "run `torchrun --nproc-per-node 2 -m syncheck watch train.py` next time, which compares gradients, settings "
+        "and steps of all ranks at each step: it shows whether it is {codes:either}"
     )
     SAVE_AT_START = (
-        "save on every rank before the first step, or right after a resume: the files show {codes:verb whether this "
-        "is|which it is,} {codes:list}"
+        "save on every rank before the first step, or right after a resume: the files show whether it is {codes:either}"
     )
     RECORD_RUN = (
         "save `syncheck.metadata(run_id=...)` in each file, which shows whether the files are of one run ({codes:list})"

@@ -66,7 +66,7 @@ class Sparkline:
 
 @record
 class Labels:
-    """A column of labels, each with a sentence or a curve."""
+    """A column of labels, each with a sentence, which may be by `unbroken.write_unbroken`, or a curve."""
 
     rows: tuple[tuple[str, str | Sparkline], ...]
     indent: int = 0

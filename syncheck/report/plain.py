@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.report.parts import Grid, Labels, Line
+from syncheck.report.unbroken import unmark
 from syncheck.text import logged
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _labels(labels: Labels) -> Iterator[str]:
     for label, text in labels.rows:
         if not isinstance(text, str):
             text = text.render(_WIDTH, ascii_only=True)
-        yield f"{label:{widest}}  {text}"
+        yield f"{label:{widest}}  {unmark(text)}"
 
 
 def _grid(grid: Grid) -> Iterator[str]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from syncheck.report.parts import Grid, Labels, Line, Span
+from syncheck.report.unbroken import fit, unmark
 from syncheck.text import logged
 
 if TYPE_CHECKING:
@@ -227,11 +228,26 @@ def _labels(labels: Labels, ascii_only: bool) -> Table:
     table.add_column(overflow="fold")
     for label, text in labels.rows:
         if isinstance(text, str):
-            table.add_row(label, Text(text))
+            table.add_row(label, _Sentence(text))
         else:
             table.add_row(label, _Curve(text, ascii_only))
 
     return table
+
+
+class _Sentence:
+    """A sentence whose code is on one line: if the rest of a line has no room for it, it starts the next line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Text(unmark(self.text)).__rich_measure__(console, options)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        sentence = Text(fit(self.text, options.max_width))
+        for line in sentence.wrap(console, options.max_width, overflow="fold"):
+            yield Text(unmark(line.plain))
 
 
 class _Curve:

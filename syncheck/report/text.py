@@ -19,6 +19,7 @@ from syncheck.report.selections import (
     write_first,
 )
 from syncheck.report.summary import STYLES, WIDTH
+from syncheck.report.unbroken import escape_marked, write_unbroken
 from syncheck.text import names_text, one_line, ranges_text
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class _Printed:
 
     def shorten(self, label: str, text: str, finding: Finding, group: Group) -> str:
         """Return the text of a row, or a reference if it is advice that an earlier finding has."""
-        owner = f"{finding.code} of {group.name}"
+        owner = f"{finding.code} of {one_line(group.name)}"
         earlier = self._owners.setdefault((label, text), owner)
         if label not in self._LABELS or earlier == owner:
             return text
@@ -216,8 +217,8 @@ class _Printed:
 
 def _finding(finding: Finding, group: Group, printed: _Printed, *, curve: bool = False) -> list[Part]:
     rows: list[tuple[str, str | Sparkline]] = []
-    for label, sentence in finding_text.finding_rows(finding, group, write_names):
-        rows.append((label, one_line(printed.shorten(label, sentence, finding, group))))
+    for label, sentence in finding_text.finding_rows(finding, group, write_unbroken):
+        rows.append((label, escape_marked(printed.shorten(label, sentence, finding, group))))
 
     if curve and finding.history is not None:
         rows.insert(2, ("drift", _curve(finding.history)))

@@ -294,6 +294,9 @@ def _find_guesses(report: Report) -> Iterator[Message]:
     if contradicted:
         yield Undecided.CONTRADICTED_MAP(count=len(contradicted), names=contradicted)
     if _first_value(report, attrgetter("evidence.inferred")):
+        file = _first_value(report, attrgetter("evidence.written_map"))
+        if file:
+            yield Undecided.WRITTEN_MAP(file=file)
         yield Undecided.INFERRED_MAP()
     guessed = _first_value(report, attrgetter("evidence.guessed"))
     if guessed:
@@ -310,15 +313,22 @@ def _find_unknown_tensors(report: Report) -> Iterator[Message]:
 
     ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
     if ambiguous:
-        name, detail = shorten_name(ambiguous[0].name), ambiguous[0].detail
-        # The caller uses only the first reason.
-        if len(ambiguous) == 1:
-            yield Undecided.AMBIGUOUS(name=name, detail=detail)
-        yield Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
+        reason = _describe_ambiguous(ambiguous)
+        # Two models are compared by `syncheck diff` already, which records no runs.
+        if _first_value(report, attrgetter("evidence.runs")):
+            reason = Undecided.OF_OTHER_RUNS(reason=reason)
+        yield reason
 
     yield from _not_compared(diffs_of_reason[Reason.REFUSED])
     if unknown:
         yield Undecided.NO_CHECKSUMS(unknown=unknown, tensors=report.counts.tensors)
+
+
+def _describe_ambiguous(ambiguous: Sequence[TensorDiff]) -> Message:
+    name, detail = shorten_name(ambiguous[0].name), ambiguous[0].detail
+    if len(ambiguous) == 1:
+        return Undecided.AMBIGUOUS(name=name, detail=detail)
+    return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
 
 
 def _find_unknown_values(report: Report) -> Iterator[Message]:
@@ -371,7 +381,6 @@ def scope_lines(report: Report, write: Writer = write_names) -> list[str]:
         for note in group.notes:
             if note.code in SCOPE:
                 lines.append(note.render(write))
-
     return lines
 
 

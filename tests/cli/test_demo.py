@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support.listings import find_texts, list_fields, list_files, list_starts
 
+from syncheck.cli import demo
+from syncheck.errors import DemoFailed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -91,6 +94,22 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
             if find_session_commands(process.pid):
                 os.killpg(process.pid, signal.SIGKILL)
     assert (tmp_path / "out").read_text().rstrip().endswith("syncheck: interrupted")
+
+
+def test_demo_in_a_clone_with_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clone must be installed itself; anywhere else, it must be cloned first."""
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "site-packages" / "syncheck" / "cli" / "demo.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DemoFailed, match="clone the repository") as elsewhere:
+        demo.run("auto")
+    for path in (Path("train/run.py"), Path("syncheck/cli/demo.py")):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    with pytest.raises(DemoFailed) as in_clone:
+        demo.run("auto")
+    assert "clone the repository" not in str(in_clone.value)
+    for error in (elsewhere, in_clone):
+        assert "pip install -e '.[train]' && syncheck demo" in str(error.value)
 
 
 def test_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.marks import slow
+
+from syncheck.cli import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 # Reads 2 GB in one second, without files, and prints a report.
@@ -76,6 +79,18 @@ def test_bytes_rate_and_remaining_time() -> None:
     assert find_remaining(drawn).strip() == "the report"
     # A hidden cursor would remain hidden if a signal ended the process.
     assert "\x1b[?25l" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("expected", "read", "measured"),
+    [(876_800, 500_000, (500_000, 876_800)), (876_800, 1_743_900, (1_743_900, 1_743_900)), (0, 5, (5, None))],
+)
+def test_the_total_is_at_least_what_was_read(
+    monkeypatch: pytest.MonkeyPatch, expected: int, read: int, measured: tuple[int, int | None]
+) -> None:
+    """From the first line on, bytes that are read twice count in the total too."""
+    monkeypatch.setattr(progress, "TRAFFIC", SimpleNamespace(expected=expected, read=read))
+    assert progress._measure() == measured
 
 
 def test_ascii_in_the_c_locale() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from syncheck.live.watching.launching import describe_launch
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "import sys; print(sys.argv[1:], __name__, sys.path[0]); sys.exit(int(sys.argv[1]))"
 
@@ -78,6 +80,46 @@ def test_the_script_gets_its_arguments_and_gives_its_exit_code(
     result = watch(tmp_path, *arguments)
     assert result.returncode == int(given[0]), result.stderr
     assert result.stdout == f"{given} __main__ {tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "variable"),
+    [
+        (KeyError("LOCAL_RANK"), "LOCAL_RANK"),
+        (ValueError("env:// rendezvous: environment variable RANK expected, but not set"), "RANK"),
+        (ValueError("environment variable MASTER_ADDR expected, but not set"), "MASTER_ADDR"),
+        (KeyError("rank"), None),
+        (ValueError("RANKS of the tensor"), None),
+        (RuntimeError("RANK"), None),
+    ],
+)
+def test_a_script_without_its_launcher_names_the_launch(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, variable: str | None
+) -> None:
+    """Only a missing variable of a launcher does; the command has all options, and a launched rank has no advice."""
+    monkeypatch.delenv("RANK", raising=False)
+    command = ["watch", "--every", "5", "my script.py", "--epochs", "3"]
+    advice = describe_launch(error, command)
+    if variable is None:
+        assert advice is None
+        return
+    assert advice is not None
+    assert advice.startswith(f"the script expects {variable} ")
+    assert advice.endswith("torchrun --nproc-per-node 2 -m syncheck watch --every 5 'my script.py' --epochs 3")
+    monkeypatch.setenv("RANK", "0")
+    assert describe_launch(error, command) is None
+
+
+@pytest.mark.slow
+def test_the_launch_is_printed_after_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of torchrun that is watched alone ends with its error, and then one line with the right command."""
+    pytest.importorskip("torch")
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    result = watch(tmp_path, "train.py", "--lr", "1")
+    assert result.returncode == 1
+    assert "environment variable RANK expected" in result.stderr
+    assert "torchrun --nproc-per-node 2 -m syncheck watch train.py --lr 1" in result.stdout + result.stderr
 
 
 @pytest.mark.slow

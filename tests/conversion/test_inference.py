@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support import llama
-from support.listings import list_codes, list_names
+from support.listings import find_all, list_codes, list_names
 from support.states import add_prefix, cast
 
 import syncheck
@@ -15,6 +15,7 @@ from syncheck.cli import main
 from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
 from syncheck.report.words import undecided_reason
+from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +80,9 @@ def test_maps_from_data(tmp_path: Path, convert: Any, turned: bool) -> None:
     written = str(tmp_path / "map.toml")
     report = syncheck.diff(a, b, options=DiffOptions(write_map=written))
     assert (report.exit_code, report.counts.identical) == (2, len(model))
-    assert undecided_reason(report).code is Undecided.INFERRED_MAP
+    with options_as_typed():
+        assert str(undecided_reason(report)).endswith(f"pass --map {written}")
+        assert undecided_reason(syncheck.diff(a, b)).code is Undecided.INFERRED_MAP
     notes = list_codes(report.groups[-1].notes)
     assert Note.INFERRED in notes
     # One rule for both layers.
@@ -90,6 +93,19 @@ def test_maps_from_data(tmp_path: Path, convert: Any, turned: bool) -> None:
     accepted = syncheck.diff(a, b, options=DiffOptions(accept_inferred=True))
     assert accepted.exit_code == 0
     assert Note.ACCEPTED_MAP in list_codes(accepted.groups[-1].notes)
+
+
+def test_counts_of_stored_tensors(tmp_path: Path) -> None:
+    """The files have the number of tensors that they store, and the map the number of those that it renames."""
+    model = llama.make_model()
+    fused = fuse(model)
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", fused)
+    report = syncheck.diff(a, b)
+    (group,) = report.groups
+    assert report.counts.tensors == len(model) > len(fused)
+    assert [replica.tensors for replica in group.replicas] == [len(model), len(fused)]
+    (note,) = [note for note in group.notes if note.code is Note.MAP]
+    assert str(note).endswith(f": {len(fused)} tensors of B")
 
 
 def test_a_written_map_finds_a_fault(tmp_path: Path) -> None:
@@ -141,7 +157,28 @@ def test_a_model_with_its_initial_values(tmp_path: Path) -> None:
     assert (report.verdict, report.counts.identical) == ("undecided", len(model))
     assert Note.GUESSED_RULES in list_codes(report.groups[-1].notes)
     assert written.read_text().count("# A guess") == 3
-    assert syncheck.diff(a, b, options=DiffOptions(map=str(written))).exit_code == 0
+    again = syncheck.diff(a, b, options=DiffOptions(map=str(written)))
+    assert again.exit_code == 0
+    # The passed map decides, and the report says that the data does not.
+    (note,) = find_all(again.groups[-1].notes, code=Note.INTERCHANGEABLE)
+    assert sorted(note.parameters["names"]) == sorted(name for name, weight in model.items() if weight.ndim == 1)
+
+
+def test_constants_that_differ_are_not_interchangeable(tmp_path: Path) -> None:
+    """Norms of random numbers, constants of other values and tensors with equal beginnings have no note."""
+    model = llama.make_model()
+    vectors = [name for name, weight in model.items() if weight.ndim == 1]
+    for number, name in enumerate(vectors[1:]):
+        model[name] = np.full_like(model[name], number)
+    # Two vectors that are longer than the part that is read first.
+    for last in (2, 3):
+        model[f"model.long_{last}"] = np.concatenate([np.ones(200, np.float32), np.full(1, last, np.float32)])
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
+    written = str(tmp_path / "map.toml")
+    syncheck.diff(a, b, options=DiffOptions(write_map=written))
+    report = syncheck.diff(a, b, options=DiffOptions(map=written))
+    assert report.exit_code == 0
+    assert Note.INTERCHANGEABLE not in list_codes(report.groups[-1].notes)
 
 
 def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:

@@ -7,8 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+import syncheck
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,6 +79,31 @@ def test_the_readme_is_short() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert "syncheck watch" in text
         assert "syncheck parity" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md", "docs/reference/findings/syn299.md"])
+def test_saved_checkpoints_know_whether_buffers_are_synchronized(page: str) -> None:
+    """The code that saves a rank of DDP passes the wrapper to the metadata block, and saves the names of its module."""
+    torch = pytest.importorskip("torch")
+
+    class DistributedDataParallel(torch.nn.Module):  # type: ignore[name-defined, misc]
+        forward_sync_buffers = False
+
+        def __init__(self, module: object) -> None:
+            super().__init__()
+            self.module = module
+
+    ddp = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    (code,) = [block for block in blocks if "metadata(" in block]
+    saved: list[dict[str, Any]] = []
+    recorder = SimpleNamespace(save=lambda state, _: saved.append(state))
+    names = {"syncheck": syncheck, "torch": recorder, "ddp": ddp, "optimizer": optimizer}
+    exec(code, names | {"rank": 0, "size": 2, "step": 5, "path": "rank0.pth"})
+    (state,) = saved
+    assert state["syncheck"]["buffers_synced"] is False
+    assert "running_mean" in state["model"]
 
 
 def test_python_example_runs() -> None:

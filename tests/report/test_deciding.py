@@ -91,7 +91,21 @@ def test_every_surface_has_the_decision() -> None:
     texts = [plain.render(text.comparison(report, 3)), failure.message(report), github.render(report)]
     texts += [markdown.render(report), html.render(report, "0", [])]
     for rendered in texts:
-        assert "syncheck watch train.py" in rendered
+        assert "torchrun --nproc-per-node 2 -m syncheck watch train.py" in rendered
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        (("SYN214",), "whether it is SYN214"),
+        (("SYN212", "SYN211"), "whether it is SYN212 or SYN211"),
+        (("SYN213", "SYN214", "SYN211"), "whether it is SYN213, SYN214 or SYN211"),
+    ],
+)
+@pytest.mark.parametrize("decision", [Decision.WATCH, Decision.SAVE_AT_START])
+def test_the_codes_to_decide_between_are_one_clause(decision: Decision, codes: tuple[str, ...], words: str) -> None:
+    """One code, two and three are joined with "or"."""
+    assert str(decision(codes=codes)).endswith(words)
 
 
 def test_equal_advice_is_printed_once(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from support.listings import list_names
 
 import syncheck
 from syncheck.api import Options
-from syncheck.messages import Grouping, Note, Undecided
+from syncheck.diagnose import syn108_different_runs
+from syncheck.messages import Grouping, Hint, Note, Undecided
 from syncheck.records import Counts, Fixed, Group, Place, Replica, TensorDiff
 from syncheck.report import formats, plain, tables, text, words
 from syncheck.report.tables import sort_worst_first
@@ -76,6 +77,38 @@ def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     excluded = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
     assert words.undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=1)
+
+
+def test_two_models_of_different_runs_are_for_diff(tmp_path: Path) -> None:
+    """Files of two runs, alone or in one group with whole and divided tensors, have the command for two models."""
+    tensor = np.arange(24, dtype=np.float32).reshape(8, 3)
+    block, other_block = (syncheck.metadata(run=run, run_id=run, rank=0, world_size=2) for run in ("fsdp", "ddp"))
+    (part,) = save_ranks(tmp_path, {0: tensor[:4]}, ["S(0)"], (2,), syncheck={0: block})
+    whole = save_pth(tmp_path / "ddp_rank0.pth", {"w": tensor, "syncheck": other_block})
+    alone = syncheck.compare([str(part), str(whole)])
+    assert words.undecided_reason(alone).code is Undecided.NO_REPLICAS
+    together = syncheck.compare([str(part), str(whole)], options=Options(group_by=""))
+    assert words.undecided_reason(together).code is Undecided.OF_OTHER_RUNS
+    # One file more has a replica.
+    save_pth(tmp_path / "x" / "rank0.pth", {"w": tensor})
+    save_pth(tmp_path / "x" / "rank1.pth", {"w": tensor})
+    some = syncheck.compare([str(part), str(tmp_path / "x")])
+    assert words.undecided_reason(some).code is Undecided.SOME_ALONE
+    reasons = [words.undecided_reason(report) for report in (alone, together, some)]
+    advice = [*reasons, syn108_different_runs.Text.FIX(), Hint.GROUP_FILES()]
+    for sentence in advice:
+        assert "syncheck diff A B" in str(sentence)
+
+
+def test_an_empty_match_has_a_name(tmp_path: Path) -> None:
+    """Without a text of the expression, the group of all files and the rest beside other groups have names."""
+    paths = []
+    for name in ("a1", "a2", "b1", "b2"):
+        paths.append(str(save(tmp_path / f"{name}.pth", network())))
+    (group,) = syncheck.compare(paths, options=Options(group_by="")).groups
+    assert words.group_title(group) == "all files, 4 replicas"
+    groups = syncheck.compare(paths, options=Options(group_by="/(a)?[^/]*$")).groups
+    assert [group.name for group in groups] == ["a", "other files"]
 
 
 def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncheck.errors import UsageError
 from syncheck.live.watching.full_checks import FullChecks
+from syncheck.live.watching.launching import describe_launch
 from syncheck.live.watching.session import start_session
 from syncheck.live.watching.wrappers import hide_frames, skip_frame, wrap
 from syncheck.suggestions import suggest_path
@@ -59,6 +60,8 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
     target: path of a script, or with `is_module` the name of a module.
     """
     session = _start_session(settings)
+    # The command line of syncheck, from `watch` on.
+    command = sys.argv[1:]
     sys.argv = [target, *arguments]
     # Python replaces the folder of the running program, that of syncheck, by the folder of the script, behind links.
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
@@ -86,6 +89,7 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
         # First, as without watching: a launcher may end this process while the last steps are judged.
         _print_error(error)
         session.finish(normally=False)
+        session.print_advice(describe_launch(error, command))
         return 1
     return session.choose_exit_code(0)
 

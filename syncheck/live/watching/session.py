@@ -145,6 +145,11 @@ class Session:
             return 1
         return code
 
+    def print_advice(self, advice: str | None) -> None:
+        """Print what the user can do after an error of the script, if there is anything."""
+        if advice is not None:
+            self._reporter.print_text(advice, "yellow")
+
     def __enter__(self) -> Session:
         return self
 
