@@ -11,6 +11,7 @@ Tensors with equal data prove no exchange, so pairs that were guessed by name co
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     Place = tuple[str, int]
 
 # One to three words between dots, without numbers, which count layers and have a rule of their own.
-_WORDS = [re.compile(rf"(?<=\.)(?=((?:(?![0-9]+\.)[^.]+\.){{{count}}}))") for count in (1, 2, 3)]
+_WORDS = [rf"(?<=\.)(?=((?:(?![0-9]+\.)[^.]+\.){{{count}}}))" for count in (1, 2, 3)]
+# Limits of the words in one text that are exchanged, as a layer has fewer modules, and of the letters and the words of
+# a name. Longer names come from no library.
+_MOST_WORDS, _MOST_LETTERS, _MOST_WORDS_OF_NAME = 64, 256, 32
 
 
 def find_contradictions(
@@ -115,10 +119,10 @@ def _find_exchanged_names(links: Iterable[_Link], names_a: Collection[str], name
     """Yield the stored names of single tensors whose names the other model exchanges. names_a, names_b: all names."""
     prefix_a, prefix_b = _find_prefix(names_a, names_b), _find_prefix(names_b, names_a)
     texts_of_a = set(map(_join_words, names_a))
-    words_by_context: dict[Context, set[str]] = defaultdict(set)
+    words_by_context: dict[Context, dict[str, None]] = defaultdict(dict)
     for name in names_b:
         for context, words in _list_contexts(name):
-            words_by_context[context].add(words)
+            words_by_context[context][words] = None
 
     for link in links:
         # The name of a fused tensor is not exchanged with a part.
@@ -170,9 +174,9 @@ def _join_words(name: str) -> str:
 
 def _list_contexts(name: str) -> Iterator[tuple[Context, str]]:
     """Yield the text around some words of a name, and these words. Numbers are in the text around."""
-    text = _join_words(name)
+    text = _join_words(name)[:_MOST_LETTERS]
     for pattern in _WORDS:
-        for match in pattern.finditer(text):
+        for match in itertools.islice(re.finditer(pattern, text), _MOST_WORDS_OF_NAME):
             start, end = match.span(1)
             yield (text[:start], text[end:]), match[1]
 
@@ -184,5 +188,5 @@ def _exchange_words(name_a: str, name_b: str, words_by_context: Mapping[Context,
     """
     text_a = _join_words(name_a)
     for context, own_words in _list_contexts(name_b):
-        for other_words in words_by_context[context]:
+        for other_words in itertools.islice(words_by_context[context], _MOST_WORDS):
             yield text_a.replace(f".{other_words}", f".{own_words}")
