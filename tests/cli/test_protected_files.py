@@ -18,7 +18,7 @@ from support.states import replace_in_names
 import syncheck
 from syncheck.conversion.map_files import write_map
 from syncheck.conversion.name_maps import NameMap, Rule
-from syncheck.errors import OptionError
+from syncheck.errors import OptionError, UsageError
 from syncheck.live.reporter import Reporter
 from syncheck.options import EXTENSIONS, DiffOptions
 from syncheck.readers import outputs
@@ -249,7 +249,7 @@ def test_a_map_goes_to_pipes_and_streams(cli: Run, files: dict[str, bytes], tmp_
 
 
 @pytest.mark.parametrize(
-    "name", ["\x00\x01\x1f\x7f\x80", "\"'\\", "{0}{i.__class__}{", "a\nb\r\t", "\u2028\ufeff\U0001f600", "#=[]", ""]
+    "name", ["\x00\x01\x1f\x7f\x80", "\"'\\", "{{0}}{{i.__class__}}{{", "a\nb\r\t", "\u2028\ufeff\U0001f600", "#=[]"]
 )
 def test_every_name_is_valid_toml(tmp_path: Path, name: str) -> None:
     """A written map is TOML that contains every name unchanged."""
@@ -257,6 +257,14 @@ def test_every_name_is_valid_toml(tmp_path: Path, name: str) -> None:
     write_map(str(path), NameMap("test", (Rule(name, (name, "x")),), ((name, "y"),)))
     document = tomllib.loads(path.read_bytes().decode())
     assert document == {"tied": [[name, "y"]], "rule": [{"name": name, "parts": [name, "x"]}]}
+
+
+@pytest.mark.parametrize("name", ["{0}{i.__class__}{", ""])
+def test_a_map_that_would_be_refused_is_not_written(tmp_path: Path, name: str) -> None:
+    """No file is left that `--map` refuses: one without a name, or with a placeholder that does not exist."""
+    with pytest.raises(UsageError):
+        write_map(str(tmp_path / "map.toml"), NameMap("test", (Rule(name, (name, "x")),), ((name, "y"),)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_toml_cannot_store(tmp_path: Path) -> None:
