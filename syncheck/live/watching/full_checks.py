@@ -160,7 +160,7 @@ class FullChecks:
     def _agree_on_end(self, clock: Clock) -> bool:
         """Return whether all ranks are at the end, hold their models, and have not changed them since the last step.
 
-        No rank waits long for one that has failed, and all ranks follow the first one.
+        No rank waits long for a failed rank, and all ranks follow the first one.
         """
         board: Any = self._watcher.board
         distributed: Any = sys.modules["torch.distributed"]

@@ -1,6 +1,6 @@
 """The judge of a watched run: a thread of its first rank that reads the records of each step and compares them.
 
-A step is judged when all ranks have told of it, or of a later one. The judge never holds up the run: it may be steps
+A step is judged when all ranks have told of it, or of a later step. The judge never holds up the run: it may be steps
 behind. If ranks disagree, it asks them for details of the step, and a thread on each rank answers from what the rank
 has kept.
 """
@@ -274,7 +274,7 @@ class Judge(threading.Thread):
         suspicions: list[Suspicion] = []
         # How often each rank steps without a reduction is told with its next step.
         if clock.reduces and not step.repeated:
-            # A rank that has no parameters outside of the wrapper never tells of their steps, and skips none.
+            # A rank that has no parameters outside of the wrapper never tells of their steps, and skips no step.
             ranks = self._counts.list_stepping(step.layout) if step.layout.is_reduced else tuple(records)
             suspicions += compare_steps(step.number, ranks, records)
         suspicions += self._ask_witnesses(step, stepping)

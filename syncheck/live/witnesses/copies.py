@@ -1,8 +1,8 @@
 """What the witnesses of gradients and of parameters share: some ranks hold copies of a tensor, which must be equal.
 
 A digest of the copies is posted, and one of the shards. With a wrapper that reduces gradients, copies must agree.
-Without one, nobody states which ranks hold copies, so ranks are held to what they showed: ranks that were equal several
-times belong together.
+Without a wrapper, nothing states which ranks hold copies, so ranks are held to what they showed: ranks that were equal
+several times belong together.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class _LearnedSets:
 
 
 def _hash_texts(digests: Sequence[str], indices: Sequence[int]) -> str:
-    """Return the digest of some tensors; empty if none of the parameters has one."""
+    """Return the digest of some tensors; empty if no parameter has a digest."""
     parts = []
     for index in indices:
         # Another parameter without gradient is another set of gradients, whatever their bytes are.
