@@ -264,9 +264,11 @@ class Comparing:
             # Forward passes are no steps.
             if clock.counts_steps and not set(clock.ranks).isdisjoint(ranks):
                 clocks.append(clock)
-        # Without a wrapper, a rank that skips a step only falls behind.
-        are_numbered = all(clock.reduces and clock.numbers_all_steps() for clock in clocks)
-        return self._watcher.is_on and self._causes.is_complete and bool(clocks) and are_numbered
+        conditions = [self._watcher.is_on, self._causes.is_complete, bool(clocks)]
+        for clock in clocks:
+            # Without a wrapper, a rank that skips a step only falls behind.
+            conditions += [clock.reduces, clock.numbers_all_steps()]
+        return all(conditions)
 
     def _list_excluded(self, ranks: Iterable[int]) -> frozenset[str]:
         """Return the causes that the witnesses would have seen since the last comparison in sync of some ranks."""

@@ -135,7 +135,13 @@ class Clock:
 
     def numbers_all_steps(self) -> bool:
         """Whether each step since the wrapper was created has a number, so that a skipped step was seen."""
-        return self.is_new and not self.has_joined and (self.ticks > 0 or not has_compiled())
+        conditions = (
+            self.is_new,
+            not self.has_joined,
+            # The reductions of a compiled program are hidden.
+            self.ticks > 0 or not has_compiled(),
+        )
+        return all(conditions)
 
     def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
         """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""

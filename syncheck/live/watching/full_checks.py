@@ -169,7 +169,8 @@ class FullChecks:
         board.post(place, {"rank": rank, "state": state})
         if rank == clock.ranks[0]:
             rows = board.wait(place, len(clock.ranks), _END_SECONDS)
-            is_agreed = len(rows) == len(clock.ranks) and state[1] and all(row["state"] == state for row in rows)
+            states = [row["state"] for row in rows]
+            is_agreed = states == len(clock.ranks) * [state] and state[1]
             # Without reductions, the steps of the first rank number the comparison on all ranks.
             number = self._reductions[clock.ranks] or self._steps[clock.ranks]
             board.post(f"{place}/decision", {"compares": is_agreed, "number": number})

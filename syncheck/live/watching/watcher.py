@@ -361,7 +361,8 @@ class Watcher:
         """Tell the other ranks that no step followed the last reduction: a rank that skips one goes on to the next."""
         for layouts in list(self._layouts.values()):
             for layout in layouts:
-                if layout.clock is clock and layout.posted < clock.ticks:
+                is_behind = layout.posted < clock.ticks
+                if layout.clock is clock and is_behind:
                     self._post(Step(layout), {NO_STEP: reason})
 
     def tell_last_skipped(self) -> None:
