@@ -64,7 +64,7 @@ class Text(Sentence, topic=CODE):
     )
     FIX_COUNTED = (
         "Compare a second step: if the first moments differ more and more, gradients are not averaged; if they "
-        "converge, it was a single event. Then look for code that changes gradients on the suspects."
+        "converge, it was a single event. Then look for code that changes gradients on some ranks only."
     )
     CAUSE_STATE = (
         "Only the optimizer state differs: it was loaded, reset or averaged on some ranks only, or each rank keeps its "
@@ -105,7 +105,7 @@ class Text(Sentence, topic=CODE):
         "rate."
     )
     FIX_EVENT = (
-        "Look for code that changes parameters outside `optimizer.step()` on the suspects, and check that all ranks "
+        "Look for code that changes parameters outside `optimizer.step()` on some ranks only, and check that all ranks "
         "have the same learning rate."
     )
     CAUSE_UNCOUNTED = (

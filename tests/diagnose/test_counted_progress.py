@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,12 +17,12 @@ from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
 from syncheck.diagnose import syn225_not_updated_on_some_ranks as syn225
 from syncheck.diagnose.rules import diagnose
-from syncheck.records import ValueDiff
+from syncheck.records import Counts, ValueDiff
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.records import Finding
+    from syncheck.records import Finding, Group, TensorDiff
 
 torch = pytest.importorskip("torch")
 
@@ -141,13 +142,45 @@ def test_215_if_no_rank_skipped_a_step(lag: int) -> None:
     assert diagnose(case)[0].code == ("SYN214" if lag < 5 else "SYN215")
 
 
+def whole_model(*tensors: TensorDiff) -> Group:
+    """Return a group in which all layers of BatchNorm differ in their counts."""
+    case = group(*tensors)
+    layers = len([tensor for tensor in tensors if tensor.kind == "bn_count"])
+    return replace(case, kinds={**case.kinds, "bn_count": Counts(layers, different=layers)})
+
+
+@pytest.mark.parametrize(
+    ("counts", "agreeing", "certainty"),
+    [
+        ([{0: 20, 1: 21}], 0, "proved"),
+        ([{0: 20, 1: 21}, {0: 20, 1: 21}], 0, "proved"),
+        # Two models, of which one computes twice as often.
+        ([{0: 20, 1: 21}, {0: 40, 1: 42}], 0, "proved"),
+        ([{0: 20, 1: 25}, {0: 20, 1: 21}], 0, "consistent"),
+        ([{0: 20, 1: 25}, {0: 20, 1: 21}, {0: 40, 1: 42}], 0, "consistent"),
+        ([{0: 20, 1: 25}], 1, "consistent"),
+    ],
+)
+def test_203_of_some_layers(counts: list[dict[int, float]], agreeing: int, certainty: str) -> None:
+    """A forward pass counts in all layers; a count that differs in some layers only may be edited or loaded."""
+    layers = []
+    for number, by_rank in enumerate(counts):
+        layers.append(replace(batches(by_rank), name=f"bn{number}.num_batches_tracked"))
+    case = whole_model(*layers, *statistics({0: 1, 1: 2}))
+    identical = Counts(len(counts) + agreeing, agreeing, different=len(counts))
+    finding = diagnose_single(replace(case, kinds={**case.kinds, "bn_count": identical}))
+    is_part = certainty == "consistent"
+    assert verdict(finding) == ("SYN203", certainty, ("SYN205",) if is_part else ())
+    assert finding.cause.code is (syn203.Text.CAUSE_PART if is_part else syn203.Text.CAUSE)
+
+
 def test_203_of_the_count_alone() -> None:
     """Equal statistics did not come from different data."""
     counts = batches({0: 20, 1: 21})
     alone = diagnose_single(group(counts))
     assert verdict(alone) == ("SYN203", "consistent", ("SYN205",))
     assert (alone.cause.code, alone.fix.code) == (syn203.Text.CAUSE_COUNT_ALONE, syn203.Text.FIX_COUNT_ALONE)
-    both = diagnose_single(group(counts, *statistics({0: 1, 1: 2})))
+    both = diagnose_single(whole_model(counts, *statistics({0: 1, 1: 2})))
     assert (verdict(both), both.cause.code) == (("SYN203", "proved", ()), syn203.Text.CAUSE)
 
 

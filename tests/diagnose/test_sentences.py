@@ -33,6 +33,13 @@ def flipped(clusters: Any) -> TensorDiff:
     return diff("fc.weight", "parameter", clusters, mismatched=1, extent="one", evidence=evidence)
 
 
+def test_no_fix_refers_to_suspects_that_are_not_named() -> None:
+    """Without a majority no rank is suspect, so a fix speaks of some ranks; ranks as a parameter are named."""
+    for rule in list_rules():
+        for sentence in rule.sentences:
+            assert "suspects" not in sentence.value, sentence
+
+
 @pytest.mark.parametrize(
     ("clusters", "ranks", "majority"),
     [

@@ -207,6 +207,18 @@ def test_wrappers_in_one_backward_pass_have_clocks_of_their_own() -> None:
     assert encoder.reductions == decoder.reductions == STEPS
 
 
+@pytest.mark.syncheck(ranks=2, timeout=60)
+def test_a_wrapper_that_was_used_before_hides_steps() -> None:
+    """Skipped steps are excluded only if the clock counts from the first forward pass on, and no rank joined."""
+    counting = Counting(make_module())
+    assert counting.clock.numbers_all_steps()
+    step_once(counting.wrapper)
+    assert counting.clock.numbers_all_steps()
+    assert not Clock("1/0-1", (0, 1), counting.wrapper).numbers_all_steps()
+    counting.clock.has_joined = True
+    assert not counting.clock.numbers_all_steps()
+
+
 @pytest.mark.syncheck(ranks=2, timeout=110)
 def test_a_compiled_module_has_one_reduction_for_two_outputs() -> None:
     """Compiled code within the wrapper changes no number."""

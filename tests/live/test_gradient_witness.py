@@ -115,6 +115,18 @@ def test_one_rank_of_three_deviates(changed: list[Any], expected: Disagreement) 
     assert judge(GRADIENTS, changed, GRADIENTS) == expected
 
 
+@pytest.mark.parametrize("numbers", [range(6), (2,)], ids=["all", "one"])
+def test_gradients_of_zero_were_cleared(numbers: Any) -> None:
+    """A factor of zero is no clip: the fix names `zero_grad` and a detached loss."""
+    disagreement = judge(GRADIENTS, scaled(0.0, *numbers), GRADIENTS)
+    assert disagreement is not None
+    suspicion = describe_disagreement(make_layout(GRADIENTS), disagreement)
+    assert (suspicion.code, suspicion.ranks, suspicion.variant) == ("SYN410", (1,), "_ZERO")
+    fix = str(make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant).fix)
+    assert "zero_grad" in fix
+    assert "detached" in fix
+
+
 def test_two_ranks_have_no_majority() -> None:
     """Of two ranks, both are named, and the factor between them."""
     assert judge(GRADIENTS, scaled(0.5, *range(6))) == Disagreement(

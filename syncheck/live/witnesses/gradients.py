@@ -249,8 +249,10 @@ def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
     if disagreement.is_local:
         # Between two reductions there was none.
         return "_LOCAL"
-    # A factor of zero, and one of some tensors only, is no clip.
-    is_scaled = bool(disagreement.ratio) and len(disagreement.tensors) == disagreement.total
+    if disagreement.ratio == 0 and not disagreement.others:
+        return "_ZERO"
+    # A factor of some tensors only is no clip.
+    is_scaled = disagreement.ratio is not None and len(disagreement.tensors) == disagreement.total
     if not is_scaled or disagreement.others:
         return unknown
     return "_SAMPLED" if disagreement.unsampled else "_SCALED"

@@ -154,8 +154,9 @@ class UnequalGradients(Sentence, topic="SYN410"):
     the rank is named that alone holds NaN or infinity, or alone changed its gradients after the reduction, otherwise
     both.
 
-    Cause: something changes gradients after the reduction on one rank alone (a clip by a local norm, a scale, a hook),
-    the scales of the ranks' GradScalers differ, as a SYN107 of the same step states,
+    Cause: something changes gradients after the reduction on one rank alone (a clip by a local norm, a scale, a hook,
+    `zero_grad(set_to_none=False)`), the loss of one rank is detached and its gradients are not reduced, the scales of
+    the ranks' GradScalers differ, as a SYN107 of the same step states,
     or the reduction did not include them: the forward pass went around the wrapper (`model.module(x)`), `no_sync()`
     ended too late on one rank, a parameter had no gradient on one rank, or the wrapper does not contain the parameter.
     Without a wrapper, a rank that skipped a step pairs with other steps: once its gradients are seen again, at a later
@@ -202,6 +203,15 @@ class UnequalGradients(Sentence, topic="SYN410"):
         "alone."
     )
     FIX_SAMPLED = FIX_SCALED
+    CAUSE_ZERO = (
+        "The gradients of some ranks alone are zero: they were set to zero after the reduction, or they were not "
+        "reduced and the loss of these ranks does not depend on the parameters."
+    )
+    FIX_ZERO = (
+        "Look for code that clears gradients between `backward()` and `step()` on one rank, such as "
+        "`zero_grad(set_to_none=False)`, for a loss that is detached or multiplied by zero on one rank, and for a "
+        "forward pass around the wrapper (`model.module(x)`)."
+    )
     CAUSE_NOT_FINITE = (
         "Gradients became NaN or infinite on some ranks alone, after the reduction: a reduction leaves NaN on all "
         "ranks."
