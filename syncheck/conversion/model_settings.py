@@ -1,9 +1,9 @@
 """Compare the settings of two models in the configurations beside them: equal weights may be different models.
 
 Two configurations of one type of model are compared in every setting except the settings of `neutral_settings`.
-A setting in only one configuration counts, unless its value is a known default. Configurations of different types, or of
-different libraries, have few settings in common, so only those with a known meaning are compared, and a setting in only
-one of them counts only if its absence turns it off.
+A setting in only one configuration counts, unless its value is a known default. Configurations of different types, or
+of different libraries, have few settings in common, so only settings with a known meaning are compared. A setting in only
+one configuration counts if its absence turns the setting off.
 
 Two models whose settings differ are not "in sync": a conversion may have changed the settings, or a library may
 ignore a setting.
@@ -146,7 +146,7 @@ def _pair(a: Configurations, b: Configurations) -> list[tuple[Configuration, Con
 
 
 def _compare_in_full(a: Configuration, b: Configuration) -> Iterator[_Difference]:
-    """Yield the settings that may change the function, of two configurations of one type, and of nested configurations."""
+    """Yield the settings that may change the function, of two configurations of one type."""
     # An older form of some types has the settings of the language model beside the other settings.
     if TEXT in a.nested.keys() ^ b.nested.keys():
         a, b = a.merge_text(), b.merge_text()
@@ -163,7 +163,7 @@ def _compare_in_full(a: Configuration, b: Configuration) -> Iterator[_Difference
 
 
 def _list_differing(name: str, a: Configuration, b: Configuration) -> Iterator[_Difference]:
-    """Yield the settings that differ between the nested configurations with a name, or between the outer configurations."""
+    """Yield the settings that differ between nested configurations with a name, or the outer ones without a name."""
     stated_a, stated_b = a.get_stated(name), b.get_stated(name)
     complete_a, complete_b = a.get_complete(name), b.get_complete(name)
     model_type = stated_a.get("model_type", a.model_type)
