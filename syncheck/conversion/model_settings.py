@@ -2,8 +2,8 @@
 
 Two configurations of one type of model are compared in every setting except the settings of `neutral_settings`.
 A setting in only one configuration counts, unless its value is a known default. Configurations of different types, or
-of different libraries, have few settings in common, so only settings with a known meaning are compared. A setting in only
-one configuration counts if its absence turns the setting off.
+of different libraries, have few settings in common, so only settings with a known meaning are compared. A setting in
+only one configuration counts if its absence turns the setting off.
 
 Two models whose settings differ are not "in sync": a conversion may have changed the settings, or a library may
 ignore a setting.
