@@ -434,9 +434,9 @@ class Undecided(Sentence):
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
     ABSENT_SHARDS = (
-        "{count} of the {shards} shards of {name:name} {count:verb is|are} in no file (mesh coordinate {absent:list}), "
-        "so {tensors:count tensor} {tensors:verb was|were} compared in part; pass the files of all ranks, or save them "
-        "again"
+        "{count} of the {shards} shards of {name:name}, at mesh coordinate {absent:list}, {count:verb is|are} in no "
+        "file, so {tensors:count tensor} {tensors:verb was|were} compared in part; pass the files of all ranks, or "
+        "save them again"
     )
     COPIED_SHARDS = "{copies:statements}, and {absence}"
     SHARD_OF_RANK = "{file:name} holds the shard of rank {rank}"

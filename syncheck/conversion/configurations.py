@@ -35,7 +35,7 @@ _GATED_LAYERS = {"mt5": "gated-gelu", "umt5": "gated-gelu"}
 TEXT = "text_config"
 _NO_SCALING = {"rope_type": "default"}
 _ROPE = ("rope_scaling", "rope_parameters")
-# The parts of positions that transformers 5 stores with the scaling, and transformers 4 beside it.
+# The parts of positions that transformers 5 stores with the scaling, and transformers 4 beside the scaling.
 _BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TYPES = ("model_type", "_class_name", "architecture")
@@ -51,20 +51,20 @@ class Configuration:
     settings: Mapping[str, Any]
     """As in the file, with the names and forms of transformers 5."""
     nested: Mapping[str, Mapping[str, Any]]
-    """The settings of each configuration in it, by its name."""
+    """The settings of each configuration within the configuration, by name."""
 
     @property
     def model_type(self) -> object:
-        """The type of the model, or its class; None if the file does not state it."""
+        """The type of the model, or its class; None if the file states neither."""
         return next((self.settings[key] for key in _TYPES if key in self.settings), None)
 
     def merge_text(self) -> Configuration:
-        """Return the configuration with the settings of the language model in place of the outer ones."""
+        """Return the configuration with the settings of the language model in place of the outer settings."""
         nested = {name: content for name, content in self.nested.items() if name != TEXT}
         return replace(self, settings={**self.settings, **self.nested.get(TEXT, {})}, nested=nested)
 
     def get_stated(self, name: str) -> Mapping[str, Any]:
-        """Return the settings of a nested configuration, or the outer ones without a name."""
+        """Return the settings of a nested configuration, or the outer settings without a name."""
         return self.nested.get(name, {}) if name else self.settings
 
     def get_complete(self, name: str) -> dict[str, Any]:
@@ -97,49 +97,64 @@ def read_configurations(paths: Sequence[str]) -> Configurations:
         for file_name in CONFIGURATIONS:
             path = os.path.join(folder, file_name)
             content = read_json(path)
-            if os.path.lexists(path) and (content is None or _is_too_deep(content)):
+            if content is not None and not _is_too_deep(content):
+                settings = settings_of_file.setdefault(file_name, {})
+                settings |= content
+            elif os.path.lexists(path):
                 unreadable.append(path)
-            elif content:
-                settings_of_file.setdefault(file_name, {}).update(content)
 
     configurations: dict[str, Configuration] = {}
-    for file_name, settings in settings_of_file.items():
-        nested = dict(_find_nested(settings))
-        own_settings = {key: value for key, value in settings.items() if key not in nested}
+    for file_name, stored_settings in settings_of_file.items():
+        configurations_by_name = dict(_find_configurations("", stored_settings))
+        outer_settings = configurations_by_name.pop("")
         configurations[file_name] = Configuration(
             file_name=file_name,
-            settings=_normalize(own_settings),
-            nested={name: _normalize(content) for name, content in nested.items()},
+            settings=outer_settings,
+            nested=configurations_by_name,
         )
 
-    return Configurations(configurations, tuple(unreadable))
+    return Configurations(
+        by_name=configurations,
+        unreadable=tuple(unreadable),
+    )
 
 
 def _is_too_deep(content: object) -> bool:
     """Whether containers are nested in each other without a plausible end."""
-    containers = [content]
+    level: list[object] = [content]
     for _ in range(_MOST_LEVELS):
         inner: list[object] = []
-        for container in containers:
+        for container in level:
             if isinstance(container, dict):
                 inner += container.values()
             elif isinstance(container, list):
                 inner += container
 
-        containers = [value for value in inner if isinstance(value, (dict, list))]
+        level = inner
 
-    return bool(containers)
+    # Values that are no containers contain nothing.
+    return len(level) > 0
 
 
-def _find_nested(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the settings of each configuration in a configuration, also within other ones."""
-    for key, value in settings.items():
-        is_configuration = isinstance(value, dict) and (key.endswith("_config") or "model_type" in value)
-        if is_configuration and key != "quantization_config":
-            inner = dict(_find_nested(value, f"{prefix}{key}."))
-            own_settings = {name: content for name, content in value.items() if f"{prefix}{key}.{name}" not in inner}
-            yield f"{prefix}{key}", own_settings
-            yield from inner.items()
+def _find_configurations(name: str, stored: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the settings of a configuration, and of each configuration within."""
+    prefix = f"{name}.".lstrip(".")
+    settings: dict[str, Any] = {}
+    for key, value in stored.items():
+        if _is_configuration(key, value):
+            yield from _find_configurations(f"{prefix}{key}", value)
+        else:
+            settings[key] = value
+
+    yield name, _normalize(settings)
+
+
+def _is_configuration(key: str, value: object) -> bool:
+    """Whether a setting is the configuration of a part of the model."""
+    if not isinstance(value, dict) or key == "quantization_config":
+        return False
+
+    return key.endswith("_config") or "model_type" in value
 
 
 def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,8 +176,8 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     # All layers attend to everything, as without the setting.
     layer_types = settings.get("layer_types")
-    if isinstance(layer_types, list) and all(kind == _FULL for kind in layer_types):
-        settings.pop("layer_types")
+    if isinstance(layer_types, list) and layer_types.count(_FULL) == len(layer_types):
+        del settings["layer_types"]
 
     return settings
 
@@ -171,16 +186,18 @@ def _state_t5(settings: dict[str, Any]) -> None:
     """Add the settings of T5 that follow from other settings, which transformers 5 stores."""
     default = _GATED_LAYERS.get(settings["model_type"], "relu")
     layer = settings.setdefault("feed_forward_proj", default)
-    is_gated = isinstance(layer, str) and layer.startswith(_GATED)
-    activation = layer.removeprefix(_GATED) if is_gated else layer
+    activation = str(layer).removeprefix(_GATED)
     # The first model with a gate approximated its function.
-    if activation == "gelu" and is_gated:
+    if layer == "gated-gelu":
         activation = "gelu_new"
 
-    settings.setdefault("is_gated_act", is_gated)
+    settings.setdefault("is_gated_act", activation != layer)
     settings.setdefault("dense_act_fn", activation)
-    is_tied = settings.get("tie_word_embeddings") is not False
-    settings["scale_decoder_outputs"] = is_tied and settings.get("scale_decoder_outputs") is not False
+    reasons = (
+        settings.get("tie_word_embeddings"),
+        settings.get("scale_decoder_outputs"),
+    )
+    settings["scale_decoder_outputs"] = False not in reasons
 
 
 def _unite_positions(settings: dict[str, Any]) -> None:
@@ -190,24 +207,34 @@ def _unite_positions(settings: dict[str, Any]) -> None:
         parameters = settings.get(name)
         if isinstance(parameters, dict):
             rope |= parameters
+            del settings[name]
 
-    # Layers of both kinds have parameters of their own.
-    if isinstance(rope.get(_FULL), dict) and isinstance(rope.get(_SLIDING), dict):
-        sliding = {**_NO_SCALING, **rope.pop(_SLIDING)}
-        rope |= rope.pop(_FULL)
-        if "rope_theta" in sliding:
-            settings.setdefault("rope_local_base_freq", sliding.pop("rope_theta"))
-        if sliding != _NO_SCALING:
-            settings["rope_scaling_of_sliding_attention"] = sliding
+    if _SLIDING in rope:
+        _separate_layers(settings, rope)
 
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     for name in _BESIDE_SCALING:
         if name in rope:
             settings.setdefault(name, rope.pop(name))
 
-    for name in _ROPE:
-        if settings.get(name) == {} or isinstance(settings.get(name), dict):
-            settings.pop(name)
-
     if rope != _NO_SCALING:
         settings["rope_scaling"] = rope
+
+
+def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Move the parameters of layers with a window out of the parameters of all layers."""
+    of_window: Any = rope[_SLIDING]
+    of_other_layers: Any = rope.get(_FULL)
+    are_parameters = isinstance(of_window, dict) and isinstance(of_other_layers, dict)
+    if not are_parameters:
+        return
+
+    del rope[_SLIDING], rope[_FULL]
+    rope |= of_other_layers
+    sliding = {
+        **_NO_SCALING,
+        **of_window,
+    }
+    settings.setdefault("rope_local_base_freq", sliding.pop("rope_theta", None))
+    if sliding != _NO_SCALING:
+        settings["rope_scaling_of_sliding_attention"] = sliding

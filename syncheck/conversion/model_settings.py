@@ -1,11 +1,12 @@
 """Compare the settings of two models in the configurations beside them: equal weights may be different models.
 
-Two configurations of one type of model are compared in every setting except those of `neutral_settings`. A setting in
-only one of them counts, unless the other model has the same value without it. Configurations of different types, or of
-different libraries, have few settings in common, so only those with a known meaning are compared, and a setting in only
-one of them counts only if its absence turns it off.
+Two configurations of one type of model are compared in every setting except the settings of `neutral_settings`.
+A setting in only one configuration counts, unless its value is a known default. Configurations of different types, or
+of different libraries, have few settings in common, so only settings with a known meaning are compared. A setting in
+only one configuration counts if its absence turns the setting off.
 
-Two models whose settings differ are not "in sync": a conversion may have changed them, or a library may ignore them.
+Two models whose settings differ are not "in sync": a conversion may have changed the settings, or a library may
+ignore a setting.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _KNOWN = frozenset(
 
 @record
 class _Difference:
-    """A setting with another value in each model. a, b: the values; None for a configuration that does not state it."""
+    """A setting with another value in each model. a, b: the values; None if a configuration lacks the setting."""
 
     key: str
     a: Any
@@ -90,7 +91,7 @@ def add_settings(comparison: Comparison, sides: Sequence[Side], exclude: Sequenc
     for difference in differences:
         diff = _to_diff(difference)
         # The tensors of a model of another size, or of a quantized model, differ themselves.
-        if difference.name == _QUANTIZATION or difference.name in SIZES:
+        if difference.name in (_QUANTIZATION, *SIZES):
             has_effect = not any(tensor.out_of_sync for tensor in comparison.tensors)
         elif difference.name == _TIE:
             # Two names of equal weights are tied or not, without a difference.
@@ -116,55 +117,82 @@ def _read(side: Side) -> Configurations:
 
 
 def _list_unreadable(a: Configurations, b: Configurations) -> Iterator[_Difference]:
-    """Yield a difference for each file that is no configuration, if the other model has one."""
+    """Yield a difference for each file that is no configuration, if the other model has a configuration."""
     if b.by_name:
         for path in a.unreadable:
-            yield _Difference(os.path.basename(path), "unreadable", "readable")
+            yield _Difference(
+                os.path.basename(path),
+                a="unreadable",
+                b="readable",
+            )
     if a.by_name:
         for path in b.unreadable:
-            yield _Difference(os.path.basename(path), "readable", "unreadable")
+            yield _Difference(
+                os.path.basename(path),
+                a="readable",
+                b="unreadable",
+            )
 
 
 def _pair(a: Configurations, b: Configurations) -> list[tuple[Configuration, Configuration]]:
     """Return the configurations of both models with one file name and one type of model."""
     pairs = []
-    for file_name, configuration in a.by_name.items():
-        partner = b.by_name.get(file_name)
-        if partner is not None and configuration.model_type == partner.model_type:
-            pairs.append((configuration, partner))
+    for file_name in sorted(a.by_name.keys() & b.by_name.keys()):
+        first, second = a.by_name[file_name], b.by_name[file_name]
+        if first.model_type == second.model_type:
+            pairs.append((first, second))
 
     return pairs
 
 
 def _compare_in_full(a: Configuration, b: Configuration) -> Iterator[_Difference]:
-    """Yield the settings that may change the function, of two configurations of one type, and of the nested ones."""
+    """Yield the settings that may change the function, of two configurations of one type."""
     # An older form of some types has the settings of the language model beside the other settings.
-    if (TEXT in a.nested) != (TEXT in b.nested):
+    if TEXT in a.nested.keys() ^ b.nested.keys():
         a, b = a.merge_text(), b.merge_text()
 
     yield from _list_differing("", a, b)
-    for name in dict.fromkeys((*a.nested, *b.nested)):
-        content_a, content_b = a.nested.get(name), b.nested.get(name)
-        if content_a is None or content_b is None:
-            yield _Difference(name, content_a, content_b)
-        else:
-            yield from _list_differing(name, a, b)
+    for name in sorted(a.nested.keys() & b.nested.keys()):
+        yield from _list_differing(name, a, b)
+    for name in sorted(a.nested.keys() ^ b.nested.keys()):
+        yield _Difference(
+            name,
+            a=a.nested.get(name),
+            b=b.nested.get(name),
+        )
 
 
 def _list_differing(name: str, a: Configuration, b: Configuration) -> Iterator[_Difference]:
-    """Yield the settings that differ between the nested configurations with a name, or between the outer ones."""
+    """Yield the settings that differ between nested configurations with a name, or the outer ones without a name."""
     stated_a, stated_b = a.get_stated(name), b.get_stated(name)
     complete_a, complete_b = a.get_complete(name), b.get_complete(name)
     model_type = stated_a.get("model_type", a.model_type)
+    prefix = f"{name}.".lstrip(".")
     for key in sorted(stated_a.keys() | stated_b.keys()):
         value_a, value_b = complete_a.get(key), complete_b.get(key)
-        if is_neutral(key, model_type) or _are_equal(value_a, value_b):
-            continue
-        if value_a is None and is_default(key, value_b, complete_a, model_type):
-            continue
-        if value_b is None and is_default(key, value_a, complete_b, model_type):
-            continue
-        yield _Difference(f"{name}.{key}" if name else key, value_a, value_b)
+        reasons = (
+            is_neutral(key, model_type),
+            _are_equal(value_a, value_b),
+            # Without a value, the default applies.
+            is_default(
+                key,
+                value_b,
+                complete_a,
+                model_type,
+            ),
+            is_default(
+                key,
+                value_a,
+                complete_b,
+                model_type,
+            ),
+        )
+        if not any(reasons):
+            yield _Difference(
+                f"{prefix}{key}",
+                a=value_a,
+                b=value_b,
+            )
 
 
 def _note_types(settings_a: Mapping[str, Any], settings_b: Mapping[str, Any]) -> list[Message]:
@@ -205,10 +233,13 @@ def _are_equal(value_a: object, value_b: object) -> bool:
 
 def _to_diff(difference: _Difference) -> ValueDiff:
     """Return a difference as a value of a report: lists and objects as JSON."""
-    values = []
+    values: list[Any] = []
     for setting in (difference.a, difference.b):
         is_container = isinstance(setting, (list, dict))
-        values.append(json.dumps(setting, sort_keys=True) if is_container else setting)
+        if is_container:
+            setting = json.dumps(setting, sort_keys=True)
+
+        values.append(setting)
 
     return ValueDiff(
         name_model_setting(difference.key),

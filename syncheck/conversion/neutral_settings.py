@@ -13,17 +13,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.name_maps import is_size
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Where the model came from, and how it is loaded.
+# The origin of the model, and the way to load the weights.
 _ORIGIN = (
     "_name_or_path architectures auto_map transformers_version _diffusers_version _commit_hash dtype "
     "torch_dtype use_bfloat16 torchscript _attn_implementation _attn_implementation_autoset _experts_implementation "
     "attn_implementation tokenizer_class task_specific_params finetuning_task problem_type id2label label2id prefix "
     "unsloth_version unsloth_fixed transformers.js_config"
 )
-# What a model returns and keeps, and in how many parts it computes the same numbers.
+# The form of the outputs, and the number of parts of a computation.
 _OUTPUTS = "use_cache return_dict return_dict_in_generate chunk_size_feed_forward pretraining_tp gradient_checkpointing"
 # Initial values and losses, which trained weights do not depend on.
 _TRAINING = (
@@ -39,7 +41,7 @@ _GENERATION = (
     "decoder_start_token_id forced_bos_token_id forced_eos_token_id"
 )
 _NEUTRAL = frozenset(f"{_ORIGIN} {_OUTPUTS} {_TRAINING} {_GENERATION}".split())
-# Random masks of training, and what the outputs of a model contain.
+# Random masks of training, and the contents of outputs.
 _NEUTRAL_NAME = (
     r".*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
     r"|output_(?:attentions|hidden_states|scores|router_logits|past)"
@@ -50,12 +52,12 @@ _COUNT_FROM_PAD = frozenset(
     "xmod layoutlmv3 luke mluke markuplm".split()
 )
 
-# Settings that the stored tensors contain as sizes, or as tensors: the other value does not fit them.
+# Settings that the stored tensors contain as sizes, or as tensors: another value does not fit the tensors.
 SIZES = frozenset(
     "hidden_size intermediate_size vocab_size head_dim num_hidden_layers num_labels attention_bias mlp_bias qkv_bias "
     "add_cross_attention type_vocab_size num_channels classifier_proj_size".split()
 )
-# What transformers assumes without the setting, if each version assumes the same.
+# The defaults that are the same in all versions of transformers.
 _DEFAULTS: Mapping[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
@@ -84,14 +86,14 @@ _DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "roberta": _ABSOLUTE,
     "xlm-roberta": _ABSOLUTE,
 }
-# Settings that are equal to another setting unless they are stored.
+# Settings that are equal to another setting unless the file states both.
 _COPIES = {
     "num_key_value_heads": "num_attention_heads",
     "num_decoder_layers": "num_layers",
     "n_ctx": "n_positions",
     "pooler_output_size": "hidden_size",
 }
-# Every so many layers, one attends to all positions, unless the configuration states another number.
+# The last layer of so many layers attends to all positions, unless the configuration states another number.
 _FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
 _PATTERN = "_sliding_window_pattern"
 _MOST_LAYERS = 1024
@@ -99,42 +101,50 @@ _MOST_LAYERS = 1024
 
 def is_neutral(key: str, model_type: object) -> bool:
     """Whether a setting does not change the outputs of a model in evaluation."""
-    if key == "pad_token_id" and isinstance(model_type, str) and model_type in _COUNT_FROM_PAD:
-        return False
+    if key == "pad_token_id":
+        return str(model_type) not in _COUNT_FROM_PAD
 
     return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
 
 
 def is_default(key: str, value: object, settings: Mapping[str, Any], model_type: object) -> bool:
-    """Whether a model has a value without stating it.
+    """Whether a model has a value by default.
 
     settings: of the configuration that does not state the key.
     """
+    if settings.get(key) is not None:
+        return False
+
     # Older nested configurations do not state their type.
-    if key in SIZES or key == "model_type":
+    if key in (*SIZES, "model_type"):
         return True
 
     if key in _COPIES:
         return value == settings.get(_COPIES[key])
 
-    defaults = {**_DEFAULTS}
-    if isinstance(model_type, str):
-        defaults |= _DEFAULTS_OF_TYPE.get(model_type, {})
-        defaults |= _derive_layers(settings, model_type)
-
-    return key in defaults and value == defaults[key]
+    type_name = str(model_type)
+    defaults = {
+        **_DEFAULTS,
+        **_DEFAULTS_OF_TYPE.get(type_name, {}),
+        **_derive_layers(settings, type_name),
+    }
+    # No default is None.
+    return value == defaults.get(key)
 
 
 def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the kinds of layers that follow from the type of a model; empty for most types."""
     period: Any = settings.get(_PATTERN, _FULL_ATTENTION.get(model_type))
     layers: Any = settings.get("num_hidden_layers")
-    are_numbers = isinstance(period, int) and isinstance(layers, int)
-    if not are_numbers or period < 1 or not 0 < layers <= _MOST_LAYERS:
+    if not (is_size(period) and is_size(layers)):
         return {}
 
-    kinds = []
-    for layer in range(1, layers + 1):
-        kinds.append("sliding_attention" if layer % period else "full_attention")
+    kinds = ["sliding_attention"] * min(layers, _MOST_LAYERS)
+    # The last layer of each period.
+    for layer in range(period - 1, len(kinds), period):
+        kinds[layer] = "full_attention"
 
-    return {"layer_types": kinds, _PATTERN: period}
+    return {
+        "layer_types": kinds,
+        _PATTERN: period,
+    }

@@ -456,8 +456,9 @@ def state_part_lost(tensors: Sequence[TensorDiff]) -> Message:
             names=list_names(tensors),
         )
     added = parameters["added"]
-    sentence = PartLost.ADDED if added > 0 else PartLost.CUT
-    return sentence(
+    sentences = {True: PartLost.ADDED, False: PartLost.CUT}
+    state = sentences[added > 0]
+    return state(
         count=abs(added),
         dim=parameters["dim"],
         names=list_names(tensors),
@@ -466,5 +467,11 @@ def state_part_lost(tensors: Sequence[TensorDiff]) -> Message:
 
 def explain_added_parts(match: Match) -> Match:
     """Replace cause and fix if B lacks nothing."""
-    are_added = all(parameters_of(diff)["added"] > 0 for diff in match.tensors)
-    return match.with_cause(PartLost.CAUSE_ADDED, PartLost.FIX_ADDED) if are_added else match
+    for diff in match.tensors:
+        if parameters_of(diff)["added"] < 0:
+            return match
+
+    return match.with_cause(
+        PartLost.CAUSE_ADDED,
+        PartLost.FIX_ADDED,
+    )

@@ -1,7 +1,7 @@
 """Find the shards that the files of a group describe and do not contain, beside shards that several files contain.
 
 A mesh states how many shards a tensor has. If two files hold one shard, and no file holds another shard of the tensor,
-equal bytes show only a part of the model in sync: a file is absent, or one is a copy of another rank's file.
+equal bytes show only a part of the model in sync: a file is absent, or a file is a copy of another rank's file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.frozen import record
 from syncheck.layout.boxes import count_indices
-from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, find_runs, is_sharded, split_coordinate
-from syncheck.layout.replica_groups import exclude_dimensions
+from syncheck.layout.dtensors import find_coordinate, find_runs, is_sharded, split_coordinate
+from syncheck.layout.replica_groups import exclude_dimensions, name_dimensions
 from syncheck.messages import Undecided
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def find_absent_shards(names: Iterable[str], alignment: Alignment) -> Message | 
     coordinates = []
     for coordinate in first.coordinates:
         text = ", ".join(map(str, coordinate))
-        coordinates.append(f"({text})" if len(coordinate) > 1 else text)
+        coordinates.append(f"({text})")
 
     absence = Undecided.ABSENT_SHARDS(
         name=first.name,
@@ -80,8 +80,14 @@ def find_absent_shards(names: Iterable[str], alignment: Alignment) -> Message | 
         count=len(coordinates),
         tensors=len({absence.name for absence in absences}),
     )
-    copies = tuple(_describe_copies(first.tensors))
-    return Undecided.COPIED_SHARDS(copies=copies, absence=absence) if copies else absence
+    copies = tuple(_describe_copies(first.tensors, alignment.positions.mesh_rank))
+    if not copies:
+        return absence
+
+    return Undecided.COPIED_SHARDS(
+        copies=copies,
+        absence=absence,
+    )
 
 
 def _find_absences(name: str, tensors: Mapping[int, Tensor], alignment: Alignment) -> Iterator[_Absence]:
@@ -90,13 +96,14 @@ def _find_absences(name: str, tensors: Mapping[int, Tensor], alignment: Alignmen
     for rank, tensor in tensors.items():
         sharding = tensor.sharding
         assert sharding is not None
-        outer = exclude_dimensions(alignment.positions.sharded.get(rank, ()), frozenset(map(str.lower, sharding.names)))
+        outer_coordinates = alignment.positions.sharded.get(rank, ())
+        outer = exclude_dimensions(outer_coordinates, name_dimensions(sharding))
         ranks_of_tensor[outer, sharding.mesh, sharding.placements, sharding.shape].append(rank)
 
     for ranks in ranks_of_tensor.values():
         parts = {rank: tensors[rank] for rank in ranks}
         coordinates = _list_present(parts)
-        # Shards at an unknown position may be any of them.
+        # Shards at an unknown position may be any shard.
         if coordinates is None:
             continue
 
@@ -114,7 +121,7 @@ def _find_absences(name: str, tensors: Mapping[int, Tensor], alignment: Alignmen
 
 
 def _list_present(tensors: Mapping[int, Tensor]) -> set[_Coordinate] | None:
-    """Return the coordinates of shards in the dividing dimensions of their mesh; None if one is unknown."""
+    """Return the coordinates of shards in the dividing dimensions of their mesh; None if a coordinate is unknown."""
     coordinates: set[_Coordinate] = set()
     for rank, tensor in tensors.items():
         assert tensor.sharding is not None
@@ -134,7 +141,11 @@ def _list_absent(rank: int, tensor: Tensor, present: Collection[_Coordinate]) ->
     # A copied dimension has one coordinate for each shard.
     ranges = []
     for placement, size in zip(sharding.placements, sharding.mesh, strict=True):
-        ranges.append(range(1 if placement == "R" else size))
+        count = size
+        if placement == "R":
+            count = 1
+
+        ranges.append(range(count))
 
     # An untrusted mesh may have any number of shards.
     for coordinate in islice(product(*ranges), len(present) + _MOST_COUNTED):
@@ -145,23 +156,26 @@ def _list_absent(rank: int, tensor: Tensor, present: Collection[_Coordinate]) ->
 
 def _has_elements(rank: int, tensor: Tensor, sharding: Sharding, coordinate: Sequence[int]) -> bool:
     """Whether a shard has elements: a short dimension ends before the last ranks. Unknown shards have elements."""
-    runs = find_runs(rank, tensor, replace(sharding, coordinate=tuple(coordinate)))
+    other_sharding = replace(sharding, coordinate=tuple(coordinate))
+    runs = find_runs(
+        rank,
+        tensor,
+        other_sharding,
+    )
     return runs is None or all(map(count_indices, runs))
 
 
-def _describe_copies(tensors: Mapping[int, Tensor]) -> Iterator[Message]:
-    """Yield a statement for each file that holds the shard of another rank, which has a file of its own."""
+def _describe_copies(tensors: Mapping[int, Tensor], mesh_ranks: Mapping[int, int]) -> Iterator[Message]:
+    """Yield a statement for each file that holds the shard of another rank, which has a file of its own.
+
+    mesh_ranks: the rank in the mesh of each rank.
+    """
+    # Files that are numbered in another way have no rank in common with the mesh.
+    own_ranks = {rank for rank in tensors if mesh_ranks[rank] == rank}
     for rank, tensor in tensors.items():
-        sharding = tensor.sharding
-        if sharding is None or not sharding.coordinate:
-            continue
-        mesh_rank = find_mesh_rank(sharding)
-        # Files that are numbered in another way have no rank in common with the mesh.
-        if mesh_rank != rank and mesh_rank in tensors and _find_rank(tensors[mesh_rank]) == mesh_rank:
-            yield Undecided.SHARD_OF_RANK(file=os.path.basename(tensor.path), rank=mesh_rank)
-
-
-def _find_rank(tensor: Tensor) -> int | None:
-    """Return the rank of a shard in its mesh; None without a coordinate."""
-    sharding = tensor.sharding
-    return find_mesh_rank(sharding) if sharding is not None and sharding.coordinate else None
+        mesh_rank = mesh_ranks[rank]
+        if rank not in own_ranks and mesh_rank in own_ranks:
+            yield Undecided.SHARD_OF_RANK(
+                file=os.path.basename(tensor.path),
+                rank=mesh_rank,
+            )

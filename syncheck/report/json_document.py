@@ -56,7 +56,7 @@ def to_json(value: Any) -> str:
     """Return JSON, with the commands of CI systems in names escaped (see `text.logged`)."""
     text = _write(value)
     # Only a floating-point number writes these words outside of strings.
-    if "NaN" in text or "Infinity" in text:
+    if re.search("NaN|Infinity", text):
         text = _write(json.loads(text, parse_constant=_NOT_FINITE.__getitem__))
 
     # In JSON `#` occurs only inside strings, where it can be escaped.
@@ -65,7 +65,11 @@ def to_json(value: Any) -> str:
 
 def _write(value: Any) -> str:
     """Return JSON, in which NaN and infinity may be numbers."""
-    return json.dumps(value, default=_fields, indent=1)
+    return json.dumps(
+        value,
+        default=_fields,
+        indent=1,
+    )
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import sys
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -270,9 +271,8 @@ def difference_of(diff: TensorDiff) -> float:
     if is_partly_nonfinite or diff.max_abs is None or not math.isfinite(diff.max_abs):
         return UNKNOWN
 
-    rounded = float(f"{diff.max_abs:.4g}")
     # The largest numbers of float64 round to infinity.
-    return rounded if math.isfinite(rounded) else diff.max_abs
+    return min(float(f"{diff.max_abs:.4g}"), sys.float_info.max)
 
 
 def make_curves(group: Group) -> dict[str, Curve]:

@@ -348,10 +348,12 @@ def _find_shards(report: Report) -> Iterator[Message]:
 
 
 def _find_doubt(report: Report) -> Iterator[Message]:
-    for field in ("evidence.absent_shards", "evidence.doubt"):
-        doubt = _first_value(report, attrgetter(field))
-        if doubt:
-            yield doubt
+    absent_shards = _first_value(report, attrgetter("evidence.absent_shards"))
+    if absent_shards:
+        yield absent_shards
+    doubt = _first_value(report, attrgetter("evidence.doubt"))
+    if doubt:
+        yield doubt
 
 
 def _find_excluded(report: Report) -> Iterator[Message]:

@@ -49,13 +49,13 @@ def compare(
 @pytest.mark.parametrize(
     ("ranks_of_files", "placements", "mesh", "absent"),
     [
-        pytest.param({0: 0, 1: 0}, ["S(0)"], (2,), "1 of the 2 shards of w is in no file", id="fsdp"),
-        pytest.param({0: 1, 1: 1}, ["S(0)"], (2,), "(mesh coordinate 0)", id="first shard"),
-        pytest.param({0: 0, 1: 1, 2: 2, 3: 0}, ["S(0)"], (4,), "(mesh coordinate 3)", id="one of four"),
-        pytest.param({0: 0, 2: 2}, ["R", "S(0)"], (2, 2), "(mesh coordinate 1)", id="hsdp without files"),
-        pytest.param({0: 0, 1: 0, 2: 2, 3: 2}, ["R", "S(0)"], (2, 2), "(mesh coordinate 1)", id="hsdp with copies"),
-        pytest.param({0: 0, 1: 1, 2: 2, 3: 0}, ["S(0)", "P(sum)"], (2, 2), "(mesh coordinate (1, 1))", id="sums"),
-        pytest.param({0: 0, 1: 1, 2: 0, 3: 1}, ["S(0)", "S(0)"], (2, 2), "2 of the 4 shards of w are", id="2d"),
+        pytest.param({0: 0, 1: 0}, ["S(0)"], (2,), "w, at mesh coordinate (1), is in no file", id="fsdp"),
+        pytest.param({0: 1, 1: 1}, ["S(0)"], (2,), "mesh coordinate (0)", id="first shard"),
+        pytest.param({0: 0, 1: 1, 2: 2, 3: 0}, ["S(0)"], (4,), "mesh coordinate (3)", id="one of four"),
+        pytest.param({0: 0, 2: 2}, ["R", "S(0)"], (2, 2), "mesh coordinate (1)", id="hsdp without files"),
+        pytest.param({0: 0, 1: 0, 2: 2, 3: 2}, ["R", "S(0)"], (2, 2), "mesh coordinate (1)", id="hsdp with copies"),
+        pytest.param({0: 0, 1: 1, 2: 2, 3: 0}, ["S(0)", "P(sum)"], (2, 2), "mesh coordinate (1, 1)", id="sums"),
+        pytest.param({0: 0, 1: 1, 2: 0, 3: 1}, ["S(0)", "S(0)"], (2, 2), "(1, 0), (1, 1), are in no file", id="2d"),
     ],
 )
 def test_absent_shards_leave_the_verdict_open(
