@@ -18,7 +18,7 @@ from syncheck.diagnose.statements import Common
 from syncheck.errors import UsageError
 from syncheck.messages import Detail, Note, Refusal, Undecided
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff
-from syncheck.report import words
+from syncheck.report.undecided import undecided_reason
 from syncheck.testing import OutOfSync, assert_in_sync, compare, message
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -
 def test_nothing_compared_never_passes(ranks: Ranks) -> None:
     """Options that exclude every tensor fail."""
     excluded = failing(*ranks(), include="no.such.tensor").report
-    assert words.undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=14)
-    assert words.undecided_reason(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
+    assert undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=14)
+    assert undecided_reason(failing({"step": 1}, {"step": 1}).report).code is Undecided.NOTHING
 
 
 def test_texts_spell_options_in_python(ranks: Ranks, tmp_path: Path) -> None:

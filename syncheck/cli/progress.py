@@ -88,5 +88,5 @@ def _measure() -> tuple[int, int | None]:
     completed = TRAFFIC.read
     if not TRAFFIC.expected:
         return completed, None
-    # Tensors that differ, or that a map brings to other names, are read a second time.
+    # Different tensors, and tensors with other names under a map, are read a second time.
     return completed, max(TRAFFIC.expected, completed)

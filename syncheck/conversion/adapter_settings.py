@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.adapter_problems import AdapterProblem
 from syncheck.conversion.adapter_targets import Targets
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
-from syncheck.messages import AdapterProblem
 from syncheck.readers.adapter_config import INITIAL
 from syncheck.text import brief
 

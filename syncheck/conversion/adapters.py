@@ -20,11 +20,12 @@ from syncheck.conversion.adapter_parts import (
     split_parts,
     strip_prefixes,
 )
+from syncheck.conversion.adapter_problems import AdapterProblem
 from syncheck.conversion.adapter_settings import AdapterSettings
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.replacements import replace_rows, replace_tensor
 from syncheck.frozen import record
-from syncheck.messages import AdapterProblem, Refusal
+from syncheck.messages import Refusal
 from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
 

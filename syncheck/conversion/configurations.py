@@ -132,7 +132,7 @@ def _is_too_deep(content: object) -> bool:
 
         level = inner
 
-    # Values that are no containers contain nothing.
+    # Only containers contain values.
     return len(level) > 0
 
 

@@ -249,10 +249,16 @@ class BlockFactors:
 
     def is_evident(self) -> bool:
         """Whether the factors differ, and do not fit by chance."""
-        if self._bits <= _LEAST_BITS or self._most <= self._least * (1 + 2 * self._tolerance):
-            return False
-        # A matrix with some rows of zeros was pruned, and scales change most of several blocks.
-        return self._least > 0 and 2 * self._unchanged < self._count and self._count >= _FEWEST_BLOCKS
+        conditions = (
+            self._bits > _LEAST_BITS,
+            self._most > self._least * (1 + 2 * self._tolerance),
+            # A matrix with some rows of zeros was pruned.
+            self._least > 0,
+            # Scales change most of several blocks.
+            2 * self._unchanged < self._count,
+            self._count >= _FEWEST_BLOCKS,
+        )
+        return all(conditions)
 
     def describe(self) -> dict[str, Any]:
         """Return the parameters of a relation."""

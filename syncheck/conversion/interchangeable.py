@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
-# Elements that are read first: nearly all tensors begin with different elements.
+# The elements to read first: nearly all tensors begin with different elements.
 _BEGIN = 64
 
 

@@ -117,7 +117,7 @@ def _read(side: Side) -> Configurations:
 
 
 def _list_unreadable(a: Configurations, b: Configurations) -> Iterator[_Difference]:
-    """Yield a difference for each file that is no configuration, if the other model has a configuration."""
+    """Yield a difference for each file without a configuration, if the other model has a configuration."""
     if b.by_name:
         for path in a.unreadable:
             yield _Difference(

@@ -57,7 +57,7 @@ SIZES = frozenset(
     "hidden_size intermediate_size vocab_size head_dim num_hidden_layers num_labels attention_bias mlp_bias qkv_bias "
     "add_cross_attention type_vocab_size num_channels classifier_proj_size".split()
 )
-# The defaults that are the same in all versions of transformers.
+# The defaults of all versions of transformers.
 _DEFAULTS: Mapping[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,

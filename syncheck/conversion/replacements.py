@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.adapted_tensors import Replaced, make_adapted
+from syncheck.conversion.adapter_problems import AdapterProblem
 from syncheck.conversion.casts import convert
 from syncheck.conversion.recognition import are_readable
 from syncheck.layout import views
-from syncheck.messages import AdapterProblem
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 
 if TYPE_CHECKING:

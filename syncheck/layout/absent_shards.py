@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     _Coordinate = tuple[int, ...]
 
-# The shards of a message, and the absent shards that are counted.
+# The shards of a message, and the counted absent shards.
 _MOST_SHARDS = 4
 _MOST_COUNTED = 1024
 

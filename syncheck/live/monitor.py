@@ -304,7 +304,7 @@ class SyncMonitor:
     def _report_check(self, report: Report, seconds: float) -> None:
         new_findings = self._state.update(self._step, report)
         if report.verdict == "undecided":
-            from syncheck.report.words import undecided_reason
+            from syncheck.report.undecided import undecided_reason
 
             self._warn_once(f"could not tell: {undecided_reason(report)}")
         if self._is_leader:

@@ -51,7 +51,7 @@ def list_decisions(finding: Finding, group: Group) -> list[Message]:
     if not all(conditions):
         return []
     decisions = []
-    # Metadata that records the wrapper has not decided.
+    # Metadata with the wrapper has not decided.
     is_recorded = group.evidence.metadata.buffers_synced is not None
     decided = {Decision.RECORD_WRAPPER} if is_recorded else set()
     for sentence, deciding_codes in _TABLE:

@@ -20,6 +20,7 @@ from syncheck.report import elements, finding_text, page_tables, tables, words
 from syncheck.report.elements import Definition, escape_line, paragraphs
 from syncheck.report.page_data import compares_drift, encode, make_data
 from syncheck.report.selections import SEVERITIES, join_runs, join_shown_steps, list_codes, write_first
+from syncheck.report.undecided import undecided_reason
 from syncheck.text import make_unique_name, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _verdict(report: Report) -> list[str]:
     if report.verdict != "undecided":
         return [f"<h1>{escape_line(words.verdict_line(report))}</h1>"]
 
-    reason = str(words.undecided_reason(report))
+    reason = str(undecided_reason(report))
     return [f"<h1>{words.VERDICTS[report.verdict]}</h1>", *paragraphs([reason])]
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.selection import select_names
 from syncheck.records import Counts, Report
-from syncheck.report import finding_text, words
+from syncheck.report import finding_text
 from syncheck.report.selections import find_failing, list_codes
+from syncheck.report.undecided import undecided_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +108,7 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
     if not is_values and not part.counts.compared:
         return _describe_uncompared(part)
     if _is_unproven(part):
-        return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
+        return str(undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"
     return ""

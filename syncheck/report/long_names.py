@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from syncheck.sentences import Part
 from syncheck.text import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # Characters of a name. The columns of a table are as wide as the longest name.
 _MOST = 240
@@ -12,6 +17,11 @@ _MOST = 240
 def shorten_name(name: str) -> str:
     """Return a name on one line, without the middle of a long name."""
     return shorten(name, _MOST)
+
+
+def shorten_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names on one line each, without the middle of long names."""
+    return tuple(shorten_name(name) for name in names)
 
 
 def write_names(text: str, part: Part) -> str:

@@ -64,9 +64,12 @@ def compares_drift(report: Report, runs: Mapping[str, Sequence[Group]]) -> bool:
 
     The curve of the finding has the same numbers for a single run.
     """
-    if len(runs) < 2 or not report.drift:
-        return False
-    return not set(_BATCHNORM).isdisjoint(list_codes(report.findings))
+    conditions = (
+        len(runs) > 1,
+        bool(report.drift),
+        not set(_BATCHNORM).isdisjoint(list_codes(report.findings)),
+    )
+    return all(conditions)
 
 
 def _make_drift(report: Report) -> dict[str, list[list[float]]]:

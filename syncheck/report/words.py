@@ -5,21 +5,20 @@ Functions with a parameter `write` render messages: it writes the names and code
 
 from __future__ import annotations
 
-from collections import defaultdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from syncheck.messages import Detail, Grouping, Hint, Note, Undecided
-from syncheck.records import Reason
-from syncheck.report.long_names import shorten_name, write_names
+from syncheck.messages import Grouping, Hint, Note
+from syncheck.report.long_names import shorten_name, shorten_names, write_names
 from syncheck.report.selections import count_excluded, find_failing, find_groups, list_first_paths, write_first
+from syncheck.report.undecided import get_first_value, undecided_reason
 from syncheck.sentences import Sentence, write_plain
 from syncheck.text import one_line, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
-    from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
+    from syncheck.records import Counts, Group, Replica, Report
     from syncheck.sentences import Message, Writer
 
 VERDICTS = {
@@ -99,10 +98,6 @@ class Omission(Sentence):
     FIXED = "fixed: {run:name} no longer has {code:name} on {names:names}; {hint}"
 
 
-def _shorten_names(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(shorten_name(name) for name in names)
-
-
 def counts_line(report: Report) -> str:
     """Return the last line of every report: the number of tensors by result, including those not compared."""
     line = counts_text(report.counts)
@@ -180,8 +175,8 @@ def describe_not_finite(group: Group) -> Message | None:
     if record is None:
         return None
 
-    fact = Note.NOT_FINITE(count=record.count, names=_shorten_names(record.names))
-    first = _shorten_names(record.first)
+    fact = Note.NOT_FINITE(count=record.count, names=shorten_names(record.names))
+    first = shorten_names(record.first)
     if record.since is None:
         return fact
     if record.finite is None:
@@ -206,7 +201,7 @@ def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = 
         line = Headline.BY_CHECKSUM(verdict=verdict)
     if report.verdict == "in_sync":
         line = _add_ignored_findings(line, report)
-        if _first_value(report, attrgetter("not_finite")):
+        if get_first_value(report, attrgetter("not_finite")):
             line = Headline.NOT_FINITE(line=line)
     if report.unreadable:
         line = Headline.UNREADABLE(line=line, count=len(report.unreadable))
@@ -222,158 +217,6 @@ def _add_ignored_findings(line: Message, report: Report) -> Message:
     if sentence is None:
         return line
     return sentence(line=line, allowed=sorted(allowed), accepted=sorted(accepted))
-
-
-def undecided_reason(report: Report) -> Message:
-    """Return why a report has no verdict."""
-    # The first reason counts.
-    for find_reasons in _REASONS:
-        for reason in find_reasons(report):
-            return reason
-    return Undecided.NOTHING()
-
-
-def _first_value(report: Report, get_value: Callable[[Group], Any]) -> Any:
-    """Return the first value of a group that is not empty; None if all are empty."""
-    for group in report.groups:
-        value = get_value(group)
-        if value:
-            return value
-    return None
-
-
-def _find_unreadable(report: Report) -> Iterator[Message]:
-    if report.unreadable:
-        yield Undecided.UNREADABLE(count=len(report.unreadable))
-
-
-def _find_alone(report: Report) -> Iterator[Message]:
-    alone = find_groups(report.groups, "alone")
-    if not alone:
-        return
-    # Advice for a single file is shorter, and links to it explain a missing replica.
-    if len(report.groups) > len(alone):
-        yield Undecided.SOME_ALONE(count=len(alone), paths=_shorten_names(list_first_paths(alone)))
-    elif len(alone) > 1:
-        yield Undecided.NO_REPLICAS()
-    elif report.aliases:
-        yield Undecided.ALL_LINKS()
-    else:
-        yield Undecided.ONE_FILE()
-
-
-def _find_claimed_twice(report: Report) -> Iterator[Message]:
-    ranks = _first_value(report, attrgetter("evidence.claimed_twice"))
-    if ranks:
-        yield Undecided.RANKS_TWICE(ranks=ranks)
-
-
-def _find_uncompared_of_models(report: Report) -> Iterator[Message]:
-    uncompared: list[TensorDiff] = []
-    for group in report.groups:
-        if group.is_pair:
-            uncompared += [diff for diff in group.tensors if diff.uncompared]
-    yield from _not_compared(uncompared)
-
-
-def _not_compared(diffs: Sequence[TensorDiff]) -> Iterator[Message]:
-    if diffs:
-        # A reason with a next step comes first.
-        first = max(diffs, key=_has_next_step)
-        sentence = Undecided.UNPAIRED if _has_next_step(first) else Undecided.NOT_COMPARED
-        yield sentence(count=len(diffs), name=shorten_name(first.name), detail=first.detail)
-
-
-def _has_next_step(diff: TensorDiff) -> bool:
-    """Whether the reason for which a tensor was not compared has a next step."""
-    return diff.detail is not None and diff.detail.code is Detail.UNPAIRED
-
-
-def _find_guesses(report: Report) -> Iterator[Message]:
-    contradicted = _first_value(report, attrgetter("evidence.contradicted"))
-    if contradicted:
-        yield Undecided.CONTRADICTED_MAP(count=len(contradicted), names=contradicted)
-    if _first_value(report, attrgetter("evidence.inferred")):
-        file = _first_value(report, attrgetter("evidence.written_map"))
-        if file:
-            yield Undecided.WRITTEN_MAP(file=file)
-        yield Undecided.INFERRED_MAP()
-    guessed = _first_value(report, attrgetter("evidence.guessed"))
-    if guessed:
-        yield Undecided.GUESSED_HEADS(names=guessed)
-
-
-def _find_unknown_tensors(report: Report) -> Iterator[Message]:
-    unknown = 0
-    diffs_of_reason: dict[Reason | None, list[TensorDiff]] = defaultdict(list)
-    for diff in report.tensors:
-        if diff.unknown:
-            unknown += 1
-            diffs_of_reason[diff.reason].append(diff)
-
-    ambiguous = diffs_of_reason[Reason.AMBIGUOUS]
-    if ambiguous:
-        reason = _describe_ambiguous(ambiguous)
-        # Two models are compared by `syncheck diff` already, which records no runs.
-        if _first_value(report, attrgetter("evidence.runs")):
-            reason = Undecided.OF_OTHER_RUNS(reason=reason)
-        yield reason
-
-    yield from _not_compared(diffs_of_reason[Reason.REFUSED])
-    if unknown:
-        yield Undecided.NO_CHECKSUMS(unknown=unknown, tensors=report.counts.tensors)
-
-
-def _describe_ambiguous(ambiguous: Sequence[TensorDiff]) -> Message:
-    name, detail = shorten_name(ambiguous[0].name), ambiguous[0].detail
-    if len(ambiguous) == 1:
-        return Undecided.AMBIGUOUS(name=name, detail=detail)
-    return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
-
-
-def _find_unknown_values(report: Report) -> Iterator[Message]:
-    values: list[ValueDiff] = []
-    for group in report.groups:
-        values += [value for value in group.values if value.unknown]
-    if values:
-        yield Undecided.VALUES(count=len(values), name=shorten_name(values[0].name))
-
-
-def _find_shards(report: Report) -> Iterator[Message]:
-    uncompared = _first_value(report, attrgetter("uncompared"))
-    if uncompared:
-        yield Undecided.RANKS_NOT_COMPARED(ranks=uncompared)
-    if _first_value(report, attrgetter("shards")):
-        yield Undecided.ONLY_SHARDS()
-
-
-def _find_doubt(report: Report) -> Iterator[Message]:
-    absent_shards = _first_value(report, attrgetter("evidence.absent_shards"))
-    if absent_shards:
-        yield absent_shards
-    doubt = _first_value(report, attrgetter("evidence.doubt"))
-    if doubt:
-        yield doubt
-
-
-def _find_excluded(report: Report) -> Iterator[Message]:
-    excluded = count_excluded(report)
-    if excluded:
-        yield Undecided.ALL_EXCLUDED(count=excluded)
-
-
-_REASONS = (
-    _find_unreadable,
-    _find_alone,
-    _find_claimed_twice,
-    _find_uncompared_of_models,
-    _find_guesses,
-    _find_unknown_tensors,
-    _find_unknown_values,
-    _find_doubt,
-    _find_shards,
-    _find_excluded,
-)
 
 
 def scope_lines(report: Report, write: Writer = write_names) -> list[str]:

@@ -13,7 +13,7 @@ from support.states import add_prefix
 import syncheck
 from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
-from syncheck.report.words import undecided_reason
+from syncheck.report.undecided import undecided_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ import syncheck
 from syncheck.cli import main
 from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
-from syncheck.report.words import undecided_reason
+from syncheck.report.undecided import undecided_reason
 from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:

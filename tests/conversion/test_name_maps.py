@@ -17,7 +17,7 @@ from syncheck.conversion.name_maps import Rule, split_tensor
 from syncheck.errors import UsageError
 from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
-from syncheck.report.words import undecided_reason
+from syncheck.report.undecided import undecided_reason
 from syncheck.snapshots import Tensor, contiguous_strides
 from syncheck.tensors.blocks import Files
 

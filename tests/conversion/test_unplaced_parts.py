@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import syncheck
-from syncheck.report.words import undecided_reason
+from syncheck.report.undecided import undecided_reason
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from torch import nn
 import syncheck
 from syncheck.diagnose.syn108_different_runs import Text
 from syncheck.messages import Note, Undecided
-from syncheck.report.words import undecided_reason
+from syncheck.report.undecided import undecided_reason
 
 if TYPE_CHECKING:
     from pathlib import Path

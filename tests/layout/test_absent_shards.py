@@ -11,7 +11,7 @@ from support.checkpoints import save_pth
 from support.dtensors import dtensor, mesh_of_2_6, save_ranks
 
 import syncheck
-from syncheck.report import words
+from syncheck.report.undecided import undecided_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def test_absent_shards_leave_the_verdict_open(
     report = compare(tmp_path, ranks_of_files, placements, mesh)
     assert report.exit_code == 2
     assert absent in str(report.groups[0].evidence.absent_shards)
-    assert absent in str(words.undecided_reason(report))
+    assert absent in str(undecided_reason(report))
 
 
 def test_the_file_with_the_shard_of_another_rank_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from syncheck.live.watching.judge import Judge
 from syncheck.live.watching.layouts import Layout, Step
 from syncheck.live.watching.records import compare_steps
 from syncheck.live.witnesses.rules import make_finding
+from syncheck.live.witnesses.witness import Suspicion
 
 RANKS = (0, 1, 2)
 
@@ -312,3 +313,18 @@ def test_a_rank_skips_no_step_of_an_optimizer_that_it_lacks() -> None:
     while judge._judge_next():
         pass
     assert (judgements, judge.judged["steps"], len(lines)) == ([], 2, 1)
+
+
+@pytest.mark.parametrize(("is_lasting", "code"), [(False, "SYN412"), (True, "SYN411")])
+def test_parameters_that_differed_before_the_last_step_have_another_cause(is_lasting: bool, code: str) -> None:
+    """Rank 1 changed its parameters after the last step: the cause only if the parameters were equal before."""
+    step = make_step(0, 8)
+    step.is_end = True
+    suspicion = Suspicion("SYN411", (1,), (), clusters=((0, 2), (1,)), is_lasting=is_lasting)
+    witness = SimpleNamespace(name="parameters", key="w", comparisons=0, compare=lambda *_: [suspicion])
+    judgements: list[Any] = []
+    watcher = SimpleNamespace(steps=[step], witnesses={"parameters": witness})
+    records = [*post(0, 2, c=0, w=[]), *post(1, c=5, w=[])]
+    judge = Judge(watcher, Store({step.key: records}, {}), judgements.append)  # type: ignore[arg-type]
+    assert judge._judge_next()
+    assert [(found.suspicion.code, found.suspicion.ranks) for found in judgements] == [(code, (1,))]

@@ -21,6 +21,7 @@ from syncheck.messages import Grouping, Hint, Note, Undecided
 from syncheck.records import Counts, Fixed, Group, Place, Replica, TensorDiff
 from syncheck.report import formats, plain, tables, text, words
 from syncheck.report.tables import sort_worst_first
+from syncheck.report.undecided import undecided_reason
 from syncheck.text import Side
 
 if TYPE_CHECKING:
@@ -72,11 +73,11 @@ def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
     parts = {rank: np.full((4, 3), rank, np.float32) for rank in range(2)}
     save_ranks(tmp_path, parts, ["S(0)"], (2,))
     report = syncheck.compare(tmp_path)
-    assert words.undecided_reason(report).code is Undecided.ONLY_SHARDS
+    assert undecided_reason(report).code is Undecided.ONLY_SHARDS
     for rank in range(2):
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     excluded = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
-    assert words.undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=1)
+    assert undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=1)
 
 
 def test_two_models_of_different_runs_are_for_diff(tmp_path: Path) -> None:
@@ -86,15 +87,15 @@ def test_two_models_of_different_runs_are_for_diff(tmp_path: Path) -> None:
     (part,) = save_ranks(tmp_path, {0: tensor[:4]}, ["S(0)"], (2,), syncheck={0: block})
     whole = save_pth(tmp_path / "ddp_rank0.pth", {"w": tensor, "syncheck": other_block})
     alone = syncheck.compare([str(part), str(whole)])
-    assert words.undecided_reason(alone).code is Undecided.NO_REPLICAS
+    assert undecided_reason(alone).code is Undecided.NO_REPLICAS
     together = syncheck.compare([str(part), str(whole)], options=Options(group_by=""))
-    assert words.undecided_reason(together).code is Undecided.OF_OTHER_RUNS
+    assert undecided_reason(together).code is Undecided.OF_OTHER_RUNS
     # One file more has a replica.
     save_pth(tmp_path / "x" / "rank0.pth", {"w": tensor})
     save_pth(tmp_path / "x" / "rank1.pth", {"w": tensor})
     some = syncheck.compare([str(part), str(tmp_path / "x")])
-    assert words.undecided_reason(some).code is Undecided.SOME_ALONE
-    reasons = [words.undecided_reason(report) for report in (alone, together, some)]
+    assert undecided_reason(some).code is Undecided.SOME_ALONE
+    reasons = [undecided_reason(report) for report in (alone, together, some)]
     advice = [*reasons, syn108_different_runs.Text.FIX(), Hint.GROUP_FILES()]
     for sentence in advice:
         assert "syncheck diff A B" in str(sentence)

@@ -21,6 +21,7 @@ from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.messages import Detail, Note, Undecided
 from syncheck.records import Reason
 from syncheck.report import failure, html, json_document, markdown, words
+from syncheck.report.undecided import undecided_reason
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.digests import compare_checksums
 
@@ -98,7 +99,7 @@ def test_missing_checksums_are_2(tmp_path: Path) -> None:
     paths = [str(save_safetensors(tmp_path / f"run_rank{rank}.safetensors", network())) for rank in range(2)]
     report = compare(*paths, options=QUICK)
     assert (report.exit_code, report.counts.not_compared) == (2, 14)
-    assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=14, tensors=14)
+    assert undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=14, tensors=14)
     assert "without quick" in words.verdict_line(report)
     mixed = compare(save_ranks(tmp_path, network())[0], paths[1], options=QUICK)
     assert mixed.exit_code == 2
@@ -119,7 +120,7 @@ def test_tensors_without_checksum_are_counted(tmp_path: Path) -> None:
     _erase_checksums(paths[1], "fc.bias")
     report = compare(*paths, options=QUICK)
     assert report.exit_code == 2
-    assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=1, tensors=14)
+    assert undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=1, tensors=14)
     assert (report.counts.identical, report.counts.not_compared) == (13, 1)
     # An assertion is stricter and fails if a tensor was not compared.
     assert list_names(failure.uncompared_tensors(report)) == ["fc.bias"]

@@ -44,7 +44,7 @@ class Extent(NamedTuple):
 def measure_extent(layouts: Iterable[Layout], counts: Mapping[str, int]) -> Extent:
     """Return the extent of a run.
 
-    layouts: that were judged.
+    layouts: with judged steps.
     counts: the numbers of judged steps by the key of the layout.
     """
     stepping: list[Layout] = []

@@ -122,7 +122,8 @@ class FullChecks:
         number = self._reductions[ranks]
         period = self._settings.every
         most = _OBSERVED * len(list_wrappers(self._watcher.clocks, ranks))
-        return number > 0 and (number < _FIRST or period - number % period <= most)
+        is_first = number < _FIRST
+        return number > 0 and (is_first or period - number % period <= most)
 
     def end(self) -> None:
         """Compare once more at the end of training, if all ranks come. Raises OutOfSync with `raise`."""

@@ -295,8 +295,10 @@ class Judge(threading.Thread):
         variant = "_ALL" if len(changed) == len(records) else ""
         for suspicion in suspicions:
             found = suspicion
-            # A script may load its best parameters on one rank, to test them.
-            if changed and suspicion.code == PARAMETERS_DIFFER and suspicion.agrees_beside(changed):
+            # A script may load its best parameters on one rank, to test them. Parameters that differed before the last
+            # step have another cause.
+            is_new = suspicion.code == PARAMETERS_DIFFER and not suspicion.is_lasting
+            if changed and is_new and suspicion.agrees_beside(changed):
                 found = suspicion._replace(
                     code=CHANGED_AT_THE_END,
                     ranks=changed,

@@ -185,7 +185,8 @@ class Layout:
     @property
     def hides_reductions(self) -> bool:
         """Whether reductions may be hidden in a compiled program."""
-        return self.clock.reduces and not self.clock.ticks and has_compiled()
+        conditions = (self.clock.reduces, not self.clock.ticks, has_compiled())
+        return all(conditions)
 
     def find_place(self) -> int:
         """Return the number of the next step for the user: of its reduction, or of the step if none is counted."""

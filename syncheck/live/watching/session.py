@@ -47,7 +47,7 @@ _END = (100, 20.0)
 _ERROR = (0, 1.0)
 # After SIGTERM, launchers wait for 10 or 30 seconds before SIGKILL.
 _SIGNAL = (25, 0.5)
-# Seconds from SIGTERM to the end of a process that is about to end by itself.
+# Seconds from SIGTERM to the end of a process about to end by itself.
 _SIGNAL_SECONDS = 3.0
 # Seconds at the end for the other ranks to answer the judge.
 _ANSWER_SECONDS = 4.0

@@ -93,7 +93,7 @@ class Summary:
         """By clock, the number of the first step after the last comparison of all replicas."""
         # By clock, the number of the last step with a finding of a witness about the model that counts.
         self._last_faults: dict[str, int] = {}
-        # Whether a witness saw parameters that differ.
+        # Whether a witness saw different parameters.
         self._has_differed = False
         # At how many steps, by code and ranks.
         self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -274,7 +274,7 @@ class Summary:
         if not self._covers_faults():
             return _OUT_OF_SYNC
         if verdicts[-1] == "out_of_sync":
-            # Settings that differ without any effect on the replicas are no difference of the replicas.
+            # Different settings without any effect on the replicas are no difference of the replicas.
             return _WITH_FINDINGS if self._has_settings_only(self.reports[-1]) else _OUT_OF_SYNC
         if verdicts[-1] != "in_sync":
             return _OUT_OF_SYNC

@@ -437,7 +437,7 @@ class Watcher:
         stepped = []
         for layout in chain(self._reductions.values(), *self._layouts.values()):
             if layout.clock.reduces and layout.clock.ranks == ranks:
-                stepped.append(layout.knows_changes and not layout.has_changed())
+                stepped += [layout.knows_changes, not layout.has_changed()]
         return bool(stepped) and all(stepped)
 
     def list_outside(self, ranks: tuple[int, ...]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _find_not_finite(details: Mapping[int, Details], sets: Sequence[tuple[int, .
         # The ranks of a set have equal gradients.
         if details[ranks[0]].not_finite:
             broken.append(ranks)
-    # Gradients that were not reduced are of each rank alone.
+    # Unreduced gradients are of each rank alone.
     if len(broken) != 1 or details[broken[0][0]].is_unreduced:
         return ()
     return broken[0]

@@ -40,7 +40,7 @@ class ParameterWitness(CopiesWitness):
         super().__init__()
         # The number of the last step before which parameters were equal, by layout and first rank of the copies.
         self._equal: dict[tuple[str, int], int] = {}
-        # The copies that differed when they were last compared.
+        # The copies with a difference in their last comparison.
         self._unequal: set[tuple[str, int]] = set()
         # The parameters of all ranks before the first step, if they differed, by layout.
         self._starts: dict[str, dict[int, Details]] = {}

@@ -309,7 +309,7 @@ class _Node(NamedTuple):
     """The ids of the containers around it."""
     membership: Membership
     omitted_keys: frozenset[str] = frozenset()
-    """The keys of parts that get no name."""
+    """The keys of parts without a name."""
 
 
 def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> None:
