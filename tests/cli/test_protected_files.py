@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import Done, network, save_pth, save_safetensors
+from support.marks import slow
 from support.states import replace_in_names
 
 import syncheck
@@ -180,7 +181,7 @@ def test_two_outputs_of_one_run_are_different_files(cli: Run, files: dict[str, b
     assert cli("compare", *TWO, "-o", "x.json", "-o", "./x.json").code == 0  # the same report twice
 
 
-@pytest.mark.parametrize("folder", ["", "whole/"])
+@pytest.mark.parametrize("folder", ["", *slow("whole/")])
 def test_earlier_outputs_are_replaced(cli: Run, files: dict[str, bytes], folder: str) -> None:
     """Every kind of output replaces an earlier output and an empty file, also in a checkpoint folder."""
     targets = [f"--output={folder}report{extension}" for extension in EXTENSIONS]

@@ -300,6 +300,7 @@ def test_an_earlier_step_is_the_base(tmp_path: Path) -> None:
     assert "step 1" in report.groups[-1].evidence.base
 
 
+@pytest.mark.slow
 def test_neighbours_are_not_accused(tmp_path: Path) -> None:
     """Fine-tuned, averaged and pruned models have no cause that is a proof."""
     rng = np.random.default_rng(3)

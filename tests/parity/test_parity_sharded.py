@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.marks import slow
 from support.parity_cases import WIDTH, TokenCase, codes, count_tokens, find, token_losses
 from support.parity_models import Cp, Ep, Fsdp, Pp, Tp, Transformer
 from torch import nn
@@ -30,7 +31,7 @@ class FsdpTp(Tp):
 
 
 @two
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [2, *slow(1)])
 def test_fsdp(micro_batches: int) -> None:
     """FSDP2 computes the gradient of one process; without the factor of the ranks, it is half of it."""
     assert codes(check_parity(Fsdp(micro_batches))) == []
@@ -156,7 +157,7 @@ def test_context_parallelism() -> None:
 
 
 @two
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", *slow("ScheduleGPipe")])
 def test_pipeline(schedule: str) -> None:
     """A pipeline passes; a loss that the schedule divides again by the micro-batches has this factor."""
 

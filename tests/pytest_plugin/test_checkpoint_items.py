@@ -95,11 +95,12 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
     assert first.lines[:3] == [f"history/ddp::ddp::{item}" for item in items]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder",
     [
-        pytest.param("plain", marks=pytest.mark.slow),
-        pytest.param("a::b[c] d", marks=pytest.mark.slow),
+        "plain",
+        "a::b[c] d",
         "\udcff\x1b[31m",
     ],
     ids=["plain", "brackets", "bytes"],

@@ -68,6 +68,7 @@ def test_extra_forward_adds_up_without_broadcast(ctx: RankContext, syncheck_rank
     assert count_batches(pair, counts) == {(6, 12)}
 
 
+@pytest.mark.slow
 def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
     """Only running variances differ, by the ratio of the corrections for the local and global sample counts."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "variance-only-bn", max_steps=1)
@@ -82,6 +83,7 @@ def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
     )  # float32 rounding near 1, after subtracting 0.9
 
 
+@pytest.mark.slow
 def test_local_normalizer(ctx: RankContext, syncheck_rank: Rank) -> None:
     """The normalizer's mean and variance differ; its count and all trained tensors are equal."""
     pair = train_with_fault(ctx, syncheck_rank.shared, "local-normalizer")
