@@ -101,8 +101,13 @@ def measure_judge(ranks: int) -> tuple[float, float]:
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board = Board(dist.PrefixStore("watch", store), store)
-    clock: Any = SimpleNamespace(name="0", ranks=tuple(range(ranks)), reduces=True, keeps_gradients_local=bool)
-    layout = SimpleNamespace(key="0/0", clock=clock, is_reduced=True, names=["weight"])
+    clock: Any = SimpleNamespace(
+        name="0", ranks=tuple(range(ranks)), reduces=True, counts_steps=True, keeps_gradients_local=bool
+    )
+    layout = SimpleNamespace(
+        key="0/0", clock=clock, is_reduced=True, number=0, names=["weight"], replicas=[tuple(range(ranks))],
+        hides_reductions=False, is_beside=False,
+    )  # fmt: skip
     witnesses = {"gradients": GradientWitness(), "settings": SettingsWitness()}
     steps: list[Any] = []
     for number in range(JUDGED):
