@@ -25,14 +25,14 @@ def test_a_change_that_follows_each_step_is_no_change_at_the_end(clips: bool) ->
         layout.note_changes()
         weight.data.add_(1)
         weight.data = weight.data.clone()
-        layout.note_step()
+        layout.changes.note_step()
         if clips:
             weight.detach().clamp_(0, 1)
-    assert not layout.has_changed()
+    assert not layout.changes.has_new()
     assert bool(layout.describe_change()) is clips
     weight.detach().copy_(torch.zeros(3))
     weight.detach().copy_(torch.zeros(3))
-    assert layout.has_changed()
+    assert layout.changes.has_new()
     assert layout.describe_change() < 0
 
 
@@ -41,10 +41,10 @@ def test_steps_that_are_not_seen_are_no_changes() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     layout = Layout(CLOCK, "reductions", None, [weight], ["weight"], is_reduced=True)
     layout.note_changes()
-    assert (layout.knows_changes, layout.has_changed(), layout.describe_change()) == (False, False, 0)
+    assert (layout.changes.are_known, layout.changes.has_new(), layout.describe_change()) == (False, False, 0)
     weight.detach().add_(1)
     layout.note_changes()
-    assert (layout.knows_changes, layout.describe_change()) == (True, 0)
+    assert (layout.changes.are_known, layout.describe_change()) == (True, 0)
     weight.detach().add_(1)
     assert layout.describe_change() == 0
     weight.detach().copy_(torch.zeros(3))

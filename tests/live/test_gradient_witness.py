@@ -44,6 +44,7 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
         is_reduced=reduces,
         parameters=make_parameters(*gradients),
         names=[f"layer{number}" for number in range(len(gradients))],
+        sharded=frozenset(),
     )
 
 
@@ -159,7 +160,7 @@ def test_the_rank_that_changed_its_gradients_after_the_reduction(
     for rank in range(2):
         witness = GradientWitness()
         layout = make_layout([gradient.clone() for gradient in GRADIENTS])
-        layout.clock.list_parameters = lambda layout=layout: list(zip(layout.names, layout.parameters, strict=True))
+        layout.clock.list_reduced = lambda layout=layout: layout.parameters
         witness.see_reduction(layout.clock)
         if rank in changing:
             torch.nn.utils.clip_grad_norm_(layout.parameters, 1.0 + rank)
@@ -322,7 +323,7 @@ def test_shards_are_not_named_beside_copies_that_differ() -> None:
             is_faulty = rank == 1 and step == 5
             copies = [torch.full((4,), step * (0.5 if is_faulty else 1.0)), torch.full((4,), float(step))]
             layout = make_layout([torch.full((4,), step + rank / 2), *copies], reduces=False)
-            layout.parameters[0].placements = [SimpleNamespace(is_replicate=lambda: False)]
+            layout.sharded = frozenset({0})
             witness = GradientWitness()
             observations[rank] = witness.observe("step", layout)
             answers[rank] = witness.tell("step")

@@ -172,7 +172,7 @@ class Clock:
 
     def _is_trained(self) -> bool:
         """Whether a gradient is left to reduce: the critic of a GAN may be frozen in the step of the generator."""
-        return any(parameter is not None and parameter.requires_grad for parameter in self._list_reduced())
+        return any(parameter is not None and parameter.requires_grad for parameter in self.list_reduced())
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass computes gradients of parameters, which DDP then reduces.
@@ -185,7 +185,7 @@ class Clock:
         if torch.autograd._is_checkpoint_valid():  # noqa: SLF001
             return True
         will_execute = torch._C._will_engine_execute_node  # noqa: SLF001
-        for parameter in self._list_reduced():
+        for parameter in self.list_reduced():
             if parameter is not None and parameter.requires_grad:
                 try:
                     if will_execute(torch.autograd.graph.get_gradient_edge(parameter).node):
@@ -195,7 +195,7 @@ class Clock:
                     return False
         return False
 
-    def _list_reduced(self) -> list[Any]:
+    def list_reduced(self) -> list[Any]:
         """Return the parameters that required a gradient when the wrapper was created; None for one that has ended."""
         return [reference() for reference in self._reduced]
 
@@ -220,15 +220,6 @@ def list_tensors(content: Any) -> list[Any]:
     """Return the tensors in the inputs or outputs of a module, where DDP looks too: in nested containers."""
     distributed: Any = sys.modules["torch.nn.parallel.distributed"]
     return list(distributed._find_tensors(content))  # noqa: SLF001 - there is no public function for it
-
-
-def read_state(tensor: Any) -> tuple[int, ...]:
-    """Return the versions and the address of a tensor: an operation in place changes a version."""
-    # Operations on a DTensor change its version, and not the version of its shard.
-    content = getattr(tensor, "_local_tensor", tensor)
-    # A sparse tensor has no address.
-    address = 0 if content.is_sparse else content.data_ptr()
-    return tensor._version, content._version, address  # noqa: SLF001 - there is no public name
 
 
 def list_wrappers(clocks: Sequence[Clock], ranks: tuple[int, ...]) -> list[Any]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.watching.layouts import list_trained, read_states
+from syncheck.live.watching.changes import read_states
+from syncheck.live.watching.layouts import list_trained
 from syncheck.live.watching.wrappers import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from syncheck.live.watching.changes import States
 
 _NAME = "closure"
 
@@ -39,14 +42,13 @@ def see_gradients(
     if not callable(closure):
         guard(see_step, optimizer, False)
         return None
-    before: list[tuple[int, ...]] = []
+    before: list[States] = []
 
     def note_start() -> None:
-        before.extend(read_states(list_trained(optimizer)))
+        before.append(read_states(list_trained(optimizer)))
 
     def see_call() -> None:
-        states = read_states(list_trained(optimizer))
-        see_step(optimizer, states != before)
+        see_step(optimizer, [read_states(list_trained(optimizer))] != before)
 
     @wrap(closure)
     def call_watched(*parts: Any, **fields: Any) -> Any:

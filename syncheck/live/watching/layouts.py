@@ -6,11 +6,12 @@ import gc
 import hashlib
 import sys
 import weakref
-from collections import Counter, deque
-from operator import attrgetter, sub
+from collections import Counter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.watching.clock import has_compiled, list_wrappers, read_state
+from syncheck.live.watching.changes import ParameterChanges
+from syncheck.live.watching.clock import has_compiled, list_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,9 +24,6 @@ REPEATED = "e"
 AGAIN = "a"
 # The unit of a step that no reduction preceded.
 _FURTHER = {"reduction": "further step after reduction"}
-# Ways in which a script changes parameters between two steps.
-_MOST_WAYS = 16
-_NUMBERS = 1 << 24
 _ZERO = "ZeroRedundancyOptimizer"
 
 
@@ -36,6 +34,7 @@ class Layout:
     is_reduced: whether the wrapper of the clock reduces the gradients.
     prefix: of the names for the user, if several models are wrapped.
     key: equal on all ranks.
+    sharded: the indices of the parameters of which each rank holds a shard.
     signature: of the names and shapes: ranks with another one hold other parts of the model.
     has_ended: this rank has told of its parameters at the end.
     posted: the number of the last step that this rank told the other ranks about.
@@ -67,6 +66,7 @@ class Layout:
         self.parameters = parameters
         self.names = [prefix + name for name in names]
         self.identities = list(map(id, parameters))
+        self.sharded = frozenset(index for index, parameter in enumerate(parameters) if _is_sharded(parameter))
         self.signature = _sign(parameters, names)
         self.number = 0
         self.optimizers = 1
@@ -81,12 +81,7 @@ class Layout:
         # The gradients of the last step, and the versions of each.
         self._gradients: list[weakref.ref[Any]] = []
         self._versions: list[tuple[int, int]] = []
-        # What each parameter was after the last step, or at the last reduction for an optimizer that is not torch's: an
-        # operation in place changes its version, another tensor its address.
-        self._states: list[tuple[int, ...]] = []
-        # How the script changed the parameters since then, each time before the next step: in the step of an optimizer
-        # that is not torch's, or after each step, as a clip of the weights or a lookahead does.
-        self._usual_changes: deque[int] = deque(maxlen=_MOST_WAYS)
+        self.changes = ParameterChanges(parameters)
         self.has_ended = False
         # The optimizers, with the numbers of their last steps. One that replaces another one comes later.
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -112,40 +107,17 @@ class Layout:
         """Note how the script changed the parameters since the last step, before the next one, or at a reduction."""
         # Within its step, the optimizer changes the parameters.
         if not self.is_moved:
-            if self._states:
-                self._add_usual_change()
-            self._states = read_states(self.parameters)
-
-    def note_step(self) -> None:
-        """Remember the parameters as they are after a step, which the script then need not change."""
-        self._states = read_states(self.parameters)
-        self._add_usual_change()
-
-    def _add_usual_change(self) -> None:
-        change = self._find_change()
-        if change not in self._usual_changes:
-            self._usual_changes.append(change)
+            self.changes.note_before_step()
 
     def describe_change(self) -> int:
         """Return how parameters were changed after the last step: 0 for not at all, a negative number for a new way.
 
         A change within the step of an optimizer that is not torch's is no change after it.
         """
-        if self.has_changed():
-            return -self._find_change()
-        is_changed = self.sees_steps and self._states != read_states(self.parameters)
-        return self._find_change() if is_changed else 0
-
-    def _find_change(self) -> int:
-        """Return a positive number for a change of the versions and addresses, equal on all ranks for equal changes."""
-        changes: list[int] = []
-        # The address comes last.
-        for state, state_now in zip(self._states, read_states(self.parameters), strict=True):
-            *versions, address = state
-            *versions_now, address_now = state_now
-            changes += map(sub, versions_now, versions)
-            changes.append(address != address_now)
-        return hash(tuple(changes)) % _NUMBERS + 1
+        change = self.changes.find_last()
+        if self.changes.has_new():
+            return -change
+        return change if self.sees_steps else 0
 
     def has_reduced_by(self, optimizer: Any, ranks: tuple[int, ...]) -> bool:
         """Whether a wrapper of some ranks reduces the gradients, and the optimizer is not replaced."""
@@ -193,21 +165,6 @@ class Layout:
         return self.clock.ticks if self.clock.ticks else self.repeated + 1
 
     @property
-    def knows_changes(self) -> bool:
-        """Whether it is known how the script changes parameters."""
-        return bool(self._usual_changes)
-
-    def has_changed(self) -> bool:
-        """Whether parameters were changed after the last step in a new way; False if unknown.
-
-        The step of an optimizer that is not torch's is a change after the reduction, and a script may change parameters
-        after each step. Such a change comes after the last step, too.
-        """
-        if not self.knows_changes or self._states == read_states(self.parameters):
-            return False
-        return self._find_change() not in self._usual_changes
-
-    @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that hold copies: of parameters outside of the wrapper, all ranks do."""
         return self.clock.replicas if self.is_reduced else (self.clock.ranks,)
@@ -218,11 +175,7 @@ class Layout:
 
     def list_sharded(self) -> list[str]:
         """Return the names of the parameters of which each rank holds a shard."""
-        names = []
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if is_sharded(parameter):
-                names.append(name)
-        return names
+        return [self.names[index] for index in sorted(self.sharded)]
 
     def list_outside(self) -> dict[str, Any]:
         """Return the parameters that the module of the wrapper does not contain, by name."""
@@ -237,12 +190,7 @@ class Layout:
         return [] if module is None else list(module.named_modules())
 
 
-def read_states(parameters: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Return the versions and the address of each parameter."""
-    return list(map(read_state, parameters))
-
-
-def is_sharded(parameter: Any) -> bool:
+def _is_sharded(parameter: Any) -> bool:
     """Whether a parameter is a DTensor with a shard on each rank."""
     return any(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
 

@@ -198,7 +198,7 @@ class Watcher:
 
     def _note_step(self, optimizer: Any) -> None:
         for layout in self.find_layouts(optimizer):
-            layout.note_step()
+            layout.changes.note_step()
             self.on_optimizer(layout, True)
 
     def _watch_end(self, distributed: Any) -> None:
@@ -437,7 +437,7 @@ class Watcher:
         stepped = []
         for layout in chain(self._reductions.values(), *self._layouts.values()):
             if layout.clock.reduces and layout.clock.ranks == ranks:
-                stepped += [layout.knows_changes, not layout.has_changed()]
+                stepped += [layout.changes.are_known, not layout.changes.has_new()]
         return bool(stepped) and all(stepped)
 
     def list_outside(self, ranks: tuple[int, ...]) -> dict[str, Any]:

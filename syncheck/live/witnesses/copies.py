@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
-from syncheck.live.watching.layouts import is_sharded
-from syncheck.live.witnesses.samples import sample
+from syncheck.live.witnesses.samples import Samples
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 from syncheck.text import group_ranks
 
@@ -72,6 +71,10 @@ class CopiesWitness(Witness):
         """Whether a step comes without a reduction, between two of them."""
         return False
 
+    def sample(self, _tensors: Mapping[int, Any]) -> Samples:
+        """Return a few elements of the tensors, if a finding needs them; none otherwise."""
+        return Samples({}, [])
+
     def describe(self, layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> Suspicion:
         """Return the finding of ranks that disagree. indices: of the parameters that must be equal."""
         raise NotImplementedError
@@ -88,25 +91,22 @@ class CopiesWitness(Witness):
         parameters = layout.parameters
         tensors: list[Any] = []
         indices: list[int] = []
-        sharded: set[int] = set()
         for index, parameter in enumerate(parameters):
             content = self.read(parameter)
             if content is not None:
                 parts = _list_tensors(content)
                 tensors += parts
                 indices += [index] * len(parts)
-                if is_sharded(parameter):
-                    sharded.add(index)
         # One thread: the others belong to the training.
         hashed = digest_all(tensors, threads=1)
         digests = [""] * len(parameters)
         for index, (_, digest) in zip(indices, hashed, strict=True):
             digests[index] += digest[:8].hex()
         # The values of a sparse tensor come last.
-        samples = sample(dict(zip(indices, tensors, strict=True)))
+        samples = self.sample(dict(zip(indices, tensors, strict=True)))
         self._keep(key, Details(digests, *samples, self.holds_reduced(layout), self.is_unreduced(layout)))
-        copies = sorted(set(range(len(parameters))).difference(sharded))
-        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(sharded))]
+        copies = [index for index in range(len(parameters)) if index not in layout.sharded]
+        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(layout.sharded))]
 
     def tell(self, key: str) -> list[Any] | None:
         """Return the details of a step, or None for an old step."""
@@ -137,7 +137,7 @@ class CopiesWitness(Witness):
                 )
                 return [unknown]
             # False and True are the positions of copies and of shards.
-            indices = [index for index, held in enumerate(layout.parameters) if is_sharded(held) in positions]
+            indices = [index for index in range(len(layout.parameters)) if (index in layout.sharded) in positions]
             self._explained[key] = self.describe(
                 layout,
                 details,

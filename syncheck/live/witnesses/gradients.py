@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from syncheck.live.watching.clock import read_state
+from syncheck.live.watching.changes import read_state
 from syncheck.live.witnesses.copies import CopiesWitness, Details, select_digests
 from syncheck.live.witnesses.rules import Seen, UnequalGradients
+from syncheck.live.witnesses.samples import Samples, sample
 from syncheck.live.witnesses.shifts import History
 from syncheck.live.witnesses.witness import Suspicion, find_minority
 from syncheck.records import largest_first
@@ -46,12 +47,16 @@ class GradientWitness(CopiesWitness):
         """Return the gradient."""
         return parameter.grad
 
+    def sample(self, tensors: Mapping[int, Any]) -> Samples:
+        """Return a few elements of the gradients, which show a factor between ranks, and most gradients with NaN."""
+        return sample(tensors)
+
     def see_reduction(self, clock: Any) -> None:
         """Note the gradients that a reduction left."""
         states = self._reduced[clock.name] = {}
-        for _, parameter in clock.list_parameters():
+        for parameter in clock.list_reduced():
             # Operations on a list of DTensors, as in clip_grad_norm_, change no version.
-            if parameter.grad is not None and not hasattr(parameter, "placements"):
+            if parameter is not None and parameter.grad is not None and not hasattr(parameter, "placements"):
                 states[id(parameter)] = read_state(parameter.grad)
 
     def holds_reduced(self, layout: Any) -> bool:

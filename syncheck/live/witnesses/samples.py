@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,36 +40,50 @@ def sample(tensors: Mapping[int, Any]) -> Samples:
     for key, tensor in tensors.items():
         # Floats of 8 bits cannot be joined.
         if tensor.is_floating_point() and tensor.element_size() > 1:
-            batches[tensor.device, tensor.dtype][key] = tensor.detach()
-    for batch in batches.values():
-        parts = []
-        for tensor in batch.values():
-            parts += [_view_few(tensor), _sum_small(tensor)]
-        values = torch.cat(parts).tolist()
-        for key, few, total in zip(batch, parts[::2], parts[1::2], strict=True):
-            count = len(few)
-            samples.elements[key], values = values[:count], values[count:]
-            totals, values = values[: len(total)], values[len(total) :]
-            if not all(map(math.isfinite, (*samples.elements[key], *totals))):
-                samples.not_finite.append(key)
+            batches[tensor.device, tensor.dtype][key] = tensor
+    with torch.no_grad():
+        for batch in batches.values():
+            elements, total = _read_few(batch)
+            samples.elements.update(elements)
+            # At most steps all are finite, which one sum tells.
+            sums = {} if math.isfinite(total) else _sum_small(batch)
+            for key in batch:
+                if not all(map(math.isfinite, (*elements[key], sums.get(key, 0.0)))):
+                    samples.not_finite.append(key)
     return samples
+
+
+def _read_few(tensors: Mapping[int, Any]) -> tuple[dict[int, list[float]], float]:
+    """Return a few elements of each tensor by its key, and a number: finite if the small tensors are."""
+    torch: Any = sys.modules["torch"]
+    views = list(map(_view_few, tensors.values()))
+    small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= _MOST_SUMMED]
+    # Finite elements become zeros, and others NaN, so that no sum overflows.
+    total = (torch.cat(small) * 0).sum().reshape(1) if small else views[0].new_zeros(1)
+    values = iter(torch.cat([*views, total]).tolist())
+    elements = {}
+    for key, view in zip(tensors, views, strict=True):
+        elements[key] = list(islice(values, view.numel()))
+    return elements, next(values)
+
+
+def _sum_small(tensors: Mapping[int, Any]) -> dict[int, float]:
+    """Return the sum of each small tensor by its key, of which finite elements count as zero."""
+    sums = {}
+    for key, tensor in tensors.items():
+        if tensor.numel() <= _MOST_SUMMED:
+            sums[key] = (tensor * 0).sum().item()
+    return sums
 
 
 def _view_few(tensor: Any) -> Any:
     """Return a few elements of different rows and columns, in no copy: units without input have gradients of zero."""
     if tensor.is_contiguous():
-        line = tensor.view(-1)
-    else:
-        # In a convolution, the elements in the middle of the kernels.
-        while tensor.ndim > 2:
-            tensor = tensor[..., tensor.shape[-1] // 2]
-        line = tensor.diagonal() if tensor.ndim == 2 else tensor
+        stride = max(1, int(tensor.numel() * _STRIDE))
+        count = min(_ELEMENTS, -(-tensor.numel() // stride))
+        return tensor.as_strided((count,), (stride,))
+    # In a convolution, the elements in the middle of the kernels.
+    while tensor.ndim > 2:
+        tensor = tensor[..., tensor.shape[-1] // 2]
+    line = tensor.diagonal() if tensor.ndim == 2 else tensor
     return line[:: max(1, int(len(line) * _STRIDE))][:_ELEMENTS]
-
-
-def _sum_small(tensor: Any) -> Any:
-    """Return the sum of a small tensor that is finite for finite elements, as one element; of others, nothing."""
-    if tensor.numel() > _MOST_SUMMED:
-        return tensor.new_empty(0)
-    # Finite elements become zeros, and others NaN, so that no sum overflows.
-    return (tensor * 0).sum().reshape(1)
