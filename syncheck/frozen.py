@@ -7,10 +7,12 @@ share the other methods. This module imports nothing of syncheck.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 _Class = TypeVar("_Class", bound=type)
+_Instance = TypeVar("_Instance")
 
 # The argument of a field with a `default_factory` that the caller omits.
 _OMITTED: Any = object()
@@ -132,3 +134,13 @@ _SHARED_METHODS = {
     "__getstate__": _values,
     "__setstate__": _restore,
 }
+
+
+def replace(instance: _Instance, **changes: Any) -> _Instance:
+    """Return a record with other values of some fields: the record itself if it has exactly these values."""
+    record_instance: Any = instance
+    for name, value in changes.items():
+        if getattr(record_instance, name) is not value:
+            changed: _Instance = dataclasses.replace(record_instance, **changes)
+            return changed
+    return instance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MOST_BYTES, _MOST_RULES, _MOST_LETTERS = 1 << 24, 1 << 16, 1 << 20
 
 
+@cache
 def list_built_in() -> tuple[str, ...]:
     """Return the names of the maps of this package."""
     folder = resources.files(__package__) / "maps"
@@ -38,13 +40,18 @@ def read_map(source: str) -> NameMap:
     """
     built_in = list_built_in()
     if source in built_in:
-        path = resources.files(__package__) / "maps" / f"{source}.toml"
-        text = path.read_text(encoding="utf-8")
-        return _parse(text, source, built_in=True)
+        return _read_built_in(source)
     is_file = source.endswith(".toml")
     known_maps = ", ".join(built_in)
     _require(is_file, f"{source}: no such map; pass one of {known_maps}, or a TOML file{suggest(source, built_in)}")
     return _parse(_read_text(source), source)
+
+
+@cache
+def _read_built_in(title: str) -> NameMap:
+    """Return a map of this package, which is read once for all models."""
+    path = resources.files(__package__) / "maps" / f"{title}.toml"
+    return _parse(path.read_text(encoding="utf-8"), title, built_in=True)
 
 
 def _require(is_valid: bool, problem: str) -> None:

@@ -7,7 +7,7 @@ its padding are errors or differences.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.name_maps import MOST_PARTS, split_tensor
@@ -15,6 +15,7 @@ from syncheck.conversion.paddings import is_padding_of_tokens
 from syncheck.conversion.rows import digest_rows
 from syncheck.conversion.shared_weights import is_output_tie
 from syncheck.errors import UsageError
+from syncheck.frozen import replace
 from syncheck.layout import views
 from syncheck.messages import Note, Usage
 from syncheck.tensors.blocks import has_elements
@@ -246,8 +247,7 @@ class _Mapper:
         for part_name, part in parts.items():
             self._mapped.stored[part_name] = self._model[name]
             # A part has the name of the stored tensor that it is a view of.
-            renamed = part if part.name == part_name else replace(part, name=part_name)
-            self._mapped.tensors[part_name] = renamed
+            self._mapped.tensors[part_name] = replace(part, name=part_name)
             if pad:
                 self._mapped.padded[part_name] = pad
 

@@ -14,7 +14,7 @@ from syncheck.tensors.clustering import cluster_replicas
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from syncheck.conversion.name_maps import NameMap
@@ -65,9 +65,10 @@ class Models:
 
     def _have_equal_bytes(self, view: Tensor, b: Tensor) -> bool:
         """Whether two tensors of one shape and dtype have the same bytes."""
-        # The probes spare most tensors from being read.
-        if self.probe(view) != self.probe(b):
-            return False
+        # The probes spare most tensors from being read, and the first ones from further probes.
+        for first, second in zip(self._iterate_probes(view), self._iterate_probes(b), strict=True):
+            if first != second:
+                return False
         clusters = cluster_replicas([view, b], self.files)
         return len(clusters) == 1
 
@@ -87,11 +88,16 @@ class Models:
 
     def probe(self, tensor: Tensor) -> bytes:
         """Return some elements from all parts of a tensor."""
+        return b"".join(self._iterate_probes(tensor))
+
+    def _iterate_probes(self, tensor: Tensor) -> Iterator[bytes]:
+        """Yield some elements from one part of a tensor after the other."""
         count = min(_PROBE, tensor.numel)
         last = tensor.numel - count
         # The positions coincide in a small tensor.
         starts = dict.fromkeys(last * i // (_PROBES - 1) for i in range(_PROBES))
-        return b"".join(bytes(self.files.read(tensor, start, count, 0)) for start in starts)
+        for start in starts:
+            yield bytes(self.files.read(tensor, start, count, 0))
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether some elements from all parts of a tensor are equal."""

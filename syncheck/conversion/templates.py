@@ -40,6 +40,9 @@ class Template:
         """
         if not self.placeholders:
             return {} if name == self.literals[0] else None
+        # Most names do not match, which the literals at both ends tell.
+        if not name.startswith(self.literals[0]) or not name.endswith(self.literals[-1]):
+            return None
         first, *separators, last = self.literals
         values_text = name[len(first) : len(name) - len(last)]
         # The literals at both ends may not overlap.

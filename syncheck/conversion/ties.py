@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.shared_weights import is_shared_weight
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.findings import Relation, RelationKind
+from syncheck.frozen import replace
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.tensors.blocks import has_elements
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import MalformedFile
+from syncheck.frozen import replace
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.pieces import split_into_boxes

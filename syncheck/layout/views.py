@@ -7,9 +7,9 @@ their parameters are those of torch.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.frozen import replace
 from syncheck.layout.boxes import assemble, locate_box
 from syncheck.snapshots import Shard, contiguous_strides, ravel_index
 from syncheck.tensors.dtypes import DTYPES

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
+from syncheck.frozen import replace
 from syncheck.layout import deepspeed, megatron, megatron_stacks
 from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
