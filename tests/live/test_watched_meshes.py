@@ -117,6 +117,26 @@ def test_ranks_of_one_model_with_batches_of_their_own_are_named(run: Callable[..
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks", "verdict", "expected"),
+    [
+        # Each rank has the only copy of its shard.
+        ("fsdp1", 2, "could not tell", []),
+        ("fsdp1 hybrid", 4, "trained parameters in sync", []),
+        ("fsdp1 hybrid clip", 4, "OUT OF SYNC", [("SYN410", step, [1, 3]) for step in (6, 7, 8)]),
+    ],
+)
+def test_the_first_fsdp_is_held_to_what_its_ranks_showed(
+    run: Callable[..., Run], kind: str, ranks: int, verdict: str, expected: list[tuple[str, int, list[int]]]
+) -> None:
+    """FSDP1 shows no reductions; ranks whose gradients were equal three times hold copies of one shard."""
+    unwatched, watched = run(kind, ranks, watched=False), run(kind, ranks)
+    assert watched.out == unwatched.out
+    assert sorted(finding for finding in watched.findings if finding[0] != "SYN411") == expected
+    assert list_last_lines(watched.lines)[-1].startswith(f"syncheck: {verdict}: ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "waits"), [([], True), (["--patience", "0.1"], False)])
 def test_raise_waits_no_longer_than_its_patience(run: Callable[..., Run], options: list[str], waits: bool) -> None:
     """With `--on-desync raise`, a rank waits before its step for a rank that is late, or goes on without it."""

@@ -16,7 +16,7 @@ import torch._dynamo  # DDP imports it; forked ranks need not do it again
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -268,6 +268,27 @@ def train_context_parallel(rank: int, kind: str) -> Any:
     return list(model.parameters())
 
 
+def train_first_fsdp(_rank: int, kind: str) -> Any:
+    """Train with FSDP1, on two replicas of two shards with "hybrid". "clip": rank 1 clips alone from step 6 on.
+
+    No hook shows its reductions, so ranks are held to what their first steps showed.
+    """
+    mesh, strategy = None, ShardingStrategy.FULL_SHARD
+    if "hybrid" in kind:
+        mesh, strategy = init_device_mesh("cpu", (2, 2)), ShardingStrategy.HYBRID_SHARD
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(8, 2), device_mesh=mesh, sharding_strategy=strategy, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        model(make_batch(step, dist.get_rank())).square().mean().backward()
+        if "clip" in kind and step >= 2 * STEPS - 3 and dist.get_rank() == 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
 PROGRAMS = {
     "two wrappers": lambda rank, _kind: train_two_wrappers(rank),
     "two models": train_two_models,
@@ -278,6 +299,9 @@ PROGRAMS = {
     "cp faulty": train_context_parallel,
     "own optimizer": train_with_another_optimizer,
     "split optimizer": train_with_another_optimizer,
+    "fsdp1": train_first_fsdp,
+    "fsdp1 hybrid": train_first_fsdp,
+    "fsdp1 hybrid clip": train_first_fsdp,
     "late": lambda rank, _kind: train_with_a_late_rank(rank),
 }
 
