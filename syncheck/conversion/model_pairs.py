@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import starmap
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
@@ -66,9 +68,9 @@ class Models:
     def _have_equal_bytes(self, view: Tensor, b: Tensor) -> bool:
         """Whether two tensors of one shape and dtype have the same bytes."""
         # The probes spare most tensors from being read, and the first ones from further probes.
-        for first, second in zip(self._iterate_probes(view), self._iterate_probes(b), strict=True):
-            if first != second:
-                return False
+        pairs = zip(self._iterate_probes(view), self._iterate_probes(b), strict=True)
+        if not all(starmap(eq, pairs)):
+            return False
         clusters = cluster_replicas([view, b], self.files)
         return len(clusters) == 1
 

@@ -40,8 +40,8 @@ class Template:
         """
         if not self.placeholders:
             return {} if name == self.literals[0] else None
-        # Most names do not match, which the literals at both ends tell.
-        if not name.startswith(self.literals[0]) or not name.endswith(self.literals[-1]):
+        # Most names do not match, which their start tells.
+        if not name.startswith(self.literals[0]):
             return None
         first, *separators, last = self.literals
         values_text = name[len(first) : len(name) - len(last)]

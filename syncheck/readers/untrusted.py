@@ -105,10 +105,10 @@ def parse_json_object(
 
     if entry and raw.count(entry) > MOST_TENSORS:
         refuse(f"more than {MOST_TENSORS} tensors", "fewer")
-    # Each part of a container follows one of these characters.
+    # A part of a container follows such a character.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
         refuse(f"more than {MOST_OBJECTS} parts", "fewer")
-    import json  # files of torch.save need none
+    import json  # only here: files of torch.save have no JSON
 
     try:
         # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.

@@ -19,6 +19,7 @@ from syncheck.live.witnesses.gradients import (
 )
 from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rules import make_finding
+from syncheck.tensors.kinds import make_selector
 
 
 def make_parameters(*gradients: Any) -> list[torch.nn.Parameter]:
@@ -44,7 +45,8 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
         is_reduced=reduces,
         parameters=make_parameters(*gradients),
         names=[f"layer{number}" for number in range(len(gradients))],
-        sharded=frozenset(),
+        copied=list(range(len(gradients))),
+        sharded=[],
     )
 
 
@@ -237,6 +239,63 @@ def test_without_a_wrapper_ranks_are_held_to_what_they_showed() -> None:
     assert watch_steps(agree(1), DEVIATING, agree(2), DEVIATING) == []
 
 
+def part_at(step: int, kind: str) -> list[list[Any]]:
+    """Return the gradients of two ranks that are never equal in all tensors."""
+    first, second = scaled(1.0 + step, *range(6)), scaled(1.0 + step, *range(6))
+    if kind == "one left out":
+        second[3] = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    elif kind == "scaled":
+        second = [gradient * 0.3 for gradient in second]
+    elif kind == "one in common":
+        second = [second[0], *(gradient + step * index for index, gradient in enumerate(first[1:], 1))]
+    else:  # one that does not change, as the bias after a mean
+        second = [GRADIENTS[0], *(gradient + step * index for index, gradient in enumerate(first[1:], 1))]
+        first[0] = GRADIENTS[0]
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts_equal", "expected"),
+    [
+        ("one left out", True, [("SYN410", "_NEVER", ("layer3",))]),
+        # Experts of each rank.
+        ("one left out", False, []),
+        ("scaled", True, [("SYN410", "_SCALED", tuple(f"layer{number}" for number in range(6)))]),
+        ("one in common", True, []),
+        ("one constant", True, []),
+    ],
+)
+def test_without_a_wrapper_parts_show_copies(kind: str, starts_equal: bool, expected: list[Any]) -> None:
+    """Ranks that were never equal in all tensors hold copies if most gradients are equal, or one factor apart."""
+    judging = GradientWitness()
+    judging.follower = SimpleNamespace(were_equal=lambda *_: starts_equal)
+    found = []
+    for step in range(1, 7):
+        observations = {}
+        details = {}
+        layout: Any = None
+        for rank, gradients in enumerate(part_at(step, kind)):
+            witness = GradientWitness()
+            layout = make_layout(gradients, reduces=False)
+            observations[rank] = witness.observe("step", layout)
+            details[rank] = witness.tell("step")
+        found.append(judging.judge(layout, observations, lambda details=details: details))
+    # Two steps in a row are compared, the second of which is the fifth.
+    assert [bool(suspicions) for suspicions in found] == [False] * 4 + [bool(expected)] * 2
+    seen = [(suspicion.code, suspicion.variant, suspicion.names) for suspicion in found[4]]
+    assert seen == expected
+
+
+def test_excluded_parameters_are_not_compared() -> None:
+    """Experts that each rank keeps for itself are excluded by name."""
+    observations = []
+    for factor in (1.0, 2.0):
+        witness = GradientWitness()
+        witness.is_selected = make_selector(frozenset(), (), ("*2",))
+        observations.append(witness.observe("step", make_layout(scaled(factor, 2))))
+    assert observations[0] == observations[1]
+
+
 @pytest.mark.parametrize("gradients", [[torch.zeros(3)], [None]], ids=["zeros", "none"])
 def test_gradients_that_are_equal_by_chance_show_nothing(gradients: list[Any]) -> None:
     """Ranks that train alone may begin with equal zeros, or without gradients."""
@@ -323,7 +382,7 @@ def test_shards_are_not_named_beside_copies_that_differ() -> None:
             is_faulty = rank == 1 and step == 5
             copies = [torch.full((4,), step * (0.5 if is_faulty else 1.0)), torch.full((4,), float(step))]
             layout = make_layout([torch.full((4,), step + rank / 2), *copies], reduces=False)
-            layout.sharded = frozenset({0})
+            layout.copied, layout.sharded = [1, 2], [0]
             witness = GradientWitness()
             observations[rank] = witness.observe("step", layout)
             answers[rank] = witness.tell("step")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from syncheck.loaded import find_loaded
@@ -85,7 +86,7 @@ class Clock:
         DDP reduces those that its module has and trains when the wrapper is created.
         """
         ignored = getattr(self.wrapper, "parameters_to_ignore", ())
-        reduced = {id(reference()) for reference in self._reduced}
+        reduced = set(map(id, self.list_reduced()))
         parameters = []
         for name, parameter in self._list_all():
             if name not in ignored and id(parameter) in reduced:
@@ -172,7 +173,7 @@ class Clock:
 
     def _is_trained(self) -> bool:
         """Whether a gradient is left to reduce: the critic of a GAN may be frozen in the step of the generator."""
-        return any(parameter is not None and parameter.requires_grad for parameter in self.list_reduced())
+        return any(map(attrgetter("requires_grad"), self.list_reduced()))
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass computes gradients of parameters, which DDP then reduces.
@@ -186,7 +187,7 @@ class Clock:
             return True
         will_execute = torch._C._will_engine_execute_node  # noqa: SLF001
         for parameter in self.list_reduced():
-            if parameter is not None and parameter.requires_grad:
+            if parameter.requires_grad:
                 try:
                     if will_execute(torch.autograd.graph.get_gradient_edge(parameter).node):
                         return True
@@ -196,8 +197,13 @@ class Clock:
         return False
 
     def list_reduced(self) -> list[Any]:
-        """Return the parameters that required a gradient when the wrapper was created; None for one that has ended."""
-        return [reference() for reference in self._reduced]
+        """Return the parameters that required a gradient when the wrapper was created, and have not ended."""
+        parameters = []
+        for reference in self._reduced:
+            parameter = reference()
+            if parameter is not None:
+                parameters.append(parameter)
+        return parameters
 
 
 def has_compiled() -> bool:

@@ -160,7 +160,7 @@ class Judge(threading.Thread):
         for witness in self._watcher.witnesses.values():
             learned = getattr(witness, "learned", {}).get(f"{layout.key}/shards")
             if learned is not None:
-                are_known.append(learned.is_known)
+                are_known.append(learned.are_known)
         return tuple(layout.list_sharded()) if are_known and not any(are_known) else ()
 
     def is_behind(self, after_step: bool) -> bool:

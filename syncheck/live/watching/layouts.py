@@ -34,7 +34,8 @@ class Layout:
     is_reduced: whether the wrapper of the clock reduces the gradients.
     prefix: of the names for the user, if several models are wrapped.
     key: equal on all ranks.
-    sharded: the indices of the parameters of which each rank holds a shard.
+    copied: the indices of the parameters without shards.
+    sharded: the indices of those of which each rank holds a shard.
     signature: of the names and shapes: ranks with another one hold other parts of the model.
     has_ended: this rank has told of its parameters at the end.
     posted: the number of the last step that this rank told the other ranks about.
@@ -66,7 +67,11 @@ class Layout:
         self.parameters = parameters
         self.names = [prefix + name for name in names]
         self.identities = list(map(id, parameters))
-        self.sharded = frozenset(index for index, parameter in enumerate(parameters) if _is_sharded(parameter))
+        self.copied: list[int] = []
+        self.sharded: list[int] = []
+        for index, parameter in enumerate(parameters):
+            part = self.sharded if _is_sharded(parameter) else self.copied
+            part.append(index)
         self.signature = _sign(parameters, names)
         self.number = 0
         self.optimizers = 1
@@ -175,7 +180,7 @@ class Layout:
 
     def list_sharded(self) -> list[str]:
         """Return the names of the parameters of which each rank holds a shard."""
-        return [self.names[index] for index in sorted(self.sharded)]
+        return [self.names[index] for index in self.sharded]
 
     def list_outside(self) -> dict[str, Any]:
         """Return the parameters that the module of the wrapper does not contain, by name."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncheck.live.channel import world_size
@@ -27,6 +28,7 @@ from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rng import RngWitness
 from syncheck.live.witnesses.settings import SettingsWitness
 from syncheck.records import OutOfSync
+from syncheck.tensors.kinds import make_selector
 from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
@@ -165,6 +167,11 @@ class Session:
             if witness_class.name in self.settings.witnesses:
                 witnesses[witness_class.name] = witness_class()
         let_gradients_lead(witnesses)
+        # The names are the same at each step.
+        is_selected = cache(make_selector(frozenset(), self.settings.include, self.settings.exclude))
+        for name in witnesses.keys() & {GradientWitness.name, ParameterWitness.name}:
+            copies: Any = witnesses[name]
+            copies.is_selected = is_selected
         self.watcher = Watcher(witnesses, self._print_on_first_rank, self._begin_answering)
         self.watcher.on_first_step = self._begin_judging
         self.watcher.on_alone = self._explain_alone

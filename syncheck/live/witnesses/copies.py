@@ -7,22 +7,25 @@ several times belong together.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
+from syncheck.live.witnesses.learned_sets import LearnedSets
 from syncheck.live.witnesses.samples import Samples
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.live.witnesses.witness import Ask
     from syncheck.sentences import Message
 
-_KINDS = ("copies", "shards")
-# Observations with equal and changing tensors after which ranks without a wrapper are held to be copies.
-_LEARNED_STEPS = 3
+# The kind of the tensors.
+_KIND = "parameter"
+COPIES = "copies"
+_KINDS = (COPIES, "shards")
 
 
 class Details(NamedTuple):
@@ -52,10 +55,14 @@ class CopiesWitness(Witness):
         super().__init__()
         self.comparisons = 0
         """How many sets of copies were compared so far."""
-        self.learned: dict[str, _LearnedSets] = {}
+        self.is_selected: Callable[[str, str], bool] = lambda *_: True
+        """Whether the user selects a tensor, by its name and kind."""
+        self.learned: dict[str, LearnedSets] = {}
         """What ranks without a wrapper have shown, by layout and by copies or shards."""
         self.leader: CopiesWitness = self
         """The witness that knows first: ranks that step with equal gradients must have equal parameters, too."""
+        self.follower: Any = None
+        """The witness of the parameters before the first step; None without one."""
         # The findings so far, by layout and suspects.
         self._explained: dict[tuple[str, tuple[int, ...]], Suspicion] = {}
 
@@ -93,7 +100,7 @@ class CopiesWitness(Witness):
         indices: list[int] = []
         for index, parameter in enumerate(parameters):
             content = self.read(parameter)
-            if content is not None:
+            if content is not None and self.is_selected(layout.names[index], _KIND):
                 parts = _list_tensors(content)
                 tensors += parts
                 indices += [index] * len(parts)
@@ -105,8 +112,7 @@ class CopiesWitness(Witness):
         # The values of a sparse tensor come last.
         samples = self.sample(dict(zip(indices, tensors, strict=True)))
         self._keep(key, Details(digests, *samples, self.holds_reduced(layout), self.is_unreduced(layout)))
-        copies = [index for index in range(len(parameters)) if index not in layout.sharded]
-        return [_hash_texts(digests, copies), _hash_texts(digests, sorted(layout.sharded))]
+        return [_hash_texts(digests, layout.copied), _hash_texts(digests, layout.sharded)]
 
     def tell(self, key: str) -> list[Any] | None:
         """Return the details of a step, or None for an old step."""
@@ -115,7 +121,7 @@ class CopiesWitness(Witness):
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return a finding if ranks that hold copies have different tensors."""
-        differing, positions = self._find_differing(layout, observations)
+        differing, positions = self._find_differing(layout, observations, ask)
         if not differing:
             return []
         # Shards of other ranks are other parts, also if the copies beside them must be equal.
@@ -136,18 +142,19 @@ class CopiesWitness(Witness):
                     affected=(),
                 )
                 return [unknown]
-            # False and True are the positions of copies and of shards.
-            indices = [index for index in range(len(layout.parameters)) if (index in layout.sharded) in positions]
+            parts = layout.copied, layout.sharded
             self._explained[key] = self.describe(
                 layout,
                 details,
-                indices,
+                sorted(chain(*map(parts.__getitem__, positions))),
             )
         clusters = tuple(map(tuple, group_ranks(columns).values()))
         # The sets of this step, also if the fault was explained before.
         return [self._explained[key]._replace(clusters=clusters)]
 
-    def _find_differing(self, layout: Any, observations: Mapping[int, Any]) -> tuple[tuple[int, ...], list[int]]:
+    def _find_differing(
+        self, layout: Any, observations: Mapping[int, Any], ask: Ask
+    ) -> tuple[tuple[int, ...], list[int]]:
         """Return the first set of ranks whose tensors must be equal and are not, and the positions of the digests.
 
         The set is empty without a difference. Position 0 is of copies, position 1 of shards.
@@ -155,7 +162,7 @@ class CopiesWitness(Witness):
         differing: dict[tuple[int, ...], list[int]] = {}
         for position, kind in enumerate(_KINDS):
             digests = {rank: observation[position] for rank, observation in observations.items()}
-            for ranks in self._list_sets(layout, kind, digests):
+            for ranks in self._list_sets(layout, kind, digests, ask):
                 # A rank that has skipped steps ends before the others.
                 stepping = tuple(filter(digests.__contains__, ranks))
                 distinct = set(map(digests.__getitem__, stepping))
@@ -165,7 +172,7 @@ class CopiesWitness(Witness):
                     differing.setdefault(stepping, []).append(position)
         return next(iter(differing.items()), ((), []))
 
-    def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
+    def _list_sets(self, layout: Any, kind: str, digests: Mapping[int, str], ask: Ask) -> list[tuple[int, ...]]:
         """Return the sets of ranks whose tensors must be equal."""
         if layout.clock.keeps_gradients_local():
             return []
@@ -173,10 +180,24 @@ class CopiesWitness(Witness):
         if layout.clock.reduces:
             return [tuple(digests)]
         key = f"{layout.key}/{kind}"
-        learned = self.leader.learned.get(key)
-        if learned is None or not learned.is_known:
-            learned = self.learned.setdefault(key, _LearnedSets())
-        return learned.learn(digests)
+        led = self.leader.learned.get(key)
+        if self.leader is not self and led is not None and led.are_known:
+            return led.sets
+        learned = self.learned.setdefault(key, LearnedSets())
+        # The step that completes what is known is equal.
+        sets = learned.sets
+        learned.learn(digests)
+        if kind == COPIES:
+            learned.learn_parts(
+                tuple(sorted(digests)),
+                lambda: read_answers(ask()),
+                lambda earlier, details: self.show_copies(layout, earlier, details),
+            )
+        return learned.sets if learned.are_partial else sets
+
+    def show_copies(self, _layout: Any, _earlier: Mapping[int, Details], _details: Mapping[int, Details]) -> bool:
+        """Whether the details of two steps in a row show copies, although a tensor always differs."""
+        return False
 
 
 def select_digests(details: Mapping[int, Details], indices: Sequence[int]) -> dict[int, tuple[str, ...]]:
@@ -205,34 +226,6 @@ def read_answers(answers: Mapping[int, Sequence[Any]]) -> dict[int, Details]:
     return details
 
 
-class _LearnedSets:
-    """The ranks that were equal several times."""
-
-    def __init__(self) -> None:
-        self._sets: list[tuple[int, ...]] = []
-        self._steps = 0
-        self._last: Mapping[int, str] = {}
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the sets are known."""
-        return self._steps >= _LEARNED_STEPS
-
-    def learn(self, digests: Mapping[int, str]) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that must agree now; empty while this is not known."""
-        if self.is_known:
-            return self._sets
-        # Tensors that do not change, such as zeros, are equal by chance; an empty digest is of no tensor.
-        changed = {rank: digest for rank, digest in sorted(digests.items()) if digest != self._last.get(rank, "")}
-        sets = [tuple(ranks) for ranks in group_ranks(changed).values() if len(ranks) > 1]
-        if sets != self._sets:
-            self._steps = 0
-        if sets:
-            self._steps += 1
-        self._sets, self._last = sets, digests
-        return []
-
-
 def _hash_texts(digests: Sequence[str], indices: Sequence[int]) -> str:
     """Return the digest of some tensors; empty if no parameter has a digest."""
     parts = []
@@ -252,6 +245,10 @@ def _list_tensors(content: Any) -> list[Any]:
 
 
 def let_gradients_lead(witnesses: Mapping[str, Any]) -> None:
-    """Let what gradients have shown count for parameters. witnesses: by name."""
+    """Let the sets shown by gradients count for parameters, and the first parameters for gradients.
+
+    witnesses: by name.
+    """
     for witness in witnesses.values():
         witness.leader = witnesses.get("gradients", witness)
+        witness.follower = witnesses.get("parameters")

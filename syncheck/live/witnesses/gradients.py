@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.watching.changes import read_state
-from syncheck.live.witnesses.copies import CopiesWitness, Details, select_digests
+from syncheck.live.witnesses.copies import COPIES, CopiesWitness, Details, list_differing, select_digests
 from syncheck.live.witnesses.rules import Seen, UnequalGradients
 from syncheck.live.witnesses.samples import Samples, sample
 from syncheck.live.witnesses.shifts import History
@@ -26,7 +26,8 @@ _ROUNDING = 1e-5
 # The factor of tensors that differ in none of their compared elements.
 _UNKNOWN = 1.0
 # The suffix of the sentences for gradients that show no cause, by whether reductions number the steps.
-_UNKNOWN_CAUSES = {True: "", False: "_UNCOUNTED"}
+_UNCOUNTED = "_UNCOUNTED"
+_UNKNOWN_CAUSES = {True: "", False: _UNCOUNTED}
 
 
 class GradientWitness(CopiesWitness):
@@ -56,7 +57,7 @@ class GradientWitness(CopiesWitness):
         states = self._reduced[clock.name] = {}
         for parameter in clock.list_reduced():
             # Operations on a list of DTensors, as in clip_grad_norm_, change no version.
-            if parameter is not None and parameter.grad is not None and not hasattr(parameter, "placements"):
+            if parameter.grad is not None and not hasattr(parameter, "placements"):
                 states[id(parameter)] = read_state(parameter.grad)
 
     def holds_reduced(self, layout: Any) -> bool:
@@ -85,7 +86,28 @@ class GradientWitness(CopiesWitness):
 
     def describe(self, layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> Suspicion:
         """Return SYN410, or SYN212 and SYN214 for parameters outside of the wrapper and for ranks without gradient."""
-        return describe_disagreement(layout, compare_details(details, indices))
+        suspicion = describe_disagreement(layout, compare_details(details, indices))
+        are_partial = getattr(self.learned.get(f"{layout.key}/{COPIES}"), "are_partial", False)
+        # The sentence of a factor between all tensors tells more.
+        if are_partial and suspicion.variant == _UNCOUNTED:
+            return suspicion._replace(variant="_NEVER")
+        return suspicion
+
+    def show_copies(self, layout: Any, earlier: Mapping[int, Details], details: Mapping[int, Details]) -> bool:
+        """Whether most gradients are equal at both steps, and not the same, or all differ by one factor.
+
+        A copy of a parameter is equal before the first step, and a shard or an expert of each rank usually is not.
+        """
+        indices = layout.copied
+        first, second = select_digests(earlier, indices), select_digests(details, indices)
+        differing = {*list_differing(first, indices), *list_differing(second, indices)}
+        rank = min(details)
+        # Without a gradient, the digest is empty at both steps.
+        changing = list_differing({0: first[rank], 1: second[rank]}, indices)
+        has_most = len(set(changing) - differing) >= max(len(differing), 1)
+        if not has_most and not all(_is_scaled(compare_details(seen, indices)) for seen in (earlier, details)):
+            return False
+        return self.follower is not None and self.follower.were_equal(layout, details, sorted(differing))
 
     def describe_digests(self) -> Message:
         """Return that the digests differ."""
@@ -256,11 +278,15 @@ def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
         return "_LOCAL"
     if disagreement.ratio == 0 and not disagreement.others:
         return "_ZERO"
-    # A factor of some tensors only is no clip.
-    is_scaled = disagreement.ratio is not None and len(disagreement.tensors) == disagreement.total
-    if not is_scaled or disagreement.others:
+    if not _is_scaled(disagreement):
         return unknown
     return "_SAMPLED" if disagreement.unsampled else "_SCALED"
+
+
+def _is_scaled(disagreement: Disagreement) -> bool:
+    """Whether all gradients differ by one factor: one of some tensors only is no clip."""
+    is_scaled = disagreement.ratio is not None and len(disagreement.tensors) == disagreement.total
+    return is_scaled and not disagreement.others
 
 
 def _find_factors(

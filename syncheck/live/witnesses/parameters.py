@@ -14,7 +14,7 @@ from syncheck.live.witnesses.rules import PARAMETERS_DIFFER, UnequalParameters
 from syncheck.live.witnesses.witness import Suspicion, find_minority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.live.witnesses.witness import Ask
     from syncheck.sentences import Message
@@ -42,6 +42,8 @@ class ParameterWitness(CopiesWitness):
         self._equal: dict[tuple[str, int], int] = {}
         # The copies with a difference in their last comparison.
         self._unequal: set[tuple[str, int]] = set()
+        # The layouts whose parameters were equal before the first step.
+        self._equal_starts: set[str] = set()
         # The parameters of all ranks before the first step, if they differed, by layout.
         self._starts: dict[str, dict[int, Details]] = {}
 
@@ -84,8 +86,14 @@ class ParameterWitness(CopiesWitness):
         distinct = {tuple(observation) for observation in observations.values()}
         if len(distinct) == 1:
             self._equal[layout.key, layout.find_replicas(min(observations))[0]] = _START
+            self._equal_starts.add(layout.key)
         else:
             self._starts[layout.key] = read_answers(ask())
+
+    def were_equal(self, layout: Any, ranks: Collection[int], indices: Sequence[int]) -> bool:
+        """Whether some parameters were equal before the first step; False if unknown."""
+        is_known = set(ranks) <= set(self._starts.get(layout.key, {}))
+        return layout.key in self._equal_starts or (is_known and not self._find_start(layout, ranks, indices))
 
     def _find_start(self, layout: Any, ranks: Iterable[int], indices: Sequence[int]) -> list[int]:
         """Return the indices of the parameters that differed between some ranks before the first step."""

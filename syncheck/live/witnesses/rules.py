@@ -150,9 +150,10 @@ class UnequalGradients(Sentence, topic="SYN410"):
 
     Signature: before an optimizer step, the gradients of replicated parameters differ between ranks that had reduced
     them together. With a wrapper (DistributedDataParallel) every step is judged. Without one, ranks are judged whose
-    gradients were equal at several steps before. The ranks outside of the majority are named. Two ranks have none: then
-    the rank is named that alone holds NaN or infinity, or alone changed its gradients after the reduction, otherwise
-    both.
+    gradients were equal at several steps before; or ranks that began with equal parameters, and of whose gradients most
+    are equal at two steps in a row, or all differ by one factor. The ranks outside of the majority are named. Two ranks
+    have none: then the rank is named that alone holds NaN or infinity, or alone changed its gradients after the
+    reduction, otherwise both.
 
     Cause: something changes gradients after the reduction on one rank alone (a clip by a local norm, a scale, a hook,
     `zero_grad(set_to_none=False)`), the loss of one rank is detached and its gradients are not reduced, the scales of
@@ -197,6 +198,15 @@ class UnequalGradients(Sentence, topic="SYN410"):
     FIX_UNCOUNTED = (
         "Look for code that depends on the rank between `backward()` and `step()`, and for steps that a rank skips on "
         "its own."
+    )
+    CAUSE_NEVER = (
+        "These gradients are equal at no step, and most gradients are equal at each step: the reduction leaves these "
+        "out, or one rank changes these at each step."
+    )
+    FIX_NEVER = (
+        "Reduce all gradients between `backward()` and `step()`, also those of parameters that were added later, or "
+        "use DistributedDataParallel. If each rank has parameters of its own by design: "
+        "`--exclude GLOB`."
     )
     CAUSE_SAMPLED = (
         "All gradients of one rank whose elements were compared were multiplied by one factor: it clips or scales them "
@@ -370,6 +380,7 @@ _CERTAINTIES: dict[tuple[str, str], Certainty] = {
     ("SYN410", "_UNREDUCED"): "likely",
     ("SYN410", "_SAMPLED"): "likely",
     ("SYN410", "_UNCOUNTED"): "likely",
+    ("SYN410", "_NEVER"): "likely",
     ("SYN214", "_UNEQUAL"): "likely",
     ("SYN410", "_NOT_FINITE"): "likely",
     ("SYN410", "_SCALER"): "likely",

@@ -56,8 +56,12 @@ def sample(tensors: Mapping[int, Any]) -> Samples:
 def _read_few(tensors: Mapping[int, Any]) -> tuple[dict[int, list[float]], float]:
     """Return a few elements of each tensor by its key, and a number: finite if the small tensors are."""
     torch: Any = sys.modules["torch"]
-    views = list(map(_view_few, tensors.values()))
-    small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= _MOST_SUMMED]
+    views = []
+    small = []
+    for tensor in tensors.values():
+        views.append(_view_few(tensor))
+        if tensor.numel() <= _MOST_SUMMED:
+            small.append(tensor.reshape(-1))
     # Finite elements become zeros, and others NaN, so that no sum overflows.
     total = (torch.cat(small) * 0).sum().reshape(1) if small else views[0].new_zeros(1)
     values = iter(torch.cat([*views, total]).tolist())
