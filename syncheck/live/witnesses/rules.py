@@ -200,8 +200,8 @@ class UnequalGradients(Sentence, topic="SYN410"):
         "its own."
     )
     CAUSE_NEVER = (
-        "These gradients are equal at no step, and most gradients are equal at each step: the reduction leaves these "
-        "out, or one rank changes these at each step."
+        "The named gradients are equal at no step, and most gradients are equal at each step: no reduction includes "
+        "the named gradients, or a rank changes gradients at each step."
     )
     FIX_NEVER = (
         "Reduce all gradients between `backward()` and `step()`, also those of parameters that were added later, or "
