@@ -187,7 +187,7 @@ class CopiesWitness(Witness):
         # The step that completes what is known is equal.
         sets = learned.sets
         learned.learn(digests)
-        if kind == COPIES:
+        if kind == COPIES and self.leader is self:
             learned.learn_parts(
                 tuple(sorted(digests)),
                 lambda: read_answers(ask()),
