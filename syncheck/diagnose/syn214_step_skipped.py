@@ -79,11 +79,35 @@ class Text(Sentence, topic=CODE):
         "The ranks took different numbers of optimizer steps: a rank skipped a step on its own, or another rank took a "
         "step more. Or only some ranks restored the optimizer state of a checkpoint."
     )
+    CAUSE_REDUCTION = (
+        "The ranks step after different reductions: a rank skipped a step alone, or a counter of accumulated batches "
+        "or another condition of the step depends on the rank."
+    )
+    CAUSE_TURN = (
+        "The ranks step in turn, after different reductions: the counters of accumulated batches differ, or a "
+        "condition of the step depends on the rank. Each rank steps with gradients of other batches."
+    )
+    CAUSE_CLEARED = (
+        "No parameter had a gradient on a rank: `zero_grad()` came between `backward()` and `step()`, other code set "
+        "`.grad = None`, or no backward pass came before the step."
+    )
     DIFF_CAUSE = "One of the runs skipped an optimizer step that the other run took."
     DIFF_FIX = "Look for skipped batches, overflows of the loss scaler and NaN in the logs of both runs."
     DIFF_BATCHES_COUNTED = "BatchNorm counted the same batches in both runs"
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
     FIX_UNEQUAL = FIX
+    FIX_TURN = (
+        "Decide when to step with equal numbers on all ranks: count batches from the same start, and reset "
+        "the counter on all ranks together. Then restart from a checkpoint in which the ranks agree."
+    )
+    FIX_REDUCTION = (
+        "Decide when to step with equal numbers on all ranks, for example a counter of batches with the same start. "
+        f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
+    )
+    FIX_CLEARED = (
+        "Look for code on some ranks only which clears gradients: call `zero_grad()` before `backward()` or after "
+        "`step()`, on all ranks. Then restart from a checkpoint in which the ranks agree."
+    )
     FIX_EXTRA = (
         "Call `optimizer.step()` once per batch on every rank, and give all ranks the same number of batches "
         "(DistributedSampler, `drop_last=True`). Decide on all ranks together whether to skip a batch. Then restart "

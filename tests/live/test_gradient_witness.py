@@ -19,6 +19,7 @@ from syncheck.live.witnesses.gradients import (
 )
 from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rules import make_finding
+from syncheck.sentences import Part
 from syncheck.tensors.kinds import make_selector
 
 
@@ -128,6 +129,66 @@ def test_gradients_of_zero_were_cleared(numbers: Any) -> None:
     fix = str(make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant).fix)
     assert "zero_grad" in fix
     assert "detached" in fix
+
+
+ZEROS = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_found"),
+    [
+        (ZEROS, -ZEROS, False),
+        (torch.tensor([0.0, 2.0]), torch.tensor([-0.0, 2.0]), False),
+        (torch.tensor([0.0, 2.0]), torch.tensor([-0.0, 3.0]), True),
+        (torch.tensor([float("nan")]), torch.tensor([-float("nan")]), True),
+        # Elements between the sampled elements may differ.
+        (torch.zeros(64), -torch.zeros(64), True),
+        (ZEROS, None, True),
+    ],
+    ids=["zeros", "one zero", "another element", "nan", "many elements", "no gradient"],
+)
+def test_the_sign_of_zero_is_no_difference(first: Any, second: Any, is_found: bool) -> None:
+    """0.0 equals -0.0, as in comparisons; gradients whose elements are not all known are different by their bytes."""
+    observations, details = {}, {}
+    for rank, gradient in enumerate((first, second, first)):
+        witness = GradientWitness()
+        observations[rank] = witness.observe("step", make_layout([gradient]))
+        details[rank] = witness.tell("step")
+    layout = make_layout([first])
+    assert bool(GradientWitness().judge(layout, observations, lambda: details)) == is_found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("factors", "variant", "groups"),
+    [
+        ((1, 1, 3, 3), "_WITHIN", "ranks 0, 1 and ranks 2, 3"),
+        ((1, 3, 1, 3, 5, 5), "_WITHIN", "ranks 0, 2 and ranks 1, 3 and ranks 4, 5"),
+        ((1, 1, 1, 3, 3), "_WITHIN", "ranks 0, 1, 2 and ranks 3, 4"),
+        ((1, 1, 3), "", ""),
+        ((1, 1, 3, 5), "", ""),
+    ],
+)
+def test_groups_of_ranks_that_agree_are_named(factors: tuple[int, ...], variant: str, groups: str) -> None:
+    """A reduction within groups leaves equal gradients in each group, and the cause names the process group."""
+    disagreement = judge(*([gradient.roll(factor) for gradient in GRADIENTS] for factor in factors))
+    assert disagreement is not None
+    suspicion = describe_disagreement(make_layout(GRADIENTS), disagreement)
+    finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+    assert suspicion.variant == variant
+    assert ("process group" in str(finding.cause)) == bool(groups)
+    assert groups in "; ".join(map(str, finding.facts))
+
+
+@pytest.mark.parametrize("gradient", [None, torch.zeros(4, 6)], ids=["removed", "kept"])
+def test_a_gradient_on_some_ranks_only_has_several_causes(gradient: Any) -> None:
+    """One rank removes a gradient, or keeps zeros where the other ranks have no gradient."""
+    other = None if gradient is not None else GRADIENTS[5]
+    disagreement = judge([*GRADIENTS[:5], other], [*GRADIENTS[:5], gradient], [*GRADIENTS[:5], other])
+    assert disagreement is not None
+    suspicion = describe_disagreement(make_layout(GRADIENTS), disagreement)
+    finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+    for cause in ("`.grad = None`", "`zero_grad(set_to_none=False)`", "different parameters"):
+        assert cause in finding.cause.render(lambda text, part: f"`{text}`" if part is Part.CODE else text)
 
 
 def test_two_ranks_have_no_majority() -> None:
@@ -355,6 +416,12 @@ def test_a_wrapper_is_judged_from_its_first_step() -> None:
 def test_a_step_without_any_gradient_is_a_skipped_step() -> None:
     """A rank that removes its gradients and calls the optimizer takes no step."""
     assert watch_steps([GRADIENTS, GRADIENTS, [None] * 6], reduces=True) == [("SYN214", (2,))]
+    disagreement = judge(GRADIENTS, GRADIENTS, [None] * 6)
+    assert disagreement is not None
+    suspicion = describe_disagreement(make_layout(GRADIENTS), disagreement)
+    finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+    assert "zero_grad()" in str(finding.cause)
+    assert "fewer" not in str(finding.cause)
 
 
 def test_ranks_with_other_shards_are_not_compared() -> None:

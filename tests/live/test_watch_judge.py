@@ -153,6 +153,41 @@ def test_ranks_that_do_not_step_are_named_once(rows: list[dict[str, Any]], expec
 
 
 @pytest.mark.parametrize(
+    ("skipping_of_steps", "variants"),
+    [
+        ([(1,), (0, 2)], ["_REDUCTION", "_TURN"]),
+        ([(0, 2), (1,), (0, 2)], ["_REDUCTION", "_TURN", "_TURN"]),
+        ([(0, 2), (0, 1), (1, 2)], ["_REDUCTION", "_TURN", "_TURN"]),
+        ([(1,), RANKS, (0, 2)], ["_REDUCTION", "_TURN"]),
+        ([(1,), (), (0, 2)], ["_REDUCTION", "_REDUCTION"]),
+        ([(1,), (1,)], ["_REDUCTION", "_REDUCTION"]),
+        ([(1,), (0,)], ["_REDUCTION", "_REDUCTION"]),
+    ],
+    ids=["late", "early", "one after the other", "accumulation", "a common step", "one rank again", "two skip"],
+)
+def test_ranks_that_step_in_turn_have_other_counters(
+    skipping_of_steps: list[tuple[int, ...]], variants: list[str]
+) -> None:
+    """A rank that skips a step and takes the next one alone counts in another way; no sentence says fewer steps."""
+    steps = [make_step(0, number) for number in range(1, len(skipping_of_steps) + 1)]
+    records = {}
+    for step, skipping in zip(steps, skipping_of_steps, strict=True):
+        stepping = [rank for rank in RANKS if rank not in skipping]
+        records[step.key] = [*post(*stepping), *post(*skipping, x="skipped")]
+    judgements: list[Any] = []
+    watcher = SimpleNamespace(steps=steps, witnesses={})
+    judge = Judge(watcher, Store(records, {}), judgements.append)  # type: ignore[arg-type]
+    while judge._judge_next():
+        pass
+    found = [judgement.suspicion for judgement in judgements]
+    assert [suspicion.variant for suspicion in found] == variants
+    for suspicion in found:
+        finding = make_finding(suspicion.code, suspicion.ranks, suspicion.facts, variant=suspicion.variant)
+        assert "fewer" not in str(finding.cause)
+        assert "counter" in f"{finding.cause} {finding.fix}"
+
+
+@pytest.mark.parametrize(
     ("fields_of_ranks", "expected"),
     [
         ([{}, {"a": 1}, {}], ("SYN214", (1,), "_EXTRA", "proved")),
@@ -256,6 +291,21 @@ def test_the_end_names_the_steps_that_were_not_judged(
     judge.finish(looks, 30)
     assert not judge.is_alive()
     assert judge.list_unjudged() == unjudged
+
+
+@pytest.mark.parametrize(("ended", "is_early"), [(RANKS, True), ((0, 1), False), ((), False)])
+def test_ranks_that_have_ended_are_not_waited_for(ended: tuple[int, ...], is_early: bool) -> None:
+    """Only rank 0 has an optimizer: the judge ends as soon as the other ranks have, and keeps who stepped."""
+    steps = [make_step(0, 1)]
+    store = Store({"clock/0/1": post(0), "ended/0": [{"r": rank} for rank in ended]}, {})
+    watcher: Any = SimpleNamespace(steps=steps, witnesses={}, is_on=True)
+    judge = Judge(watcher, store, print)  # type: ignore[arg-type]
+    judge.ended_key = "ended/0"
+    judge.start()
+    begin = time.monotonic()
+    judge.finish(100, 1.0)
+    assert (time.monotonic() - begin < 0.9) == is_early
+    assert (judge.list_unjudged(), judge.telling) == (("reduction 1",), {0})
 
 
 def test_steps_that_all_ranks_posted_are_judged_after_the_deadline() -> None:

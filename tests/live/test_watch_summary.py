@@ -15,6 +15,7 @@ from syncheck.diagnose.syn107_settings_differ import Text
 from syncheck.errors import UsageError
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.judge import Judgement
+from syncheck.live.watching.session import Session
 from syncheck.live.watching.settings import WatchSettings
 from syncheck.live.watching.summary import Ending, Summary
 from syncheck.live.witnesses.rules import make_finding
@@ -80,6 +81,38 @@ def test_steps_without_judgement_are_named(normally: bool, fails: bool, verdict:
     (last,) = lines
     assert last.startswith(verdict)
     assert "reduction 4" in last
+
+
+@pytest.mark.parametrize(
+    ("telling", "ranks", "is_named"),
+    [((0,), (0, 1, 2), True), ((0, 2), (0, 1, 2), True), ((0, 1, 2), (0, 1, 2), False), ((), (0, 1), False)],
+)
+def test_an_optimizer_of_some_ranks_only_is_the_reason(
+    telling: tuple[int, ...], ranks: tuple[int, ...], is_named: bool
+) -> None:
+    """In an actor-learner program, one rank steps: nothing is judged, and the last line names the rank."""
+    lines: list[str] = []
+    reporter = Reporter(console=False)
+    reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
+    ending = Ending(Counter(), unjudged=("step 1",), telling=telling, ranks=ranks, world_size=len(ranks))
+    Summary(reporter, WatchSettings()).print_end(ending)
+    (last,) = lines
+    assert last.startswith("could not tell")
+    assert last.endswith("stepped with an optimizer") == is_named
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_the_exit_code_is_equal_on_all_ranks(has_failed: bool) -> None:
+    """With `--strict`, a finding of the judge on rank 0 counts on rank 1, which prints nothing about it."""
+    session = Session(WatchSettings(strict=True))
+    clock = SimpleNamespace(ranks=(0, 1))
+    session.watcher = SimpleNamespace(clocks=[clock])  # type: ignore[assignment]
+    rows = {"done/0": [{"failed": has_failed}], "left/0": [{}], "left/1": [{}]}
+    board = SimpleNamespace(post=lambda *_: None, read=lambda key: rows.get(key, []), list_served=set)
+    session._leave(SimpleNamespace(board=board, rank=1, stop=lambda: None), wait=True)  # type: ignore[arg-type]
+    session._has_ended = True
+    assert session.choose_exit_code(0) == has_failed
+    assert session.choose_exit_code(3) == 3
 
 
 def make_layout(clock: str = "clock") -> Any:

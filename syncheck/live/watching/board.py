@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.channel import world_size
 from syncheck.live.watching.wrappers import wrap
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ class Board:
         board = cls(distributed.PrefixStore(_PREFIX, _join_own_store(store)), None)
         board.post(_JOINED, {"rank": distributed.get_rank()})
         return board
+
+    @classmethod
+    def open_of_launcher(cls) -> Board | None:
+        """Return a board if a launcher serves the store, so that opening it takes no time; None otherwise."""
+        if world_size() < 2:
+            return None
+        distributed: Any = sys.modules["torch.distributed"]
+        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+        return cls.open() if _is_of_launcher(store) else None
 
     def clone(self) -> Board:
         """Return a board for another thread."""

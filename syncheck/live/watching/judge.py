@@ -20,6 +20,7 @@ from syncheck.live.watching.records import (
     RANK,
     SIGNATURE,
     OptimizerCounts,
+    Turns,
     compare_repetitions,
     compare_steps,
     find_changed,
@@ -96,6 +97,10 @@ class Judge(threading.Thread):
         self._most_looks = 0
         self._pending_records = 0
         self._finishing = threading.Event()
+        self.ended_key = "ended"
+        """The key of the ranks without further steps."""
+        self.telling: set[int] = set()
+        """The ranks with records of steps which could not be judged at the end."""
         self.judged: Counter[str] = Counter()
         """The number of judged steps, of forward passes whose inputs must be equal, of steps out of sync, of compared
         sets of copies, and of models with equal parameters at the end; and the last step with equal parameters."""
@@ -108,6 +113,7 @@ class Judge(threading.Thread):
         self.ranks: set[int] = set()
         """The ranks whose steps are judged here."""
         self._counts = OptimizerCounts()
+        self._turns = Turns()
         # The clocks whose ranks have different optimizers.
         self._unlike: set[str] = set()
         # The keys of judged steps, to delete, by ranks.
@@ -175,8 +181,10 @@ class Judge(threading.Thread):
             is_over = False
             while not is_over:
                 is_finishing = self._finishing.is_set()
+                # The last records of ended ranks are judged now.
+                have_ended = is_finishing and self._have_ended()
                 is_idle = not self._judge_next()
-                is_over = is_finishing and self._is_over(is_idle)
+                is_over = is_finishing and (self._is_over(is_idle) or (is_idle and have_ended))
                 if is_idle:
                     time.sleep(PAUSE)
             for layout in self.layouts["steps"].values():
@@ -203,14 +211,24 @@ class Judge(threading.Thread):
     def _is_over(self, is_idle: bool) -> bool:
         """Whether to end, maybe with steps that are incomplete. is_idle: no step was complete."""
         # A judged step leaves the list with its records, so their number changes with each judged step, too.
-        records = sum(len(self._read(step)) for step in list(self._watcher.steps)[:_LOOK_AHEAD])
-        self._vain_looks = self._vain_looks + 1 if records == self._pending_records else 0
-        self._pending_records = records
+        telling: list[int] = []
+        for step in list(self._watcher.steps)[:_LOOK_AHEAD]:
+            telling += self._read(step)
+        self.telling = set(telling)
+        self._vain_looks = self._vain_looks + 1 if len(telling) == self._pending_records else 0
+        self._pending_records = len(telling)
         # A rank that has ended answers no question until the deadline, and has told of further steps before.
         deadline = self._deadline if is_idle else self._deadline + _POSTED_SECONDS
         if not self._watcher.steps or time.monotonic() > deadline:
             return True
         return self._vain_looks > self._most_looks
+
+    def _have_ended(self) -> bool:
+        """Whether the ranks of the remaining steps have ended, after all of their steps."""
+        ranks: set[int] = set()
+        for step in list(self._watcher.steps):
+            ranks.update(step.layout.clock.ranks)
+        return ranks.issubset(row[RANK] for row in self._board.read(self.ended_key))
 
     def _judge_next(self) -> bool:
         """Judge the steps of each set of ranks up to the first complete one; return whether there was any."""
@@ -276,7 +294,7 @@ class Judge(threading.Thread):
         if clock.reduces and not step.repeated:
             # A rank that has no parameters outside of the wrapper never tells of their steps, and skips no step.
             ranks = self._counts.list_stepping(step.layout) if step.layout.is_reduced else tuple(records)
-            suspicions += compare_steps(step.number, ranks, records)
+            suspicions += self._turns.explain(step.layout.key, ranks, compare_steps(step.number, ranks, records))
         suspicions += self._ask_witnesses(step, stepping)
         for suspicion in refer_to_scales(suspicions):
             self._report(Judgement(step.place, step.unit, suspicion, step.layout))

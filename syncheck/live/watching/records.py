@@ -27,6 +27,16 @@ INFINITE = "infinite"
 # In a context of uneven inputs (`ddp.join()`), a rank without data takes part in reductions, and does not step.
 JOINED = "joined"
 
+# The suffix of the sentences for ranks without a step after a reduction.
+_SKIPPING = "_REDUCTION"
+# By whether ranks step in turn.
+_CAUSES = {True: "_TURN", False: _SKIPPING}
+# Why a rank did not step, and what is found then.
+_REASONS = (
+    (INFINITE, "SYN216", Seen.INFINITE, ""),
+    (SKIPPED, "SYN214", Seen.SKIPPED, _SKIPPING),
+)
+
 
 class _Count(NamedTuple):
     """The number of optimizers of a rank for the parameters of a wrapper, as its records show it."""
@@ -102,6 +112,32 @@ def find_changed(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
     return tuple(sorted(new or changed))
 
 
+class Turns:
+    """Whether ranks step in turn: ranks skip a step and take the next step, which the other ranks skip."""
+
+    def __init__(self) -> None:
+        # The ranks without the last step, by the key of the layout.
+        self._skipping: dict[str, set[int]] = {}
+
+    def explain(self, key: str, ranks: Sequence[int], suspicions: Sequence[Suspicion]) -> list[Suspicion]:
+        """Return what was found at a step, with another cause for ranks which step in turn.
+
+        key: of the layout.
+        ranks: of the optimizer.
+        """
+        earlier = self._skipping.pop(key, set())
+        explained = []
+        for suspicion in suspicions:
+            found = suspicion
+            if suspicion.variant == _SKIPPING:
+                self._skipping[key] = set(suspicion.ranks)
+                # Three ranks may step one after the other.
+                are_in_turn = earlier.issuperset(set(ranks).difference(suspicion.ranks))
+                found = suspicion._replace(variant=_CAUSES[are_in_turn])
+            explained.append(found)
+        return explained
+
+
 # A rank that goes around the wrapper, or calls the optimizer twice, steps more often between two reductions.
 _REPETITIONS = (
     (REPEATED, "SYN410", Seen.REPEATED, "_UNREDUCED"),
@@ -117,11 +153,12 @@ def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mappi
     """
     reasons = {rank: records.get(rank, {NO_STEP: SKIPPED}).get(NO_STEP) for rank in ranks}
     suspicions = []
-    for reason, code, sentence in ((INFINITE, "SYN216", Seen.INFINITE), (SKIPPED, "SYN214", Seen.SKIPPED)):
+    for reason, code, sentence, variant in _REASONS:
         suspects = tuple(rank for rank in ranks if reasons[rank] == reason)
         # If no rank steps, as in accumulation, none deviates.
         if 0 < len(suspects) < len(ranks):
-            suspicions.append(Suspicion(code, suspects, (sentence(ranks=suspects, reduction=number),)))
+            fact = sentence(ranks=suspects, reduction=number)
+            suspicions.append(Suspicion(code, suspects, (fact,), variant=variant))
     return suspicions + compare_repetitions(number, records)
 
 

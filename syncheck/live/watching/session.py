@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import cache
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncheck.live.channel import world_size
@@ -18,6 +19,7 @@ from syncheck.live.watching.causes import Comparing
 from syncheck.live.watching.extent import measure_extent
 from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
+from syncheck.live.watching.records import RANK
 from syncheck.live.watching.summary import Ending, Summary
 from syncheck.live.watching.termination import flush_before_termination
 from syncheck.live.watching.watcher import Watcher
@@ -59,6 +61,11 @@ _ALONE = (
 )
 _DONE = "done"
 _LEFT = "left"
+_ENDED = "ended"
+# Whether the judge of the rank has a finding that counts.
+_FAILED = "failed"
+# Of the sessions of this process.
+_numbers = count()
 
 
 class Checks(Protocol):
@@ -110,6 +117,10 @@ class Session:
         self._has_ended = False
         # Set at the end of `finish`.
         self._is_over = threading.Event()
+        # Whether the judge of another rank has a finding that counts, as far as this rank knows.
+        self._has_judge_failed = False
+        # The sessions of a process are the same on all ranks.
+        self._ended_key = f"{_ENDED}/{next(_numbers)}"
         # Whether a thread prints the last line.
         self._is_concluded = False
         self._reporter = Reporter(events=settings.events)
@@ -142,10 +153,11 @@ class Session:
     def choose_exit_code(self, code: int) -> int:
         """End watching, and return the exit code: that of the script, or 1 with `strict` for a finding that counts."""
         has_failed = self.stop(normally=code == 0)
-        if code == 0 and self.settings.strict and has_failed:
-            self._reporter.print_text("the exit code is 1, because ranks were out of sync (--strict)", "bold red")
-            return 1
-        return code
+        if code != 0 or not self.settings.strict:
+            return code
+        if has_failed:
+            self._reporter.print_text("the exit code is 1, because of findings (--strict)", "bold red")
+        return int(has_failed or self._has_judge_failed)
 
     def print_advice(self, advice: str | None) -> None:
         """Print what the user can do after an error of the script, if there is anything."""
@@ -234,6 +246,8 @@ class Session:
             # The script is over: the finding is in the summary.
             with suppress(OutOfSync):
                 self.watcher.tell_end()
+        if self.watcher.last_board is not None:
+            self._tell_ended(self.watcher.last_board)
         # An error of syncheck may have ended watching before.
         is_complete = self.watcher.is_on
         self.watcher.is_on = False
@@ -254,6 +268,7 @@ class Session:
     def _end_judging(self, *, normally: bool, is_complete: bool) -> None:
         self._is_concluded = True
         if self._judge is not None:
+            self._judge.ended_key = self._ended_key
             self._judge.finish(*(_END if normally else _ERROR))
             self._conclude(self._judge, is_complete=is_complete, normally=normally)
 
@@ -268,6 +283,7 @@ class Session:
             judged=judge.judged,
             uncompared=judge.list_uncompared(),
             unjudged=judge.list_unjudged(),
+            telling=tuple(sorted(judge.telling)),
             is_complete=is_complete,
             normally=normally,
             ranks=tuple(sorted(judge.ranks)),
@@ -293,8 +309,11 @@ class Session:
         deadline = time.monotonic() + _ANSWER_SECONDS
         # The process that serves the store may have ended.
         with suppress(RuntimeError):
-            responder.board.post(f"{_DONE}/{responder.rank}", {})
-            _wait_for_keys(responder.board, [f"{_DONE}/{rank}" for rank in judges], deadline)
+            responder.board.post(f"{_DONE}/{responder.rank}", {_FAILED: self._summary.has_failed})
+            done = [f"{_DONE}/{rank}" for rank in judges]
+            _wait_for_keys(responder.board, done, deadline)
+            rows = chain(*map(responder.board.read, done))
+            self._has_judge_failed = any(row[_FAILED] for row in rows)
         responder.stop()
         with suppress(RuntimeError):
             responder.board.post(f"{_LEFT}/{responder.rank}", {})
@@ -302,6 +321,17 @@ class Session:
             members |= served
             if served or responder.rank in judges:
                 _wait_for_keys(responder.board, [f"{_LEFT}/{rank}" for rank in members], deadline)
+
+    def _tell_ended(self, board: Board) -> None:
+        """Post the end of this rank, after its last record."""
+        rank = self.watcher.rank
+        # The process that serves the store may have ended.
+        with suppress(RuntimeError):
+            board.post(self._ended_key, {RANK: rank})
+            # A rank without records answers no question.
+            if self._responder is None:
+                board.post(f"{_DONE}/{rank}", {_FAILED: False})
+                board.post(f"{_LEFT}/{rank}", {})
 
     def _begin_answering(self, watcher: Watcher, board: Board) -> None:
         """Answer questions from the first record on, on every rank."""

@@ -49,6 +49,8 @@ class Ending(NamedTuple):
     """The names of parameters of which no rank was found to hold a copy."""
     unjudged: tuple[str, ...] = ()
     """The steps that were not judged, because records of other ranks came too late, or never."""
+    telling: tuple[int, ...] = ()
+    """The ranks with records of these steps."""
     is_complete: bool = True
     """Whether watching went on to the end of the script; what came after its end is unknown."""
     normally: bool = True
@@ -65,6 +67,17 @@ class Ending(NamedTuple):
     """Whether the steps were seen; steps of an optimizer that is not torch's are not."""
     extent: Extent = _EMPTY
     """How many steps were judged."""
+
+    @property
+    def has_other_steps(self) -> bool:
+        """Whether nothing was judged because only some ranks stepped."""
+        conditions = (
+            0 < len(self.telling) < len(self.ranks),
+            self.is_complete,
+            self.normally,
+            self.judged["steps"] == 0,
+        )
+        return all(conditions)
 
     @property
     def has_passes_only(self) -> bool:
@@ -178,6 +191,11 @@ class Summary:
         last_moment = "up to the last step" if ending.sees_steps else "when last compared"
         # Conditions that limit the verdict, each with the verdict and its end; the first one counts.
         limits = (
+            (
+                ending.has_other_steps,
+                "could not tell",
+                f"; only {ranks_text(ending.telling)} stepped with an optimizer",
+            ),
             (not (ending.is_complete and judged["steps"]), "could not tell", ", not the whole run"),
             # Shards of FSDP, or ranks that train apart between two averages.
             (

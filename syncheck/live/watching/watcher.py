@@ -7,6 +7,7 @@ script.
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from itertools import chain, filterfalse
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from syncheck.live.witnesses.witness import Witness
 
-
 # Reductions of a wrapper before its gradients are observed without a step of an optimizer.
 _REDUCTIONS_WITHOUT_STEP = 2
 
@@ -67,9 +67,11 @@ class Watcher:
         self.print_line = print_line
         self._begin_judging = begin_judging
         self.board: Board | None = None
+        self.last_board: Board | None = None
+        """The board at the end of training; None without steps, unless a launcher serves the store."""
         self.has_posted = False
         """Whether this rank has told of any step."""
-        self._rank = self.world_size = 0
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), 0
         self.is_on = True
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
@@ -221,6 +223,7 @@ class Watcher:
         self.tell_last_skipped()
         self._guard(self._tell_end, list(chain(self._reductions.values(), *self._layouts.values())))
         self._guard(self.on_end)
+        self._guard(self._open_last_board)
 
     def _see_end(self, layouts: Sequence[Layout]) -> None:
         """See the end of an optimizer, which is no end of training if another optimizer replaces it."""
@@ -405,14 +408,18 @@ class Watcher:
         if self.board is None:
             distributed: Any = sys.modules["torch.distributed"]
             # Kept, because the script may destroy the process group before the last record.
-            self._rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+            self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
             self.board = Board.open()
             self._begin_judging(self, self.board)
         return self.board
 
+    def _open_last_board(self) -> None:
+        if self.last_board is None:
+            self.last_board = self.board or Board.open_of_launcher()
+
     def _post(self, step: Step, observations: Mapping[str, Any]) -> None:
         board = self._open_board()
-        rank = self._rank
+        rank = self.rank
         layout = step.layout
         record = {RANK: rank, SIGNATURE: layout.signature, **observations, **layout.list_repeated()}
         if layout.optimizers != 1:

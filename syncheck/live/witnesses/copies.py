@@ -143,11 +143,10 @@ class CopiesWitness(Witness):
                 )
                 return [unknown]
             parts = layout.copied, layout.sharded
-            self._explained[key] = self.describe(
-                layout,
-                details,
-                sorted(chain(*map(parts.__getitem__, positions))),
-            )
+            indices = sorted(chain(*map(parts.__getitem__, positions)))
+            if _have_equal_elements(layout, details, indices):
+                return []
+            self._explained[key] = self.describe(layout, details, indices)
         clusters = tuple(map(tuple, group_ranks(columns).values()))
         # The sets of this step, also if the fault was explained before.
         return [self._explained[key]._replace(clusters=clusters)]
@@ -215,6 +214,16 @@ def list_differing(columns: Mapping[int, Sequence[str]], indices: Sequence[int])
         if len(set(digests)) > 1:
             differing.append(index)
     return differing
+
+
+def _have_equal_elements(layout: Any, details: Mapping[int, Details], indices: Sequence[int]) -> bool:
+    """Whether tensors with other bytes have equal elements: 0.0 equals -0.0. False if not all elements are known."""
+    are_equal = True
+    for index in list_differing(select_digests(details, indices), indices):
+        first, *others = (details[rank].elements.get(index, []) for rank in details)
+        are_known = len(first) == layout.parameters[index].numel()
+        are_equal &= are_known and others == [first] * len(others)
+    return are_equal
 
 
 def read_answers(answers: Mapping[int, Sequence[Any]]) -> dict[int, Details]:

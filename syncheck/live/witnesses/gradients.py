@@ -28,6 +28,9 @@ _UNKNOWN = 1.0
 # The suffix of the sentences for gradients that show no cause, by whether reductions number the steps.
 _UNCOUNTED = "_UNCOUNTED"
 _UNKNOWN_CAUSES = {True: "", False: _UNCOUNTED}
+# For gradients that agree within groups of ranks.
+_WITHIN = "_WITHIN"
+_OF_DIFFERENCES = (_UNCOUNTED, _WITHIN)
 
 
 class GradientWitness(CopiesWitness):
@@ -89,7 +92,7 @@ class GradientWitness(CopiesWitness):
         suspicion = describe_disagreement(layout, compare_details(details, indices))
         are_partial = getattr(self.learned.get(f"{layout.key}/{COPIES}"), "are_partial", False)
         # The sentence of a factor between all tensors tells more.
-        if are_partial and suspicion.variant == _UNCOUNTED:
+        if are_partial and suspicion.variant in _OF_DIFFERENCES:
             return suspicion._replace(variant="_NEVER")
         return suspicion
 
@@ -142,6 +145,8 @@ class Disagreement(NamedTuple):
     """The indices of the tensors that hold NaN or infinity on the ranks of the factor only."""
     total: int = 0
     """The number of gradients that must be equal."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of several ranks with equal gradients, if there is more than one."""
 
 
 class _Factors(NamedTuple):
@@ -179,6 +184,7 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
     if broken:
         suspicion, ranks, scaled = "", broken, broken
         reference = next(similar for similar in sets if similar != broken)
+    groups = tuple(similar for similar in sets if len(similar) > 1)
     factors = _Factors()
     # Two ranks have no majority, but one factor between all of their gradients shows a clip too.
     if len(sets) == 2 and len(sets[-1]) == 1:
@@ -203,6 +209,8 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
         unsampled=factors.unsampled,
         not_finite=tuple(sorted(not_finite.intersection(indices))),
         total=len(indices),
+        # A group that alone changed its gradients had reduced them with the other ranks.
+        groups=groups * (len(groups) > 1) * (suspicion != "CHANGED"),
     )
 
 
@@ -234,7 +242,7 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
     if disagreement.empty:
         # An optimizer without gradients changes nothing, so these ranks skip the step, also without a majority.
         fact = Seen.NO_GRADIENT(ranks=disagreement.empty)
-        return Suspicion("SYN214", disagreement.empty, (fact,))
+        return Suspicion("SYN214", disagreement.empty, (fact,), variant="_CLEARED")
     facts = [UnequalGradients.FACT(count=len(names), total=disagreement.total, names=names)]
     variant = _choose_variant(disagreement, _UNKNOWN_CAUSES[layout.clock.reduces and not layout.hides_reductions])
     if disagreement.not_finite:
@@ -252,7 +260,9 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
             names=_name(layout, disagreement.others),
         )
         facts.append(fact)
-    if disagreement.suspicion and variant != "_LOCAL":
+    if disagreement.groups:
+        facts.append(UnequalGradients.GROUPS(groups=sorted(disagreement.groups)))
+    elif disagreement.suspicion and variant != "_LOCAL":
         facts.append(UnequalGradients[disagreement.suspicion](ranks=disagreement.ranks))
     return Suspicion(
         "SYN410",
@@ -279,7 +289,7 @@ def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
     if disagreement.ratio == 0 and not disagreement.others:
         return "_ZERO"
     if not _is_scaled(disagreement):
-        return unknown
+        return _WITHIN if disagreement.groups else unknown
     return "_SAMPLED" if disagreement.unsampled else "_SCALED"
 
 

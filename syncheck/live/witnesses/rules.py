@@ -158,6 +158,7 @@ class UnequalGradients(Sentence, topic="SYN410"):
     Cause: something changes gradients after the reduction on one rank alone (a clip by a local norm, a scale, a hook,
     `zero_grad(set_to_none=False)`), the loss of one rank is detached and its gradients are not reduced, the scales of
     the ranks' GradScalers differ, as a SYN107 of the same step states,
+    the process group of a reduction has some ranks only,
     or the reduction did not include them: the forward pass went around the wrapper (`model.module(x)`), `no_sync()`
     ended too late on one rank, a parameter had no gradient on one rank, or the wrapper does not contain the parameter.
     Without a wrapper, a rank that skipped a step pairs with other steps: once its gradients are seen again, at a later
@@ -176,10 +177,23 @@ class UnequalGradients(Sentence, topic="SYN410"):
     )
     CAUSE_SCALED = "All gradients of one rank were multiplied by one factor: it clips or scales them alone."
     FIX_SCALED = "Clip or scale with a number that is equal on all ranks, after the reduction."
-    CAUSE_MISSING = "Some ranks have no gradient for parameters that other ranks have one for."
+    CAUSE_MISSING = (
+        "Some ranks have no gradient for parameters with a gradient on other ranks: code on some ranks alone removed "
+        "gradients (`.grad = None`), or kept or made gradients of zero for unused parameters, as "
+        "`zero_grad(set_to_none=False)` does; or the ranks used different parameters."
+    )
     FIX_MISSING = (
-        "Use the same parameters in each step on every rank, or `DistributedDataParallel(..., "
+        "Call `zero_grad()` with the same arguments on all ranks, and look for code on one rank which sets `.grad`. If "
+        "the ranks use different parameters: use the same in each step, or `DistributedDataParallel(..., "
         "find_unused_parameters=True)`."
+    )
+    CAUSE_WITHIN = (
+        "The gradients are equal within groups of ranks only: each group reduced its own gradients, with the wrong "
+        "process group, or code for one group changed the gradients."
+    )
+    FIX_WITHIN = (
+        "Reduce over all data-parallel ranks: pass their group, or no `group=` for all ranks, and divide by the number "
+        "of ranks in the group. If groups train apart by design: `--allow SYN410`."
     )
     CAUSE_LOCAL = "The gradients are those of each rank's own batch: they were not reduced."
     FIX_LOCAL = (
@@ -249,6 +263,7 @@ class UnequalGradients(Sentence, topic="SYN410"):
     FACTOR = "the gradients of {ranks:ranks} are {factor:number} times the gradients of the other ranks"
     MISSING = "missing on some ranks: {names:names}"
     CHANGED = "{ranks:ranks} changed gradients after the reduction, the other ranks did not"
+    GROUPS = "the gradients agree only within {groups:sets}"
     UNDECIDED = "{ranks:ranks} have no majority, so it is unknown which of them deviates"
 
 
@@ -381,7 +396,9 @@ _CERTAINTIES: dict[tuple[str, str], Certainty] = {
     ("SYN410", "_SAMPLED"): "likely",
     ("SYN410", "_UNCOUNTED"): "likely",
     ("SYN410", "_NEVER"): "likely",
+    ("SYN410", "_WITHIN"): "likely",
     ("SYN214", "_UNEQUAL"): "likely",
+    ("SYN214", "_TURN"): "likely",
     ("SYN410", "_NOT_FINITE"): "likely",
     ("SYN410", "_SCALER"): "likely",
     ("SYN412", "_ALL"): "likely",
