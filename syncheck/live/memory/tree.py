@@ -46,6 +46,7 @@ from syncheck.messages import Refusal
 from syncheck.readers.metadata_block import get_buffers_synced
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
+from syncheck.tensors.group_options import drop_unread
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -193,6 +194,8 @@ class Tree:
     def _fill_optimizer(self, target: dict[str, Any], optimizer: Any, name: str) -> None:
         """Convert the state of an optimizer into its place in the tree."""
         converted = self._convert(optimizer.state_dict(), name, 1)
+        if is_optimizer_state(converted):
+            drop_unread(converted["param_groups"], getattr(optimizer, "defaults", {}))
         state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
         if self.partitioned:
             self.local_parameters += [self.names.get(id(parameter), "") for parameter in list_parameters(optimizer)]
