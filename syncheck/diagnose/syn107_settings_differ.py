@@ -329,10 +329,12 @@ def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
 
 def _settings_facts(case: Case, settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
     """State the first settings and their values by rank. Options of another class are one setting."""
-    options, others = split_lacked(settings, has_other_classes(case))
+    options: tuple[str, ...] = ()
+    others = list(settings)
+    if has_other_classes(case):
+        options, others = split_lacked(settings)
     described = list(state_if(options, Text.CLASSES(names=options)))
-    for setting in others:
-        described.append(_describe_setting(setting))
+    described += map(_describe_setting, others)
     # The first setting belongs to the first statement of the finding.
     first, *further = limit_facts(described, _MOST, Text.MORE)
     return (Text.SETTINGS(setting=first), *further)

@@ -6,7 +6,10 @@ A script may add keys of its own, for example the name of a group, and no step r
 from __future__ import annotations
 
 from itertools import combinations, starmap
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,7 +29,8 @@ _OF_ALL = frozenset(
     "foreach fused capturable differentiable initial_lr max_lr min_lr base_momentum max_momentum swa_lr lr_scale step "
     "requires_grad params param_names (positions)".split()
 )
-_KNOWN = OF_CLASSES | _OF_ALL
+# The key is empty for other values than those of parameter groups.
+_READ = OF_CLASSES | _OF_ALL | {""}
 _GROUPS = "param_groups"
 
 
@@ -37,53 +41,41 @@ def find_option(name: str) -> str:
     return key.partition(".")[0]
 
 
-def is_known(key: str) -> bool:
-    """Whether a key of a parameter group is an option of a known optimizer, or of a scheduler."""
-    return key in _KNOWN
-
-
 def are_unread(settings: Iterable[ValueDiff]) -> bool:
-    """Whether all settings are keys of parameter groups that no known optimizer reads."""
-    for setting in settings:
-        key = find_option(setting.name)
-        if not key or is_known(key):
-            return False
-    return True
+    """Whether all settings are keys of parameter groups, and no known optimizer reads them."""
+    keys = set(map(find_option, map(attrgetter("name"), settings)))
+    return keys.isdisjoint(_READ)
 
 
 def have_other_classes(settings: Iterable[ValueDiff]) -> bool:
     """Whether the optimizers of the ranks are of different classes: each of two ranks lacks an option of the other.
 
-    A rank that only lacks options has an optimizer of another version, or no optimizer.
+    A rank with fewer options has an optimizer of another version, or no optimizer.
     """
     sets_of_ranks: set[frozenset[int]] = set()
     for setting in settings:
         if find_option(setting.name) in OF_CLASSES:
-            ranks = set(setting.by_rank)
-            for rank, value in setting.by_rank.items():
-                if value is not None:
-                    ranks.remove(rank)
-            sets_of_ranks.add(frozenset(ranks))
+            ranks_by_value = group_ranks(setting.by_rank)
+            sets_of_ranks.add(frozenset(ranks_by_value.get(None, ())))
     sets_of_ranks.discard(frozenset())
     return any(starmap(frozenset.isdisjoint, combinations(sets_of_ranks, 2)))
 
 
-def split_lacked(settings: Iterable[ValueDiff], are_other_classes: bool) -> tuple[tuple[str, ...], list[ValueDiff]]:
-    """Return the options that optimizers of other classes lack, each once, and the other settings."""
+def split_lacked(settings: Iterable[ValueDiff]) -> tuple[tuple[str, ...], list[ValueDiff]]:
+    """Return the options that some ranks lack, each once, and the other settings."""
     options: dict[str, None] = {}
     others = []
     for setting in settings:
-        option = find_option(setting.name)
-        if are_other_classes and option and None in setting.by_rank.values():
-            options[option] = None
+        if None in setting.by_rank.values():
+            options[find_option(setting.name)] = None
         else:
             others.append(setting)
+    options.pop("", None)
     return tuple(options), others
 
 
-def drop_unread(groups: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Delete the keys of parameter groups that no step reads. options: of the optimizer; some declare none."""
-    for group in groups:
-        for key in list(group):
-            if options and key not in options and not is_known(key):
-                del group[key]
+def drop_unread(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Delete the keys of a parameter group that no step reads. options: of the optimizer; some declare none."""
+    if options:
+        for key in set(group).difference(options, _READ):
+            del group[key]

@@ -80,6 +80,7 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
 
     are_named = all(id(parameter) in names for parameter in list_parameters(optimizer))
     for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        drop_unread(saved_group, getattr(optimizer, "defaults", {}))
         ids = [id(parameter) for parameter in group["params"]]
         if are_named:
             saved_group.setdefault("param_names", [names[key] for key in ids])
@@ -194,8 +195,6 @@ class Tree:
     def _fill_optimizer(self, target: dict[str, Any], optimizer: Any, name: str) -> None:
         """Convert the state of an optimizer into its place in the tree."""
         converted = self._convert(optimizer.state_dict(), name, 1)
-        if is_optimizer_state(converted):
-            drop_unread(converted["param_groups"], getattr(optimizer, "defaults", {}))
         state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
         if self.partitioned:
             self.local_parameters += [self.names.get(id(parameter), "") for parameter in list_parameters(optimizer)]

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.witnesses.copies import COPIES
+from syncheck.live.witnesses.learned_sets import LearnedSets
 from syncheck.live.witnesses.rules import SETTINGS_DIFFER, Seen
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 
@@ -99,14 +100,14 @@ class SettingsWitness(Witness):
 
     def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
         """Return all ranks of a wrapper or of a sharded model; without both, the ranks that have shown to be copies."""
-        if layout.clock.reduces or layout.sharded or any(map(_is_flattened, layout.parameters)):
+        are_together = (layout.clock.reduces, layout.sharded, *map(_is_flattened, layout.parameters))
+        if any(are_together):
             return super().list_sets(layout, observations)
-        for witness in (self.leader, self.follower):
-            learned = getattr(witness, "learned", {}).get(f"{layout.key}/{COPIES}")
-            if learned is not None and learned.are_known:
-                sets: list[tuple[int, ...]] = learned.sets
-                return sets
-        return []
+        sets: list[tuple[int, ...]] = []
+        for witness in (self.follower, self.leader):
+            learned = getattr(witness, "learned", {}).get(f"{layout.key}/{COPIES}", LearnedSets())
+            sets = learned.sets or sets
+        return sets
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN107 if the settings of the ranks differ."""
