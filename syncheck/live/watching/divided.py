@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations, filterfalse, starmap
+from itertools import chain, combinations, starmap
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,23 +28,28 @@ def find_divided(names_of_ranks: Mapping[int, Sequence[Names]]) -> set[str]:
     for sets in sets_of_ranks:
         parts.add(frozenset(chain(*sets.difference(common))))
     parts.discard(frozenset())
-    are_apart = all(starmap(frozenset.isdisjoint, combinations(parts, 2)))
-    return set(chain(*parts)) if are_apart and len(parts) > 1 else set()
+    pairs = list(combinations(parts, 2))
+    are_apart = [len(parts) > 1, *starmap(frozenset.isdisjoint, pairs)]
+    return set(chain(*parts)) if all(are_apart) else set()
 
 
 def list_undivided(watcher: Watcher, ranks: tuple[int, ...], channel: Channel) -> tuple[list[Any], bool]:
     """Return the optimizers of some ranks whose states are copies, and whether others are left out. On all ranks."""
     optimizers = watcher.list_optimizers(ranks)
-    signatures: list[str] = []
     names: dict[Any, Names] = {}
     for optimizer in optimizers:
         layouts = watcher.find_layouts(optimizer)
-        for layout in layouts:
-            signatures.append(layout.signature)
-        names[optimizer] = tuple(chain.from_iterable(layout.names for layout in layouts))
+        names[optimizer] = tuple(chain(*map(attrgetter("names"), layouts)))
     # Most ranks train alike, and many names are long.
-    if len(set(channel.gather(tuple(signatures), "optimizers").values())) == 1:
+    checksum = crc32(repr(list(names.values())).encode())
+    if len(set(channel.gather(checksum, "optimizers").values())) == 1:
         return optimizers, False
     divided = find_divided(channel.gather(tuple(names.values()), "parts"))
-    undivided = list(filterfalse(lambda optimizer: not divided.isdisjoint(names[optimizer]), optimizers))
+    undivided = []
+    for optimizer in optimizers:
+        if divided.isdisjoint(names[optimizer]):
+            undivided.append(optimizer)
+        else:
+            # The comparison has copies of the parameters, and no witness has.
+            watcher.outdated.update(map(attrgetter("key"), watcher.find_layouts(optimizer)))
     return undivided, bool(divided)

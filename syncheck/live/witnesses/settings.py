@@ -100,7 +100,7 @@ class SettingsWitness(Witness):
 
     def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
         """Return all ranks of a wrapper or of a sharded model; without both, the ranks that have shown to be copies."""
-        are_together = (layout.clock.reduces, layout.sharded, *map(_is_flattened, layout.parameters))
+        are_together = (layout.clock.reduces, layout.sharded, _is_flattened(layout))
         if any(are_together):
             return super().list_sets(layout, observations)
         sets: list[tuple[int, ...]] = []
@@ -220,9 +220,9 @@ def _read_groups(layout: Any) -> dict[str, str]:
     return settings
 
 
-def _is_flattened(parameter: Any) -> bool:
-    """Whether FSDP1 has made a parameter a part of a flat one, which the ranks divide."""
-    return hasattr(parameter, "_fsdp_flattened")
+def _is_flattened(layout: Any) -> bool:
+    """Whether FSDP1 has made the parameters parts of flat ones, which the ranks divide."""
+    return hasattr(layout.parameters[0], "_fsdp_flattened")
 
 
 def _read_scaler(layout: Any) -> dict[str, str]:
