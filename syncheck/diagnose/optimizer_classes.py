@@ -1,4 +1,4 @@
-"""Optimizers of different classes on the ranks, which have other options and other states by design of the classes."""
+"""Optimizers of different classes on the ranks, with different options and states."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def has_other_classes(case: Case) -> bool:
 
 
 def has_one_class(case: Case) -> bool:
-    """Whether no optimizer is of another class, which has no such state, or state of its own."""
+    """Whether the optimizers may have equal states: no optimizer is of another class."""
     return not has_other_classes(case)

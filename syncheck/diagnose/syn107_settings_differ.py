@@ -3,18 +3,18 @@
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions. In
-a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step. If the classes
-of the optimizers differ, so do their states, which the finding covers. A key of the parameter groups that no known
-optimizer reads is a warning that does not fail, if all trained tensors agree; a check of objects in memory leaves out
-keys that the optimizer does not declare. Modules in training mode on some ranks only are a warning that does not fail;
-a file without modes has none. The finding also covers parameters and optimizer state if ranks with equal settings hold
-equal bytes, and the settings explain the differences: averaged gradients, but unequal steps. Another learning rate, eps
-or decoupled weight decay changes no average of gradients, so that exp_avg and momentum_buffer must agree, except for
-the weight decay of unequal parameters within the gradients. Other settings may change moments, which must then still
-have the same direction (median cosine of 0.9 or more), unless the settings turn them. A learning rate or weight decay
-that differs by less than 1 % explains small differences only, and foreach, fused, capturable and differentiable explain
-rounding only. All other differences have a finding of their own. The finding covers only the values, too, if only a
-scheduler's state differs and has not changed a learning rate yet. Without moments in the files, it is "consistent".
+a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step. The finding also
+covers different states of optimizers of different classes. A key of the parameter groups that no known optimizer reads
+is a warning that does not fail, if all trained tensors agree; a check in memory leaves out undeclared keys. Modules in
+training mode on some ranks only are a warning that does not fail; a file without modes has none. The finding also
+covers parameters and optimizer state if ranks with equal settings hold equal bytes, and the settings explain the
+differences: averaged gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no
+average of gradients, so that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters
+within the gradients. Other settings may change moments, which must then still have the same direction (median cosine of
+0.9 or more), unless the settings turn them. A learning rate or weight decay that differs by less than 1 % explains
+small differences only, and foreach, fused, capturable and differentiable explain rounding only. All other differences
+have a finding of their own. The finding covers only the values, too, if only a scheduler's state differs and has not
+changed a learning rate yet. Without moments in the files, it is "consistent".
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
@@ -131,12 +131,12 @@ class Text(Sentence, topic=CODE):
         "every rank, and never set the scale on one rank alone. Then resume from a checkpoint in which the ranks agree."
     )
     CAUSE_UNREAD = (
-        "The script keeps a value of its own in the parameter groups. No optimizer of torch reads its key, and no "
+        "The script keeps a further value in the parameter groups. No optimizer of torch reads the key, and no "
         "parameter differs."
     )
     FIX_UNREAD = (
-        "Nothing, if the optimizer does not read the key. Otherwise build the parameter groups from one configuration "
-        "on every rank."
+        "If the optimizer reads the key, build the parameter groups from one configuration on every rank. Otherwise "
+        "no change is needed."
     )
     CAUSE_PROGRAM = (
         "The ranks run other versions of torch, or with other switches or environment variables, so equal operations "
@@ -147,7 +147,7 @@ class Text(Sentence, topic=CODE):
     EXCHANGED = "{count:count tensor} {count:verb holds|hold} other values there"
     MODE = "training mode ({name:name}) is {values:by_rank}"
     SETTINGS = "The ranks use different settings: {setting}"
-    CLASSES = "the optimizers are of different classes, of which only some have {names:names}"
+    CLASSES = "the optimizers are of different classes, and some classes lack {names:names}"
     VALUE = "{name:name} is {values:by_rank}"
     MEMBERS = "{name:name} contains {names:names} on some ranks only"
     ORDER = "{name:name} has the same members in another order"
@@ -328,7 +328,7 @@ def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
 
 
 def _settings_facts(case: Case, settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
-    """State the first settings and their values by rank. Options of another class are one setting."""
+    """State the first settings and the values by rank. Options of another class are one setting."""
     options: tuple[str, ...] = ()
     others = list(settings)
     if has_other_classes(case):
@@ -354,7 +354,7 @@ def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message
 
 
 def _match_unread(case: Case, settings: Sequence[ValueDiff]) -> Match:
-    """Match keys of a script in its parameter groups, which have changed nothing so far."""
+    """Match keys of a script in the parameter groups, without an effect so far."""
     match = Match(
         (),
         _find_suspects(case, settings),

@@ -1,6 +1,6 @@
-"""Which keys of an optimizer's parameter group change its steps.
+"""The keys of an optimizer's parameter groups with an effect on steps.
 
-A script may add keys of its own, for example the name of a group, and no step reads them.
+A script may add further keys, for example the name of a group, and no step reads these keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OF_CLASSES = frozenset(
     "adjust_lr_fn clip_threshold decay_rate beta1 beta2 scale_parameter relative_step warmup_init correct_bias "
     "bias_correction max_grad_norm trust_coefficient".split()
 )
-# Options that choose an implementation, and what schedulers keep in a group.
+# Options of the implementation, and values of schedulers.
 _OF_ALL = frozenset(
     "foreach fused capturable differentiable initial_lr max_lr min_lr base_momentum max_momentum swa_lr lr_scale step "
     "requires_grad params param_names (positions)".split()
@@ -42,13 +42,13 @@ def find_option(name: str) -> str:
 
 
 def are_unread(settings: Iterable[ValueDiff]) -> bool:
-    """Whether all settings are keys of parameter groups, and no known optimizer reads them."""
+    """Whether all settings are keys of parameter groups, and no known optimizer reads the keys."""
     keys = set(map(find_option, map(attrgetter("name"), settings)))
     return keys.isdisjoint(_READ)
 
 
 def have_other_classes(settings: Iterable[ValueDiff]) -> bool:
-    """Whether the optimizers of the ranks are of different classes: each of two ranks lacks an option of the other.
+    """Whether the optimizers are of different classes: two ranks lack different options.
 
     A rank with fewer options has an optimizer of another version, or no optimizer.
     """
@@ -75,7 +75,7 @@ def split_lacked(settings: Iterable[ValueDiff]) -> tuple[tuple[str, ...], list[V
 
 
 def drop_unread(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Delete the keys of a parameter group that no step reads. options: of the optimizer; some declare none."""
+    """Delete the keys of a parameter group that no step reads. options: of the optimizer; may be empty."""
     if options:
         for key in set(group).difference(options, _READ):
             del group[key]

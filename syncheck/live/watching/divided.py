@@ -1,4 +1,4 @@
-"""Optimizers of ranks that divide the parameters of one model, as ZeRO does: each rank updates its own part."""
+"""Optimizers of ranks that divide the parameters of one model, as in ZeRO."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def find_divided(names_of_ranks: Mapping[int, Sequence[Names]]) -> set[str]:
     """Return the parameters that ranks divide, by the parameters of each optimizer of each rank.
 
-    Sets of parameters on some ranks only are parts if those of any two ranks are equal or have no common parameter.
-    A parameter without an optimizer on a single rank is no part: the ranks overlap, or only one set is left.
+    Sets of parameters on some ranks only are parts if the sets of any two ranks are equal or have no common parameter.
+    If a rank lacks a parameter by mistake, the ranks overlap, or only a single set is left.
     """
     sets_of_ranks = list(map(set, names_of_ranks.values()))
     common: set[Names] = set.intersection(*sets_of_ranks)
@@ -34,7 +34,7 @@ def find_divided(names_of_ranks: Mapping[int, Sequence[Names]]) -> set[str]:
 
 
 def list_undivided(watcher: Watcher, ranks: tuple[int, ...], channel: Channel) -> tuple[list[Any], bool]:
-    """Return the optimizers of some ranks whose states are copies, and whether others are left out. On all ranks."""
+    """Return the optimizers of some ranks with copies of states, and whether optimizers are left out. Collective."""
     optimizers = watcher.list_optimizers(ranks)
     names: dict[Any, Names] = {}
     for optimizer in optimizers:
@@ -50,6 +50,6 @@ def list_undivided(watcher: Watcher, ranks: tuple[int, ...], channel: Channel) -
         if divided.isdisjoint(names[optimizer]):
             undivided.append(optimizer)
         else:
-            # The comparison has copies of the parameters, and no witness has.
+            # The comparison has copies of the parameters, unlike the witnesses.
             watcher.outdated.update(map(attrgetter("key"), watcher.find_layouts(optimizer)))
     return undivided, bool(divided)

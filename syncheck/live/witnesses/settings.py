@@ -4,8 +4,8 @@ Watched: the class of the optimizer, the values of the parameter groups (learnin
 `requires_grad`, the training flags of modules, the momentum of BatchNorm, the scale of a GradScaler, the switches of
 `torch.backends`, the versions of torch and CUDA, and the environment variables that change numbers.
 
-Without a wrapper, ranks may train models of their own, each with its settings. So only ranks that have shown to be
-copies, by their gradients or parameters, are compared.
+Ranks without a wrapper may train separate models with separate settings. Only copies, as shown by gradients or
+parameters, are compared then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_SCALER = "scaler."
 _SCALE = "scaler.scale"
 _SCALER = "_SCALER"
 _CLASS = "class of the optimizer"
-# The value of a setting that a rank does not have.
+# The value of a missing setting.
 _ABSENT = "absent"
 # Names of settings of the model.
 _FROZEN = "frozen parameters"
@@ -78,9 +78,9 @@ class SettingsWitness(Witness):
         super().__init__()
         self._program = _read_program()
         self.leader: Any = None
-        """The witness whose sets of copies count first: of gradients; None without one."""
+        """The witness of gradients, whose sets of copies count first; None without the witness."""
         self.follower: Any = None
-        """The witness whose sets of copies count otherwise: of parameters; None without one."""
+        """The witness of parameters, whose sets of copies count otherwise; None without the witness."""
         # The switches, groups, scaler and model of the last step of each layout, and their settings with the digest.
         self._last: dict[str, tuple[Any, Any]] = {}
 
@@ -99,7 +99,7 @@ class SettingsWitness(Witness):
         return str(digest)
 
     def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
-        """Return all ranks of a wrapper or of a sharded model; without both, the ranks that have shown to be copies."""
+        """Return all ranks of a wrapper or of a sharded model; otherwise the ranks with known copies."""
         are_together = (layout.clock.reduces, layout.sharded, _is_flattened(layout))
         if any(are_together):
             return super().list_sets(layout, observations)
@@ -196,7 +196,7 @@ def _list_differing(settings: Mapping[int, Mapping[str, str]]) -> dict[str, Mess
         # If ranks lack a group, its options are no further differences.
         group, _, key = name.rpartition(".")
         is_absent = _ABSENT in values.values()
-        # Another class has options and implementations of its own, and no class must have all implementations.
+        # Options and implementations depend on the class, and no class must have all implementations.
         is_of_class = (_CLASS in facts, is_absent, key in _IMPLEMENTATIONS).count(True) > 1
         if len(set(values.values())) > 1 and group not in facts and not is_of_class:
             facts[name] = Seen.SETTING(name=name, values=values)
