@@ -30,6 +30,7 @@ from syncheck.diagnose.conditions import requires
 from syncheck.diagnose.features import groups_of, lost_values, with_reason
 from syncheck.diagnose.history import smaller_set
 from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.optimizer_classes import has_other_classes
 from syncheck.diagnose.selection import (
     exclude_kinds,
     exclude_names,
@@ -215,7 +216,7 @@ def _find_missing(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[ValueDiff, 
     # The parts of a quantized or sparse tensor belong to SYN102.
     parts, part_values = list_parts(case)
     missing = exclude_names(with_reason(case.tensors, "missing"), list_names(parts))
-    if ranks_without_state(case):  # SYN215
+    if ranks_without_state(case) or has_other_classes(case):  # SYN215, SYN107
         missing = exclude_kinds(missing, *OPTIMIZER)
     values = lost_values(case.of_values())
     return tuple(missing), tuple(value for value in values if value.name not in part_values)

@@ -2,10 +2,12 @@
 
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
-modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
-In a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step.
-Modules in training mode on some ranks only are a warning that does not fail; a file without modes has none. The finding
-also covers parameters and optimizer state if ranks with equal settings hold equal bytes, and the settings explain the
+modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions. In
+a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step. The finding also
+covers different states of optimizers of different classes. A key of the parameter groups that no known optimizer reads
+is a warning that does not fail, if all trained tensors agree; a check in memory leaves out undeclared keys. Modules in
+training mode on some ranks only are a warning that does not fail; a file without modes has none. The finding also
+covers parameters and optimizer state if ranks with equal settings hold equal bytes, and the settings explain the
 differences: averaged gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no
 average of gradients, so that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters
 within the gradients. Other settings may change moments, which must then still have the same direction (median cosine of
@@ -35,6 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import state_if
+from syncheck.diagnose.optimizer_classes import has_other_classes
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.selection import (
     count_kinds,
@@ -43,6 +46,7 @@ from syncheck.diagnose.selection import (
     last_part,
     list_names,
     select_kinds,
+    select_missing,
     select_names,
     union_of,
 )
@@ -54,7 +58,8 @@ from syncheck.diagnose.settings_effect import (
 )
 from syncheck.diagnose.statements import follower_facts, largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
-from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.group_options import are_unread, split_lacked
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.tensors.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
 
 if TYPE_CHECKING:
@@ -125,6 +130,14 @@ class Text(Sentence, topic=CODE):
         "Create the GradScaler with equal `init_scale`, factors and `growth_interval` on every rank, load its state on "
         "every rank, and never set the scale on one rank alone. Then resume from a checkpoint in which the ranks agree."
     )
+    CAUSE_UNREAD = (
+        "The script keeps a further value in the parameter groups. No optimizer of torch reads the key, and no "
+        "parameter differs."
+    )
+    FIX_UNREAD = (
+        "If the optimizer reads the key, build the parameter groups from one configuration on every rank. Otherwise "
+        "no change is needed."
+    )
     CAUSE_PROGRAM = (
         "The ranks run other versions of torch, or with other switches or environment variables, so equal operations "
         "may round differently."
@@ -134,6 +147,7 @@ class Text(Sentence, topic=CODE):
     EXCHANGED = "{count:count tensor} {count:verb holds|hold} other values there"
     MODE = "training mode ({name:name}) is {values:by_rank}"
     SETTINGS = "The ranks use different settings: {setting}"
+    CLASSES = "the optimizers are of different classes, and some classes lack {names:names}"
     VALUE = "{name:name} is {values:by_rank}"
     MEMBERS = "{name:name} contains {names:names} on some ranks only"
     ORDER = "{name:name} has the same members in another order"
@@ -171,17 +185,20 @@ def apply(case: Case) -> Match | None:
     if not settings:
         return _match_modes(case, modes)
     orders, acting, delayed = _split_by_effect(settings)
+    if are_unread(settings) and not case.differing("parameter", "optimizer", "ema"):
+        return _match_unread(case, settings)
     # Settings of the next step come first.
     unordered = [*acting, *delayed]
 
     # Another order has moved values to other names, whatever the settings are.
     exchanged = _find_exchanged(case, orders)
     explained, unexplained = find_explained(case, acting, unordered)
-    covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
+    other_states = select_missing(case.tensors, *OPTIMIZER) if has_other_classes(case) else ()
+    covered = (*exchanged, *exclude_names(explained, list_names(exchanged)), *other_states)
     facts = _order_facts(case, orders, exchanged)
     if unordered:
         facts += [
-            *_settings_facts(unordered),
+            *_settings_facts(case, unordered),
             *_parameter_facts(case, explained),
             *follower_facts(explained),
             *_unexplained_facts(acting, unexplained),
@@ -204,9 +221,7 @@ def apply(case: Case) -> Match | None:
 
 def _is_other_mode(value: ValueDiff) -> bool:
     """Whether modules are in another mode on some ranks. A file without modes shows none."""
-    stored_modes: set[str] = set()
-    for mode in value.by_rank.values():
-        stored_modes.add(repr(mode))
+    stored_modes = set(map(repr, value.by_rank.values()))
     stored_modes.discard("None")
     conditions = (
         len(stored_modes) > 1,
@@ -312,9 +327,14 @@ def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
     return case.group.ranks
 
 
-def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
-    """State the first settings and their values by rank."""
-    described = list(map(_describe_setting, settings))
+def _settings_facts(case: Case, settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
+    """State the first settings and the values by rank. Options of another class are one setting."""
+    options: tuple[str, ...] = ()
+    others = list(settings)
+    if has_other_classes(case):
+        options, others = split_lacked(settings)
+    described = list(state_if(options, Text.CLASSES(names=options)))
+    described += map(_describe_setting, others)
     # The first setting belongs to the first statement of the finding.
     first, *further = limit_facts(described, _MOST, Text.MORE)
     return (Text.SETTINGS(setting=first), *further)
@@ -331,6 +351,18 @@ def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message
     unknown = state_if(not case.with_moment(), Text.GRADIENTS_UNKNOWN())
     _, since = case.trend_facts("parameter")
     return state_if(parameters, summary, *unknown, *since)
+
+
+def _match_unread(case: Case, settings: Sequence[ValueDiff]) -> Match:
+    """Match keys of a script in the parameter groups, without an effect so far."""
+    match = Match(
+        (),
+        _find_suspects(case, settings),
+        _settings_facts(case, settings),
+        list_names(settings),
+        only_warns=True,
+    )
+    return match.as_consistent().with_cause(Text.CAUSE_UNREAD, Text.FIX_UNREAD)
 
 
 def _changes_next_step(setting: ValueDiff) -> bool:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.conditions import select_codes, state_if
+from syncheck.diagnose.conditions import requires, select_codes, state_if
 from syncheck.diagnose.counters import (
     BURST,
     are_partial,
@@ -42,6 +42,7 @@ from syncheck.diagnose.counters import (
 from syncheck.diagnose.loss_scales import find_scaler_values
 from syncheck.diagnose.lost_state import ranks_with_zeros, ranks_without_state
 from syncheck.diagnose.measures import is_below
+from syncheck.diagnose.optimizer_classes import has_one_class
 from syncheck.diagnose.selection import count_kinds, ranks_outside, select_missing
 from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, followers
 from syncheck.messages import Message, Sentence
@@ -100,6 +101,7 @@ class Text(Sentence, topic=CODE):
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
+@requires(has_one_class)
 def apply(case: Case) -> Match | None:
     """Match step counters with a large lag, and optimizers without state or moments beside optimizers with state."""
     empty_ranks = ranks_without_state(case)

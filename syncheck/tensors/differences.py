@@ -2,8 +2,8 @@
 
 Floats of every width are compared by absolute and relative difference, and in ULPs of the dtype. The results equal
 float64 arithmetic on every element. Most of the work is done in float32, which is four times as fast. Rounding is
-monotonic, so the largest differences are among those with the largest rounded difference, and only these elements are
-computed again in float64.
+monotonic, so the largest differences are among the elements with the largest rounded difference, and only these
+elements are computed again in float64.
 
 This module needs numpy and is imported only if replicas differ.
 """

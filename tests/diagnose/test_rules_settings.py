@@ -91,3 +91,24 @@ def test_107_lists_settings() -> None:
     facts = diagnose_single(group(values=values)).facts
     assert list_codes(facts) == [Text.SETTINGS, Text.VALUE, Text.VALUE, Text.MORE]
     assert facts[-1].parameters == {"count": 2}
+
+
+def test_107_of_a_key_that_no_optimizer_reads() -> None:
+    """A key of the script is a warning if all trained tensors agree."""
+    tag = replace(HALF, name="optimizer.param_groups.0.tag", by_rank={0: "worker-0", 1: "worker-1"})
+    finding = diagnose_single(group(values=(tag,)))
+    assert (finding.code, finding.certainty, finding.counts) == ("SYN107", "consistent", False)
+    assert finding.cause.code is Text.CAUSE_UNREAD
+    assert diagnose_single(group(values=(tag, HALF))).certainty == "proved"
+    assert diagnose_single(group(*model(), values=(tag,))).counts
+
+
+def test_107_of_another_class() -> None:
+    """Options of another class are one statement, and its states are neither missing nor lost."""
+    betas = replace(HALF, name="optimizer.param_groups.0.betas", by_rank={0: "(0.9, 0.999)", 1: None})
+    momentum = replace(HALF, name="optimizer.param_groups.0.momentum", by_rank={0: None, 1: 0.0})
+    states = [replace(diff, reason="missing", status="not_compared", clusters=((0,),)) for diff in moments()]
+    fitted = diagnose_case(group(*model(), *states, values=(betas, momentum)))
+    assert set(fitted) == {"SYN107"}
+    assert {diff.name for diff in states} <= set(fitted["SYN107"].tensors)
+    assert fitted["SYN107"].facts[0] == Text.SETTINGS(setting=Text.CLASSES(names=("betas", "momentum")))

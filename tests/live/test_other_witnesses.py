@@ -278,6 +278,16 @@ def change_all(layout: Any) -> None:
         change(layout)
 
 
+def change_class(layout: Any) -> None:
+    """Another class of optimizer, with other options and without some implementations."""
+    layout.optimizer = torch.optim.SGD(layout.model.parameters(), lr=1e-3, weight_decay=1e-2)
+
+
+def change_to_rmsprop(layout: Any) -> None:
+    """A class with other implementations, and another implementation."""
+    layout.optimizer = torch.optim.RMSprop(layout.model.parameters(), lr=1e-3, weight_decay=1e-2, foreach=True)
+
+
 def keep(_layout: Any) -> None:
     """No change."""
 
@@ -335,6 +345,8 @@ def judge_settings(change: Callable[[Any], None], prepare: Callable[[Any], None]
             ],
         ),
         (add_group, [("param_groups.1", Text.CAUSE)]),
+        (change_class, [("class of the optimizer", Text.CAUSE)]),
+        (change_to_rmsprop, [("class of the optimizer", Text.CAUSE)]),
         (count_steps, []),
         (name_group, []),
         (keep, []),
@@ -422,3 +434,23 @@ def test_a_step_has_the_scaler_that_takes_it() -> None:
         scaler.step(layout.optimizer)
     layout.optimizer.step()
     assert scalers == [scaler, None]
+
+
+@pytest.mark.parametrize(
+    ("reduces", "sharded", "sets", "expected"),
+    [
+        (True, [], [], [(0, 1, 2)]),
+        (False, [0], [], [(0, 1, 2)]),
+        (False, [], [], []),
+        (False, [], [(0, 2)], [(0, 2)]),
+    ],
+)
+def test_without_a_wrapper_only_copies_have_equal_settings(
+    reduces: bool, sharded: list[int], sets: list[Any], expected: list[Any]
+) -> None:
+    """Ranks of an ensemble have settings of their own, until they have shown to be copies."""
+    clock = SimpleNamespace(reduces=reduces)
+    layout = SimpleNamespace(key="steps/0", clock=clock, sharded=sharded, parameters=[torch.ones(1)])
+    witness = SettingsWitness()
+    witness.leader = SimpleNamespace(learned={"steps/0/copies": SimpleNamespace(sets=sets)})
+    assert list(witness.list_sets(layout, dict.fromkeys(range(3)))) == expected

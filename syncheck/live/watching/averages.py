@@ -29,10 +29,14 @@ class Averages:
 
     def list_of(self, wrapper: Any) -> list[Any]:
         """Return the averaged copies of the model of a wrapper, in the order of their creation."""
-        shapes = [parameter.shape for parameter in wrapper.parameters()]
+        shapes = _list_shapes(wrapper)
         averages = []
         for reference in self._references:
             average = reference()
-            if average is not None and [parameter.shape for parameter in average.parameters()] == shapes:
+            if average is not None and _list_shapes(average) == shapes:
                 averages.append(average)
         return averages
+
+
+def _list_shapes(module: Any) -> list[Any]:
+    return [parameter.shape for parameter in module.parameters()]

@@ -19,6 +19,7 @@ from syncheck.live.channel import Channel, create_group
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.clock import list_wrappers
+from syncheck.live.watching.divided import list_undivided
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
 from syncheck.readers.metadata_block import metadata
@@ -55,6 +56,11 @@ _NO_REDUCTIONS = (
     "no reduction of a wrapper was seen, as within torch.compile, so all replicas are compared at the end only"
 )
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
+
+_DIVIDED = (
+    "each rank has an optimizer for a part of the parameters, as with ZeRO, so the states of these optimizers are not "
+    "compared"
+)
 
 
 class FullChecks:
@@ -198,7 +204,10 @@ class FullChecks:
         if changes_pass:
             self._print_once(_PASSING_CHANGES)
             return
-        monitor = self._get_monitor(clock, averages)
+        optimizers, are_divided = list_undivided(self._watcher, clock.ranks, Channel(self._groups[clock.ranks]))
+        if are_divided:
+            self._print_once(_DIVIDED)
+        monitor = self._get_monitor(clock, averages, optimizers)
         last_report = monitor.last
         try:
             with options_as_typed(self._settings.prefix):
@@ -273,13 +282,12 @@ class FullChecks:
             return False
         return bool(board.read(f"{plan}/{number}"))
 
-    def _get_monitor(self, clock: Clock, averages: list[Any]) -> SyncMonitor:
+    def _get_monitor(self, clock: Clock, averages: list[Any], optimizers: list[Any]) -> SyncMonitor:
         """Return the monitor of the wrappers and optimizers of some ranks, at the number of a reduction.
 
         averages: the averaged copies of their models.
         """
         wrappers = list_wrappers(self._watcher.clocks, clock.ranks)
-        optimizers = self._watcher.list_optimizers(clock.ranks)
         models = [*wrappers, *averages]
         outside = self._watcher.list_outside(clock.ranks)
         identities = tuple(map(id, (*models, *outside.values(), *optimizers)))
@@ -294,7 +302,7 @@ class FullChecks:
                 _simplify(optimizers),
                 # When a check is due is decided here.
                 every=1,
-                on_desync=self._choose_action(clock, wrappers, optimizers),
+                on_desync=self._choose_action(clock, wrappers, self._watcher.list_optimizers(clock.ranks)),
                 group=self._groups[clock.ranks],
                 start=max(self._reductions[clock.ranks] - 1, 0),
                 events=events and name_file_of_judge(events, clock.ranks[0]),

@@ -1,8 +1,11 @@
 """The witness of settings: equal gradients lead to equal steps only if the settings of the optimizer are equal.
 
-Watched: the values of the parameter groups (learning rate, weight decay, betas and so on), `requires_grad`, the
-training flags of modules, the momentum of BatchNorm, the scale of a GradScaler, the switches of `torch.backends`, the
-versions of torch and CUDA, and the environment variables that change numbers.
+Watched: the class of the optimizer, the values of the parameter groups (learning rate, weight decay, betas and so on),
+`requires_grad`, the training flags of modules, the momentum of BatchNorm, the scale of a GradScaler, the switches of
+`torch.backends`, the versions of torch and CUDA, and the environment variables that change numbers.
+
+Ranks without a wrapper may train separate models with separate settings. Only copies, as shown by gradients or
+parameters, are compared then.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from syncheck.live.witnesses.copies import COPIES
+from syncheck.live.witnesses.learned_sets import LearnedSets
 from syncheck.live.witnesses.rules import SETTINGS_DIFFER, Seen
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.live.witnesses.witness import Ask
     from syncheck.sentences import Message
@@ -34,19 +39,23 @@ _GROUPS = "param_groups."
 _OF_SCALER = "scaler."
 _SCALE = "scaler.scale"
 _SCALER = "_SCALER"
+_CLASS = "class of the optimizer"
+# The value of a missing setting.
+_ABSENT = "absent"
 # Names of settings of the model.
 _FROZEN = "frozen parameters"
 _EVALUATING = "modules in evaluation mode"
 _MOMENTUM = "momentum of BatchNorm"
 # By the first part of the name; each kind changes more than the next one.
 _KIND_OF_NAMES = {
+    _CLASS: "",
     "param_groups": "",
     "scaler": _SCALER,
     _FROZEN: "_GRADIENTS",
     _EVALUATING: "_MODES",
     _MOMENTUM: "_STATISTICS",
 }
-_KINDS = (*_KIND_OF_NAMES.values(), "_ROUNDING", "_PROGRAM")
+_KINDS = (*dict.fromkeys(_KIND_OF_NAMES.values()), "_ROUNDING", "_PROGRAM")
 # The causes of unequal gradients that a division by unequal scales looks like.
 _CAUSES_OF_SCALES = {("SYN410", variant): _SCALER for variant in ("", "_SCALED", "_SAMPLED")}
 # Keys of groups that are no options.
@@ -68,6 +77,10 @@ class SettingsWitness(Witness):
     def __init__(self) -> None:
         super().__init__()
         self._program = _read_program()
+        self.leader: Any = None
+        """The witness of gradients, whose sets of copies count first; None without the witness."""
+        self.follower: Any = None
+        """The witness of parameters, whose sets of copies count otherwise; None without the witness."""
         # The switches, groups, scaler and model of the last step of each layout, and their settings with the digest.
         self._last: dict[str, tuple[Any, Any]] = {}
 
@@ -84,6 +97,17 @@ class SettingsWitness(Witness):
         settings, digest = result
         self._keep(key, settings)
         return str(digest)
+
+    def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
+        """Return all ranks of a wrapper or of a sharded model; otherwise the ranks with known copies."""
+        are_together = (layout.clock.reduces, layout.sharded, _is_flattened(layout))
+        if any(are_together):
+            return super().list_sets(layout, observations)
+        sets: list[tuple[int, ...]] = []
+        for witness in (self.follower, self.leader):
+            learned = getattr(witness, "learned", {}).get(f"{layout.key}/{COPIES}", LearnedSets())
+            sets = learned.sets or sets
+        return sets
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN107 if the settings of the ranks differ."""
@@ -152,7 +176,7 @@ def _has_scales(suspicion: Suspicion) -> bool:
 def _find_affected(layout: Any, settings: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the parameters in the groups of some settings: other settings need not change a step."""
     # All gradients are divided by the scale.
-    if _SCALE in settings:
+    if not {_SCALE, _CLASS}.isdisjoint(settings):
         return tuple(layout.names)
     groups = {name.split(".")[1] for name in settings if name.startswith(_GROUPS)}
     identities: set[int] = set()
@@ -168,20 +192,24 @@ def _list_differing(settings: Mapping[int, Mapping[str, str]]) -> dict[str, Mess
     names = set().union(*settings.values())
     facts = {}
     for name in sorted(names):
-        values = {rank: settings[rank].get(name, "absent") for rank in sorted(settings)}
+        values = {rank: settings[rank].get(name, _ABSENT) for rank in sorted(settings)}
         # If ranks lack a group, its options are no further differences.
-        group, _, _ = name.rpartition(".")
-        if len(set(values.values())) > 1 and group not in facts:
+        group, _, key = name.rpartition(".")
+        is_absent = _ABSENT in values.values()
+        # Options and implementations depend on the class, and no class must have all implementations.
+        is_of_class = (_CLASS in facts, is_absent, key in _IMPLEMENTATIONS).count(True) > 1
+        if len(set(values.values())) > 1 and group not in facts and not is_of_class:
             facts[name] = Seen.SETTING(name=name, values=values)
     return facts
 
 
 def _read_groups(layout: Any) -> dict[str, str]:
-    """Return the options of the parameter groups.
+    """Return the class of the optimizer, and the options of the parameter groups.
 
     A step reads no other keys, such as a name for the script, or `initial_lr`, from which a scheduler makes `lr`.
     """
-    settings = {}
+    optimizer_class = type(layout.optimizer)
+    settings = {_CLASS: f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"}
     defaults = getattr(layout.optimizer, "defaults", None)
     for number, group in enumerate(getattr(layout.optimizer, "param_groups", ())):
         settings[f"{_GROUPS}{number}"] = "present"
@@ -190,6 +218,11 @@ def _read_groups(layout: Any) -> dict[str, str]:
             if name not in _NO_OPTIONS:
                 settings[f"{_GROUPS}{number}.{name}"] = _write_value(group.get(name))
     return settings
+
+
+def _is_flattened(layout: Any) -> bool:
+    """Whether FSDP1 has made the parameters parts of flat ones, which the ranks divide."""
+    return hasattr(layout.parameters[0], "_fsdp_flattened")
 
 
 def _read_scaler(layout: Any) -> dict[str, str]:

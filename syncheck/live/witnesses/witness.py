@@ -91,13 +91,17 @@ class Witness:
 
     def compare(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Judge each set of ranks that must agree in a step. The arguments are those of `judge`, of all ranks."""
-        sets = [tuple(observations)] if self.spans_parts else layout.replicas
         suspicions: list[Suspicion] = []
-        for ranks in sets:
+        for ranks in self.list_sets(layout, observations):
             observed = {rank: observations[rank] for rank in ranks if rank in observations}
             if len(observed) > 1:
                 suspicions += self.judge(layout, observed, ask)
         return suspicions
+
+    def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
+        """Return the sets of ranks that must agree in a step. The arguments are those of `judge`, of all ranks."""
+        sets: Sequence[tuple[int, ...]] = [tuple(observations)] if self.spans_parts else layout.replicas
+        return sets
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Compare the observations of ranks that must agree in a step, on the rank that judges.

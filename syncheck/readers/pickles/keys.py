@@ -53,7 +53,7 @@ def sort_key(part: Any) -> str:
 
 
 def _list_arguments(key: Inert) -> list[Any]:
-    """Return what distinguishes an object from others of its class, for example the value of a member of an enum.
+    """Return the mark of an object in a class, for example the value of a member of an enum.
 
     Returns nothing if this is not a few plain values: an object such as a module may have parts without end.
     """
