@@ -71,7 +71,8 @@ class Watcher:
         """The board at the end of training; None without steps, unless a launcher serves the store."""
         self.has_posted = False
         """Whether this rank has told of any step."""
-        self.rank, self.world_size = int(os.environ.get("RANK", "0")), 0
+        rank = os.environ.get("RANK", "")
+        self.rank, self.world_size = int(rank) if rank.isdecimal() else 0, 0
         self.is_on = True
         self.clocks: list[Clock] = []
         self.steps: list[Step] = []
