@@ -1,21 +1,21 @@
 """Some ranks did not update some parameters, and updated the others.
 
 Signature: a part of the trained parameters differs, and the optimizer shows that some ranks updated them less often:
-their step counters are behind, or they have no optimizer state on these ranks, or their values are those of an earlier
-saved step. The counters of the other parameters agree.
+step counters are behind, or optimizer state is missing on these ranks, or the values of an earlier saved step are still
+there. The counters of the other parameters agree.
 
-The finding is likely only if a rank has no state of a parameter at all. If the values are those of an earlier step, an
-old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the parameters
-may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are behind,
+The finding is likely only if a rank has no state of a parameter at all. If values of an earlier step are still there,
+an old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the
+parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are behind,
 the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a missing
 gradient has the effect of a zero gradient.
 
 Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
 tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with
 find_unused_parameters=True gives every rank the averaged gradient; code that averages gradients itself often skips
-parameters without one. The other ranks may have a gradient of zeros, as after
-`zero_grad(set_to_none=False)` on these ranks only: the moments of Adam move the parameter all the same. Then the listed
-ranks, which are the minority, may be the ranks with more steps.
+parameters without one. The other ranks may have a gradient of zeros, as after `zero_grad(set_to_none=False)` on these
+ranks only: the moments of Adam move the parameter all the same. The listed
+ranks are the minority, with fewer or with more steps.
 
 Fix: give every rank a gradient of every trained parameter before the gradients are averaged: `if p.grad is None:
 p.grad = torch.zeros_like(p)`. Then all ranks take part in each all-reduce, and all optimizers take the same step. Or
