@@ -6,9 +6,9 @@ there. The counters of the other parameters agree.
 
 The finding is likely only if a rank has no state of a parameter at all. If values of an earlier step are still there,
 an old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the
-parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are behind,
-the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a missing
-gradient has the effect of a zero gradient.
+parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are
+behind, the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a
+missing gradient has the effect of a zero gradient.
 
 Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
 tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with
