@@ -241,10 +241,13 @@ class Comparing:
         never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
         impossible = frozenset({"SYN214"} if never_skipped else ())
         excluded |= impossible
+        if never_skipped and "settings" in self._watcher.witnesses and _CAUSES.isdisjoint(codes | allow):
+            impossible = excluded
         (group,) = report.groups
         findings = []
         diagnosed = group.findings
-        if witnessed or not impossible.isdisjoint(finding.code for finding in diagnosed):
+        # The rest without an explanation has less possible causes, too.
+        if witnessed or impossible:
             diagnosed = diagnose(group, (), allow, witnessed, impossible)
         for finding in diagnosed:
             possible = set(finding.alternatives).difference(excluded)

@@ -188,12 +188,10 @@ class Judge(threading.Thread):
         """Judge the steps after the last reduction of a model, once: a rank may go on alone."""
         if layout.key in self._ended:
             return
-        records: dict[int, Record] = dict.fromkeys(layout.clock.ranks, {})
+        without_steps: Record = {}
+        records = dict.fromkeys(layout.clock.ranks, without_steps)
         most = 0
-        while most < _MOST_FURTHER:
-            posted = self._board.read(f"{layout.key}/{layout.posted}+{most + 1}")
-            if not posted:
-                break
+        while most < _MOST_FURTHER and (posted := self._board.read(f"{layout.key}/{layout.posted}+{most + 1}")):
             most += 1
             records.update({record[RANK]: record for record in posted})
         # A script may take several steps after each reduction, and a rank may end before the others take them.
