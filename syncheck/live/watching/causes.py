@@ -241,7 +241,12 @@ class Comparing:
         never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
         impossible = frozenset({"SYN214"} if never_skipped else ())
         excluded |= impossible
-        if never_skipped and "settings" in self._watcher.witnesses and _CAUSES.isdisjoint(codes | allow):
+        saw_no_fault = (
+            never_skipped,
+            "settings" in self._watcher.witnesses,
+            _CAUSES.isdisjoint(codes | allow),
+        )
+        if all(saw_no_fault):
             impossible = excluded
         (group,) = report.groups
         findings = []
@@ -268,7 +273,12 @@ class Comparing:
             if clock.counts_steps and not set(clock.ranks).isdisjoint(ranks):
                 # Without a wrapper, a rank that skips a step only falls behind.
                 conditions += [clock.reduces, clock.numbers_all_steps()]
-        return all((self._watcher.is_on, self._causes.is_complete, conditions, *conditions))
+        has_seen_all = (
+            self._watcher.is_on,
+            self._causes.is_complete,
+            conditions,
+        )
+        return all((*has_seen_all, *conditions))
 
     def _count_further(self, ranks: tuple[int, ...]) -> int:
         """Return how many steps the optimizers of some ranks took beside one for each last reduction."""

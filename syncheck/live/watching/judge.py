@@ -50,8 +50,6 @@ _LOOK_AHEAD = 8
 # Steps whose records stay on the board: ranks that wait for each other may still read them.
 _KEPT_STEPS = 2
 _ASK = "ask"
-# Steps after the last reduction that are read.
-_MOST_FURTHER = 100
 
 
 class Judgement(NamedTuple):
@@ -191,7 +189,7 @@ class Judge(threading.Thread):
         without_steps: Record = {}
         records = dict.fromkeys(layout.clock.ranks, without_steps)
         most = 0
-        while most < _MOST_FURTHER and (posted := self._board.read(f"{layout.key}/{layout.posted}+{most + 1}")):
+        while posted := self._board.read(f"{layout.key}/{layout.posted}+{most + 1}"):
             most += 1
             records.update({record[RANK]: record for record in posted})
         # A script may take several steps after each reduction, and a rank may end before the others take them.
