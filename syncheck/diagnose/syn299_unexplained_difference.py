@@ -322,12 +322,12 @@ def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Remainder:
             facts=since,
             alternatives=("SYN210", "SYN212"),
         )
-    # With equal gradients, something else changed the parameters.
-    if case.is_in_sync("optimizer") or only_decay(case):
-        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     # A watched run excludes the causes that the optimizer state would show.
     if case.impossible >= _SEEN_GRADIENTS:
         return _Remainder(Text.CAUSE_WATCHED, Text.FIX_WATCHED, since)
+    # With equal gradients, something else changed the parameters.
+    if case.is_in_sync("optimizer") or only_decay(case):
+        return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     if not case.compared("optimizer"):
         alternatives = _list_stateless_alternatives(case)
         return _Remainder(

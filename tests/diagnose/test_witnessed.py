@@ -99,4 +99,3 @@ def test_a_watched_run_without_a_fault_of_steps(impossible: tuple[str, ...], is_
     (finding,) = diagnose(case, (), frozenset(), (), frozenset(impossible))
     assert finding.code == "SYN299"
     assert (finding.cause.code is syn299.Text.CAUSE_WATCHED) is is_outside
-    assert bool(finding.alternatives) is not is_outside
