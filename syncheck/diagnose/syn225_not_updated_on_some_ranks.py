@@ -1,49 +1,56 @@
 """Some ranks did not update some parameters, and updated the others.
 
 Signature: a part of the trained parameters differs, and the optimizer shows that some ranks updated them less often:
-their step counters are behind, or they have no optimizer state on these ranks, or their values are those of an earlier
-saved step. The counters of the other parameters agree.
+step counters are behind, or optimizer state is missing on these ranks, or the values of an earlier saved step are still
+there. The counters of the other parameters agree.
 
-The finding is likely only if a rank has no state of a parameter at all. If the values are those of an earlier step, an
-old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the parameters
-may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are behind,
-the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a missing
-gradient has the effect of a zero gradient.
+The finding is likely only if a rank has no state of a parameter at all. If values of an earlier step are still there,
+an old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the
+parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are
+behind, the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a
+missing gradient has the effect of a zero gradient.
 
 Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
 tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with
 find_unused_parameters=True gives every rank the averaged gradient; code that averages gradients itself often skips
-parameters without one.
+parameters without one. The other ranks may have a gradient of zeros, as after `zero_grad(set_to_none=False)` on these
+ranks only: the moments of Adam move the parameter all the same. The listed
+ranks are the minority, with fewer or with more steps.
 
 Fix: give every rank a gradient of every trained parameter before the gradients are averaged: `if p.grad is None:
-p.grad = torch.zeros_like(p)`. Then all ranks take part in each all-reduce, and all optimizers take the same step.
+p.grad = torch.zeros_like(p)`. Then all ranks take part in each all-reduce, and all optimizers take the same step. Or
+leave the gradient None on every rank: clear gradients on all of them with the same `set_to_none`.
 
 Incidents: microsoft/dion#89 (an expert without tokens on one rank has no optimizer state there).
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.conditions import doubt, state_if
-from syncheck.diagnose.counters import counters_of, deviating_ranks, farthest, is_whole_optimizer, steps_by_rank
+from syncheck.diagnose.counters import counters_of, deviating_ranks, is_whole_optimizer, steps_by_rank
 from syncheck.diagnose.features import are_numbered, groups_of, owners_of_states, states_of_parameters
 from syncheck.diagnose.lost_state import ranks_without_state
 from syncheck.diagnose.selection import holders_of, join_ranks, list_names, ranks_outside, select_missing, select_names
-from syncheck.diagnose.statements import largest_difference
+from syncheck.diagnose.statements import largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
+    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
 CODE = "SYN225"
 SLUG = "not-updated-on-some-ranks"
 SEVERITY = "error"
 CERTAINTY = "likely"
+
+_MOST = 3  # sets of ranks
 
 
 class Text(Sentence, topic=CODE):
@@ -58,8 +65,15 @@ class Text(Sentence, topic=CODE):
         "without tokens, a branch not taken, a hook), or they are frozen or not in the optimizer there."
     )
     CAUSE_BEHIND = (
-        "The optimizer counted fewer steps of the listed parameters on some ranks: they had no gradient there and were "
-        "not updated (an expert without tokens, a branch not taken), or their state was lost or is of an earlier step."
+        "The optimizer updates only parameters with a gradient: the ranks with more steps had a gradient of the listed "
+        "parameters (maybe zeros, as after `zero_grad(set_to_none=False)`), and the ranks with fewer steps had none "
+        "(an expert without tokens, a branch not taken), or the optimizer state was lost or is of an earlier step."
+    )
+    FIX_BEHIND = (
+        "Give every rank a gradient of the same parameters. Before averaging gradients: `for p in model.parameters(): "
+        "p.grad = torch.zeros_like(p) if p.grad is None else p.grad`. Or leave unused parameters None on every rank: "
+        "clear gradients on all ranks with the same `set_to_none`, and create zeros on none. Then restart from a "
+        "checkpoint in which the ranks agree."
     )
     FIX = (
         "Before averaging gradients, give every rank a gradient of every trained parameter: `for p in "
@@ -71,17 +85,20 @@ class Text(Sentence, topic=CODE):
     LESS_OFTEN = "{ranks:Ranks} counted fewer steps of {names:names 4}: {name:name} has the steps {steps:by_rank}"
     UNCHANGED = "{ranks:Ranks} did not update {names:names 4} after step {step}: the values are still equal"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
+    MORE = "{count} {count:verb further set|further sets} of ranks counted fewer steps of other parameters"
     REST = "the optimizer counted the same steps of the other {count:count parameter}"
 
 
 class _Part(NamedTuple):
-    """The parameters that some ranks did not update, these ranks, and how it is known."""
+    """The parameters that some ranks did not update, the ranks that deviate, and how it is known."""
 
     names: frozenset[str]
     ranks: tuple[int, ...]
-    fact: Message
+    facts: Sequence[Message]
     cause: Sentence | None = None
     """Replaces CAUSE."""
+    fix: Sentence | None = None
+    """Replaces FIX."""
     alternatives: tuple[str, ...] = ()
     """The codes of other causes that fit as well."""
 
@@ -97,7 +114,7 @@ def apply(case: Case) -> Match | None:
         return None
     agreeing = _counted(case) - part.names
     facts = [
-        part.fact,
+        *part.facts,
         Text.PARAMETERS(
             count=len(changed),
             total=len(case.names_of("parameter") - case.untrained),
@@ -112,6 +129,7 @@ def apply(case: Case) -> Match | None:
         ranks=part.ranks,
         facts=facts,
         cause=part.cause,
+        fix=part.fix,
     )
     return doubt(match, part.alternatives)
 
@@ -163,35 +181,47 @@ def _find_without_state(case: Case) -> _Part | None:
         names=names,
         count=len(names),
     )
-    return _Part(parameters, ranks, fact)
+    return _Part(parameters, ranks, (fact,))
 
 
 def _find_behind(case: Case) -> _Part | None:
     """Return the parameters whose step counters are behind on some ranks, if those of other parameters agree."""
     counters = [counter for counter in counters_of(case) if counter.diff is not None]
-    largest = farthest(counters)
-    if largest is None:
+    if not counters:
         return None
     names = case.owners_of(case.of_kind("optimizer_step"))
     # An optimizer as a whole, or all of them, took other steps.
     are_all_counters = _counted(case) <= names
     if are_all_counters or is_whole_optimizer(case, names):
         return None
-    ranks = deviating_ranks(counters)
-    fact = Text.LESS_OFTEN(
-        ranks=ranks,
-        names=tuple(sorted(names)),
-        name=largest.name,
-        steps=steps_by_rank(largest),
-    )
     # Any lag fits lost or loaded state. The file of an earlier step would have other counters of all parameters.
     return _Part(
         names=names,
-        ranks=ranks,
-        fact=fact,
+        ranks=deviating_ranks(counters),
+        facts=_describe_counters(case, counters),
         cause=Text.CAUSE_BEHIND,
+        fix=Text.FIX_BEHIND,
         alternatives=("SYN215",),
     )
+
+
+def _describe_counters(case: Case, counters: Sequence[StepCounter]) -> list[Message]:
+    """State which ranks counted fewer steps: one fact for each set of such ranks. The other ranks may deviate."""
+    names_by_ranks: dict[tuple[int, ...], list[str]] = {}
+    largest_by_ranks: dict[tuple[int, ...], StepCounter] = {}
+    for counter in sorted(counters, key=attrgetter("lag")):
+        names_by_ranks.setdefault(counter.behind, []).append(case.owner_of(counter.name))
+        largest_by_ranks[counter.behind] = counter
+    facts = []
+    for ranks, largest in largest_by_ranks.items():
+        fact = Text.LESS_OFTEN(
+            ranks=ranks,
+            names=tuple(sorted(names_by_ranks[ranks])),
+            name=largest.name,
+            steps=steps_by_rank(largest),
+        )
+        facts.append(fact)
+    return limit_facts(facts, _MOST, Text.MORE)
 
 
 def _find_unchanged(case: Case) -> _Part | None:
@@ -218,7 +248,7 @@ def _find_unchanged(case: Case) -> _Part | None:
     return _Part(
         names=names,
         ranks=ranks,
-        fact=fact,
+        facts=(fact,),
         cause=cause,
         alternatives=("SYN217", "SYN218"),
     )

@@ -108,6 +108,14 @@ class Text(Sentence, topic=CODE):
         "Look for code that changes parameters outside `optimizer.step()` on some ranks only, and check that all ranks "
         "have the same learning rate."
     )
+    CAUSE_WATCHED = (
+        "Something other than the optimizer changed parameters of some ranks since the last comparison in sync: the "
+        "run was watched, all ranks took each step since, and gradients and settings were equal."
+    )
+    FIX_WATCHED = (
+        "Look for code that writes parameters on some ranks only: in-place operations under `torch.no_grad()`, "
+        "`load_state_dict`, or another optimizer. A finding of the parameters (SYN411) names the first reduction."
+    )
     CAUSE_UNCOUNTED = (
         "A rank took another step than the other ranks. The optimizer counts no steps, so a skipped step, a lost "
         "momentum and a scaled gradient have the same effect."
@@ -142,6 +150,8 @@ class Text(Sentence, topic=CODE):
 
 # Share of the trained parameters from which the whole model differs.
 WHOLE = 0.9
+# The causes that a watched run excludes if it compared all gradients.
+_SEEN_GRADIENTS = frozenset({"SYN211", "SYN213", "SYN214"})
 _MOST = 3  # listed values
 _MOST_SETS = 4  # sets of ranks with equal values, of one listed value
 
@@ -312,6 +322,9 @@ def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Remainder:
             facts=since,
             alternatives=("SYN210", "SYN212"),
         )
+    # A watched run excludes the causes that the optimizer state would show.
+    if case.impossible >= _SEEN_GRADIENTS:
+        return _Remainder(Text.CAUSE_WATCHED, Text.FIX_WATCHED, since)
     # With equal gradients, something else changed the parameters.
     if case.is_in_sync("optimizer") or only_decay(case):
         return _Remainder(Text.CAUSE_EVENT, Text.FIX_EVENT, since)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.optimizer_names import parameter_of, split_number
+from syncheck.diagnose.optimizer_names import is_setting, parameter_of, split_number
 from syncheck.diagnose.remainder import find_unexplained_tensors
 from syncheck.diagnose.selection import list_names, ranks_outside, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, TensorDiff
 
+_SETTINGS_DIFFER = "SYN107"
 _OPTIMIZER = ("optimizer", "optimizer_step")
 
 
@@ -43,7 +44,7 @@ def cover_witnessed(
         unsuspected = ranks_outside(ranks, finding.ranks)
         effects = []
         for diff in with_status(uncovered, "different"):
-            if _is_of(diff, frozenset(finding.tensors)) and _sets_apart(diff, frozenset(finding.ranks)):
+            if _is_of(diff, finding) and _sets_apart(diff, frozenset(finding.ranks)):
                 effects.append(diff)
         if effects:
             uncovered = find_unexplained_tensors(uncovered, effects, (unsuspected,))
@@ -59,8 +60,12 @@ def _sets_apart(diff: TensorDiff, suspects: frozenset[int]) -> bool:
     return any(suspects.issuperset(cluster) for cluster in diff.clusters)
 
 
-def _is_of(diff: TensorDiff, parameters: frozenset[str]) -> bool:
-    """Whether a tensor is a parameter of the set, or its optimizer state or averaged copy."""
+def _is_of(diff: TensorDiff, finding: Finding) -> bool:
+    """Whether a tensor is a parameter of a finding, its optimizer state or averaged copy, or the setting it names."""
+    parameters = frozenset(finding.tensors)
+    # A learning rate may be a tensor.
+    if is_setting(diff.name):
+        return finding.code == _SETTINGS_DIFFER
     if diff.kind in _OPTIMIZER:
         name = parameter_of(diff.name)
         # With several optimizers, their numbers come before the parameter.

@@ -247,6 +247,39 @@ def test_state_of_a_layer_was_reset(tmp_path: Path) -> None:
     assert findings["SYN225"].cause.code is syn225.Text.CAUSE_BEHIND
 
 
+@pytest.mark.parametrize(
+    ("updates", "deviating", "behind"),
+    [
+        ({"b": (4, 8, 4)}, (1,), ["ranks 0, 2 counted fewer steps of b"]),
+        ({"b": (8, 4, 8)}, (1,), ["rank 1 counted fewer steps of b"]),
+        ({"b": (8, 4)}, (1,), ["rank 1 counted fewer steps of b"]),
+        ({"b": (4, 8, 4), "c": (8, 4, 8)}, (1,), ["ranks 0, 2 counted fewer steps of b", "rank 1 counted fewer st"]),
+        ({"b": (4, 6, 8)}, (0, 1), ["ranks 0, 1 counted fewer steps of b"]),
+    ],
+    ids=["more on one rank", "fewer on one rank", "two ranks", "both", "three counts"],
+)
+def test_ranks_with_fewer_steps_are_those_not_updated(
+    tmp_path: Path, updates: dict[str, tuple[int, ...]], deviating: tuple[int, ...], behind: list[str]
+) -> None:
+    """A rank with gradients of zeros takes more steps than the majority, whose ranks were not updated."""
+    for rank in range(len(updates["b"])):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6, bias=False) for name in "abc"})
+        optimizer = torch.optim.Adam(model.parameters())
+        for number in range(8):
+            numbers = torch.Generator().manual_seed(number)
+            for name, layer in model.items():
+                gradient = torch.randn(layer.weight.shape, generator=numbers)
+                layer.weight.grad = gradient if number < updates.get(name, (8,) * 3)[rank] else None
+            optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"rank{rank}.pth")
+    finding = find(tmp_path)["SYN225"]
+    assert finding.ranks == deviating
+    assert finding.fix.code is syn225.Text.FIX_BEHIND
+    facts = [str(fact).lower() for fact in finding.facts if "fewer" in str(fact)]
+    assert [fact.startswith(start) for fact, start in zip(facts, behind, strict=True)] == [True] * len(behind)
+
+
 def test_zero_gradients_without_counters(tmp_path: Path) -> None:
     """SGD does not change a parameter with a zero gradient, which looks like a parameter without a gradient."""
     ranks = [Rank(lambda parameters: torch.optim.SGD(parameters, lr=0.1)) for _ in range(3)]

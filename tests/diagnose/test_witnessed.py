@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.cases import diff, group
 
+from syncheck.diagnose import syn299_unexplained_difference as syn299
 from syncheck.diagnose.rules import diagnose
 from syncheck.live.witnesses.rules import Seen, make_finding
 
@@ -76,3 +77,25 @@ def test_a_rule_of_the_same_code_joins_the_witness() -> None:
     )
     (finding,) = diagnose(case, (), frozenset(), [witness("SYN214", (1,), "fc.weight", "fc.bias")])
     assert (finding.code, finding.ranks, finding.certainty, len(finding.tensors)) == ("SYN214", (1,), "proved", 4)
+
+
+def test_a_setting_that_is_a_tensor_is_the_setting_of_the_witness() -> None:
+    """A learning rate may be a tensor: SYN107 names it, and no other finding does."""
+    case = group(
+        diff("fc.weight", "parameter", THREE),
+        *[diff(f"{name}.param_groups.0.lr", "optimizer", THREE) for name in ("optimizer", "optimizer.1")],
+        ranks=3,
+    )
+    assert list(list_tensors(case, witness("SYN107", (1,), "fc.weight"))) == [("SYN107", (1,))]
+    assert ("SYN299", (1,)) in list_tensors(case, witness("SYN214", (1,), "fc.weight"))
+
+
+@pytest.mark.parametrize(
+    ("impossible", "is_outside"), [((), False), (("SYN214",), False), (("SYN211", "SYN213", "SYN214"), True)]
+)
+def test_a_watched_run_without_a_fault_of_steps(impossible: tuple[str, ...], is_outside: bool) -> None:
+    """If the witnesses saw equal gradients and steps, something other than the optimizer changed the parameters."""
+    case = group(diff("fc.weight", "parameter", THREE), diff("fc.bias", "parameter", ()), ranks=3)
+    (finding,) = diagnose(case, (), frozenset(), (), frozenset(impossible))
+    assert finding.code == "SYN299"
+    assert (finding.cause.code is syn299.Text.CAUSE_WATCHED) is is_outside

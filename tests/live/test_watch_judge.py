@@ -42,6 +42,7 @@ def make_step(optimizer: int, number: int, ranks: tuple[int, ...] = RANKS) -> An
     clock = SimpleNamespace(name="clock", ranks=ranks, reduces=True, counts_steps=True, unit="reduction")
     layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True, names=["weight"])
     layout.number, layout.is_beside = optimizer, False
+    layout.posted, layout.most_repeated = number, 0
     key = f"clock/{optimizer}/{number}"
     place = {"number": number, "place": number, "unit": clock.unit}
     return SimpleNamespace(layout=layout, repeated=0, is_end=False, key=key, **place)
@@ -326,10 +327,10 @@ def test_steps_that_all_ranks_posted_are_judged_after_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("further", "most_repeated", "expected"),
     [
-        ({1: "e"}, 0, [("SYN410", 6, (1,), "_UNREDUCED")]),
-        ({1: "a"}, 0, [("SYN214", 6, (1,), "_EXTRA")]),
+        ({1: "e"}, 0, [("SYN410", 5, (1,), "_UNREDUCED")]),
+        ({1: "a"}, 0, [("SYN214", 5, (1,), "_EXTRA")]),
         # It is the rank of the judge, which went on alone.
-        ({0: "e"}, 0, [("SYN410", 6, (0,), "_UNREDUCED")]),
+        ({0: "e"}, 0, [("SYN410", 5, (0,), "_UNREDUCED")]),
         ({0: "e", 1: "e", 2: "e"}, 0, []),
         # The script takes so many steps after each reduction.
         ({1: "e"}, 2, []),
@@ -348,6 +349,9 @@ def test_steps_after_the_last_reduction(further: dict[int, str], most_repeated: 
     watcher = SimpleNamespace(steps=[], witnesses={})
     judge = Judge(watcher, Store(records, {}), judgements.append)  # type: ignore[arg-type]
     judge._judge_further_steps(step.layout)
+    # A model may end before the judge does.
+    judge._judge_further_steps(step.layout)
+    assert all("after reduction 5" in str(row.suspicion.facts[0]) for row in judgements)
     found = [(row.suspicion.code, row.number, row.suspicion.ranks, row.suspicion.variant) for row in judgements]
     assert found == expected
 

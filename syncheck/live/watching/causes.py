@@ -229,22 +229,30 @@ class Comparing:
         parts = [part for part in objects if part is not None]
         # Each set of replicas is judged by its first rank.
         seen = self._causes.list_findings(parts, after_step=self.after_step)
-        seen_by_rank = channel.gather((seen, self._numbers_all_steps(channel.ranks)), "causes")
-        witnessed: tuple[Finding, ...] = ()
-        numbers_all_steps = True
-        for seen_by_one, numbers_steps in seen_by_rank.values():
-            witnessed += tuple(seen_by_one)
-            numbers_all_steps = numbers_all_steps and numbers_steps
+        states = (self._numbers_all_steps(channel.ranks), self._count_further(channel.ranks))
+        seen_by_rank = channel.gather((seen, *states), "causes")
+        seen_by_ranks, numbers_steps, further = zip(*seen_by_rank.values(), strict=True)
+        witnessed = tuple(chain.from_iterable(seen_by_ranks))
+        # The judge learns of further steps with the next step.
+        numbers_all_steps = all(numbers_steps) and len(set(further)) == 1
         codes = {finding.code for finding in witnessed}
         excluded = self._list_excluded(channel.ranks).difference(codes)
         # An allowed finding is not remembered.
         never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
         impossible = frozenset({"SYN214"} if never_skipped else ())
         excluded |= impossible
+        saw_no_fault = (
+            never_skipped,
+            "settings" in self._watcher.witnesses,
+            _CAUSES.isdisjoint(codes | allow),
+        )
+        if all(saw_no_fault):
+            impossible = excluded
         (group,) = report.groups
         findings = []
         diagnosed = group.findings
-        if witnessed or not impossible.isdisjoint(finding.code for finding in diagnosed):
+        # The rest without an explanation has less possible causes, too.
+        if witnessed or impossible:
             diagnosed = diagnose(group, (), allow, witnessed, impossible)
         for finding in diagnosed:
             possible = set(finding.alternatives).difference(excluded)
@@ -259,16 +267,24 @@ class Comparing:
 
     def _numbers_all_steps(self, ranks: Iterable[int]) -> bool:
         """Whether the judge has seen each step of the optimizers of some ranks, as far as this rank knows."""
-        clocks = []
+        conditions = []
         for clock in self._watcher.clocks:
             # Forward passes are no steps.
             if clock.counts_steps and not set(clock.ranks).isdisjoint(ranks):
-                clocks.append(clock)
-        conditions = [self._watcher.is_on, self._causes.is_complete, bool(clocks)]
-        for clock in clocks:
-            # Without a wrapper, a rank that skips a step only falls behind.
-            conditions += [clock.reduces, clock.numbers_all_steps()]
-        return all(conditions)
+                # Without a wrapper, a rank that skips a step only falls behind.
+                conditions += [clock.reduces, clock.numbers_all_steps()]
+        has_seen_all = (
+            self._watcher.is_on,
+            self._causes.is_complete,
+            conditions,
+        )
+        return all((*has_seen_all, *conditions))
+
+    def _count_further(self, ranks: tuple[int, ...]) -> int:
+        """Return how many steps the optimizers of some ranks took beside one for each last reduction."""
+        watcher = self._watcher
+        optimizers = watcher.list_optimizers(ranks)
+        return sum(layout.repeated for optimizer in optimizers for layout in watcher.find_layouts(optimizer))
 
     def _list_excluded(self, ranks: Iterable[int]) -> frozenset[str]:
         """Return the causes that the witnesses would have seen since the last comparison in sync of some ranks."""

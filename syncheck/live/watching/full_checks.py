@@ -203,6 +203,7 @@ class FullChecks:
         changes_pass, averages = self._agree_on_moment(clock)
         if changes_pass:
             self._print_once(_PASSING_CHANGES)
+        if changes_pass or self._waits_for_first_step(clock):
             return
         optimizers, are_divided = list_undivided(self._watcher, clock.ranks, Channel(self._groups[clock.ranks]))
         if are_divided:
@@ -224,6 +225,19 @@ class FullChecks:
                 self.last_step = self._reductions[clock.ranks]
                 self._note_compared(clock.ranks)
         self._confirm_saved(clock.ranks)
+
+    def _waits_for_first_step(self, clock: Clock) -> bool:
+        """Whether some ranks skipped the steps before the first check, so that their optimizers are not known yet.
+
+        The judge names these ranks after their first step. Then all replicas are compared.
+        """
+        if self._reductions[clock.ranks] != _FIRST or self._watcher.comparing.after_step:
+            return False
+        has_optimizer = bool(self._watcher.list_optimizers(clock.ranks))
+        known = Channel(self._groups[clock.ranks]).gather(has_optimizer, "optimizers")
+        waits = len(set(known.values())) > 1
+        self.wanted |= waits
+        return waits
 
     def _confirm_saved(self, ranks: tuple[int, ...]) -> None:
         """Print on the first of some ranks where all of them have saved checkpoints, once."""

@@ -51,8 +51,6 @@ _LOOK_AHEAD = 8
 # Steps whose records stay on the board: ranks that wait for each other may still read them.
 _KEPT_STEPS = 2
 _ASK = "ask"
-# Steps after the last reduction that are read.
-_MOST_FURTHER = 100
 
 
 class Judgement(NamedTuple):
@@ -116,6 +114,8 @@ class Judge(threading.Thread):
         self._turns = Turns()
         # The clocks whose ranks have different optimizers.
         self._unlike: set[str] = set()
+        # The layouts with further steps after their last reduction, by key.
+        self._ended: set[str] = set()
         # The keys of judged steps, to delete, by ranks.
         self._spent: dict[tuple[int, ...], deque[str]] = defaultdict(deque)
 
@@ -191,22 +191,20 @@ class Judge(threading.Thread):
                 self._judge_further_steps(layout)
 
     def _judge_further_steps(self, layout: Layout) -> None:
-        """Judge the steps after the last reduction of a model: a rank may go on alone."""
-        records: dict[int, Record] = {}
-        for rank in layout.clock.ranks:
-            records[rank] = {}
+        """Judge the steps after the last reduction of a model, once: a rank may go on alone."""
+        if layout.key in self._ended:
+            return
+        without_steps: Record = {}
+        records = dict.fromkeys(layout.clock.ranks, without_steps)
         most = 0
-        while most < _MOST_FURTHER:
-            posted = self._board.read(f"{layout.key}/{layout.posted}+{most + 1}")
-            if not posted:
-                break
+        while posted := self._board.read(f"{layout.key}/{layout.posted}+{most + 1}"):
             most += 1
             records.update({record[RANK]: record for record in posted})
         # A script may take several steps after each reduction, and a rank may end before the others take them.
         if most > layout.most_repeated:
-            number = layout.posted + 1
-            for suspicion in compare_repetitions(number, records):
-                self._report(Judgement(number, layout.clock.unit, suspicion, layout))
+            self._ended.add(layout.key)
+            for suspicion in compare_repetitions(layout.posted, records, is_last=True):
+                self._report(Judgement(layout.posted, layout.clock.unit, suspicion, layout))
 
     def _is_over(self, is_idle: bool) -> bool:
         """Whether to end, maybe with steps that are incomplete. is_idle: no step was complete."""
@@ -243,6 +241,9 @@ class Judge(threading.Thread):
             count += len(posted)
             records_of_steps = []
             for step in posted:
+                if step.is_end:
+                    # All ranks have told of their further steps, which explain different parameters at the end.
+                    self._judge_further_steps(step.layout)
                 records_of_steps.append(self._read(step))
                 self._note_optimizers(step, records_of_steps[-1])
             for step, records in zip(posted, records_of_steps, strict=True):

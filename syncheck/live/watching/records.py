@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.live.watching.layouts import AGAIN, REPEATED
 from syncheck.live.witnesses.rules import Seen
 from syncheck.live.witnesses.witness import Suspicion, find_minority
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,15 @@ _REASONS = (
     (INFINITE, "SYN216", Seen.INFINITE, ""),
     (SKIPPED, "SYN214", Seen.SKIPPED, _SKIPPING),
 )
+
+
+class Last(Sentence, topic="watch"):
+    """Steps after the last reduction of a run, which no later reduction follows."""
+
+    REPEATED = (
+        "optimizer steps with other gradients and without a reduction after reduction {reduction}: {steps:by_rank}"
+    )
+    AGAIN = "further optimizer steps with the same gradients after reduction {reduction}: {steps:by_rank}"
 
 
 class _Count(NamedTuple):
@@ -140,8 +150,8 @@ class Turns:
 
 # A rank that goes around the wrapper, or calls the optimizer twice, steps more often between two reductions.
 _REPETITIONS = (
-    (REPEATED, "SYN410", Seen.REPEATED, "_UNREDUCED"),
-    (AGAIN, "SYN214", Seen.AGAIN, "_EXTRA"),
+    (REPEATED, "SYN410", (Seen.REPEATED, Last.REPEATED), "_UNREDUCED"),
+    (AGAIN, "SYN214", (Seen.AGAIN, Last.AGAIN), "_EXTRA"),
 )
 
 
@@ -162,10 +172,16 @@ def compare_steps(number: int, ranks: Sequence[int], records: Mapping[int, Mappi
     return suspicions + compare_repetitions(number, records)
 
 
-def compare_repetitions(number: int, records: Mapping[int, Mapping[str, Any]]) -> list[Suspicion]:
-    """Return SYN214 or SYN410 if ranks took further steps before a reduction. number: of this reduction."""
+def compare_repetitions(
+    number: int, records: Mapping[int, Mapping[str, Any]], *, is_last: bool = False
+) -> list[Suspicion]:
+    """Return SYN214 or SYN410 if ranks took further steps before a reduction.
+
+    number: of this reduction.
+    is_last: the steps come after this reduction, and no later reduction follows.
+    """
     suspicions = []
-    for field, code, sentence, variant in _REPETITIONS:
+    for field, code, sentences, variant in _REPETITIONS:
         counts = {rank: records[rank].get(field, 0) for rank in sorted(records)}
         suspects = find_minority(counts)
         most = max(counts.values(), default=0)
@@ -173,7 +189,7 @@ def compare_repetitions(number: int, records: Mapping[int, Mapping[str, Any]]) -
         if len(suspects) == len(counts):
             suspects = tuple(rank for rank in counts if counts[rank] == most)
         if len(set(counts.values())) > 1:
-            fact = sentence(steps=counts, reduction=number)
+            fact = sentences[is_last](steps=counts, reduction=number)
             has_most = counts[suspects[0]] == most
             suspicions.append(Suspicion(code, suspects, (fact,), variant=variant * has_most))
     return suspicions
