@@ -415,8 +415,7 @@ class Watcher:
         return self.board
 
     def _open_last_board(self) -> None:
-        if self.last_board is None:
-            self.last_board = self.board or Board.open_of_launcher()
+        self.last_board = self.last_board or self.board or Board.open_of_launcher()
 
     def _post(self, step: Step, observations: Mapping[str, Any]) -> None:
         board = self._open_board()
