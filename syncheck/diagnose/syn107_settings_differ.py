@@ -5,16 +5,16 @@ groups) or of a scheduler's state differs. In a running job also: `requires_grad
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions. In
 a watched run also: the scale, the factors and the growth interval of the GradScaler that takes a step. The finding also
 covers different states of optimizers of different classes. A key of the parameter groups that no known optimizer reads
-is a warning that does not fail, if all trained tensors agree; a check in memory leaves out undeclared keys. Modules in
-training mode on some ranks only are a warning that does not fail; a file without modes has none. The finding also
-covers parameters and optimizer state if ranks with equal settings hold equal bytes, and the settings explain the
-differences: averaged gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no
-average of gradients, so that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters
-within the gradients. Other settings may change moments, which must then still have the same direction (median cosine of
-0.9 or more), unless the settings turn them. A learning rate or weight decay that differs by less than 1 % explains
-small differences only, and foreach, fused, capturable and differentiable explain rounding only. All other differences
-have a finding of their own. The finding covers only the values, too, if only a scheduler's state differs and has not
-changed a learning rate yet. Without moments in the files, it is "consistent".
+is a warning that does not fail, if all trained tensors agree. Modules in training mode on some ranks only are a warning
+that does not fail; a file without modes has none. The finding also covers parameters and optimizer state if ranks with
+equal settings hold equal bytes, and the settings explain the differences: averaged gradients, but unequal steps.
+Another learning rate, eps or decoupled weight decay changes no average of gradients, so that exp_avg and
+momentum_buffer must agree, except for the weight decay of unequal parameters within the gradients. Other settings may
+change moments, which must then still have the same direction (median cosine of 0.9 or more), unless the settings turn
+them. A learning rate or weight decay that differs by less than 1 % explains small differences only, and foreach, fused,
+capturable and differentiable explain rounding only. All other differences have a finding of their own. The finding
+covers only the values, too, if only a scheduler's state differs and has not changed a learning rate yet. Without
+moments in the files, it is "consistent".
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from itertools import combinations, starmap
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from syncheck.records import ValueDiff
 
@@ -72,10 +72,3 @@ def split_lacked(settings: Iterable[ValueDiff]) -> tuple[tuple[str, ...], list[V
             others.append(setting)
     options.pop("", None)
     return tuple(options), others
-
-
-def drop_unread(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Delete the keys of a parameter group that no step reads. options: of the optimizer; may be empty."""
-    if options:
-        for key in set(group).difference(options, _READ):
-            del group[key]

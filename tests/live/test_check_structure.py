@@ -53,7 +53,7 @@ UNLIKE: dict[str, tuple[Any, str, str | tuple[int, ...]]] = {
     "fewer tensors": (lambda m, o: (*fewer(m, o), scaler()), "SYN101", (0, 1)),
     "another shape": (lambda m, o: (*reshaped(m, o), scaler()), "SYN102", "[3, 4] on rank 1"),
     "another dtype": (lambda m, o: (m.double(), o, scaler()), "SYN102", "float64 on rank 1"),
-    "another optimizer": (lambda m, o: (*plain("SGD"), scaler()), "SYN215", "rank 1 holds no state"),
+    "another optimizer": (lambda m, o: (*plain("SGD"), scaler()), "SYN107", "different classes"),
     "no optimizer": (lambda m, o: (m, None, scaler()), "SYN101", "optimizer.fc.weight.exp_avg"),
     "no scaler": (lambda m, o: (m, o, None), "SYN101", "scaler"),
     "an optimizer that has not run": (

@@ -46,7 +46,6 @@ from syncheck.messages import Refusal
 from syncheck.readers.metadata_block import get_buffers_synced
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
-from syncheck.tensors.group_options import drop_unread
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -80,7 +79,6 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
 
     are_named = all(id(parameter) in names for parameter in list_parameters(optimizer))
     for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        drop_unread(saved_group, getattr(optimizer, "defaults", {}))
         ids = [id(parameter) for parameter in group["params"]]
         if are_named:
             saved_group.setdefault("param_names", [names[key] for key in ids])
