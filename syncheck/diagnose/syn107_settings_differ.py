@@ -49,6 +49,7 @@ from syncheck.diagnose.selection import (
     select_missing,
     select_names,
     union_of,
+    with_status,
 )
 from syncheck.diagnose.settings_effect import (
     choose_only_rounding,
@@ -185,7 +186,9 @@ def apply(case: Case) -> Match | None:
     if not settings:
         return _match_modes(case, modes)
     orders, acting, delayed = _split_by_effect(settings)
-    if are_unread(settings) and not case.differing("parameter", "optimizer", "ema"):
+    # Also differences of findings before this one.
+    trained = select_kinds(case.group.tensors, "parameter", "ema", *OPTIMIZER)
+    if are_unread(settings) and not with_status(trained, "different"):
         return _match_unread(case, settings)
     # Settings of the next step come first.
     unordered = [*acting, *delayed]
