@@ -42,10 +42,10 @@ _REASONS = (
 class Last(Sentence, topic="watch"):
     """Steps after the last reduction of a run, which no later reduction follows."""
 
-    REPEATED = (
+    REPEATED_AT_END = (
         "optimizer steps with other gradients and without a reduction after reduction {reduction}: {steps:by_rank}"
     )
-    AGAIN = "further optimizer steps with the same gradients after reduction {reduction}: {steps:by_rank}"
+    AGAIN_AT_END = "further optimizer steps with the same gradients after reduction {reduction}: {steps:by_rank}"
 
 
 class _Count(NamedTuple):
@@ -150,8 +150,8 @@ class Turns:
 
 # A rank that goes around the wrapper, or calls the optimizer twice, steps more often between two reductions.
 _REPETITIONS = (
-    (REPEATED, "SYN410", (Seen.REPEATED, Last.REPEATED), "_UNREDUCED"),
-    (AGAIN, "SYN214", (Seen.AGAIN, Last.AGAIN), "_EXTRA"),
+    (REPEATED, "SYN410", (Seen.REPEATED, Last.REPEATED_AT_END), "_UNREDUCED"),
+    (AGAIN, "SYN214", (Seen.AGAIN, Last.AGAIN_AT_END), "_EXTRA"),
 )
 
 
