@@ -222,7 +222,8 @@ def _read_groups(layout: Any) -> dict[str, str]:
 
 def _is_flattened(layout: Any) -> bool:
     """Whether FSDP1 has made the parameters parts of flat ones, which the ranks divide."""
-    return hasattr(layout.parameters[0], "_fsdp_flattened")
+    # The inputs of tensor-parallel ranks belong to no parameter.
+    return hasattr(next(iter(layout.parameters), None), "_fsdp_flattened")
 
 
 def _read_scaler(layout: Any) -> dict[str, str]:
