@@ -454,3 +454,9 @@ def test_without_a_wrapper_only_copies_have_equal_settings(
     witness = SettingsWitness()
     witness.leader = SimpleNamespace(learned={"steps/0/copies": SimpleNamespace(sets=sets)})
     assert list(witness.list_sets(layout, dict.fromkeys(range(3)))) == expected
+
+
+def test_settings_of_a_layout_without_parameters_are_not_compared() -> None:
+    """The inputs of tensor-parallel ranks belong to a layout without parameters, and ranks show no copies there."""
+    layout = SimpleNamespace(key="inputs", clock=SimpleNamespace(reduces=False), parameters=[], sharded=[])
+    assert not SettingsWitness().list_sets(layout, {0: "a", 1: "b"})
