@@ -9,7 +9,7 @@ import itertools
 import os
 from bisect import bisect
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.adapted_tensors import LowRank, Merged, are_comparable, find_adapted, fits_weight, make_adapted
@@ -24,7 +24,7 @@ from syncheck.conversion.adapter_problems import AdapterProblem
 from syncheck.conversion.adapter_settings import AdapterSettings
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.replacements import replace_rows, replace_tensor
-from syncheck.frozen import record
+from syncheck.frozen import record, replace
 from syncheck.messages import Refusal
 from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
@@ -94,7 +94,7 @@ class Adapter:
         merged = {}
         for name, tensor in tensors.items():
             # A map notes the names of tensors, which may have PEFT's prefix.
-            merged[name] = tensor if tensor.name == name else replace(tensor, name=name)
+            merged[name] = replace(tensor, name=name)
         ties = _find_ties(merged)
         self.problems = dict.fromkeys(self.parts, AdapterProblem.UNKNOWN())
         self._survey_modules(merged)
