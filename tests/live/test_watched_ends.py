@@ -18,7 +18,7 @@ from syncheck.live.watching.settings import WatchSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Rank 1 leaves; rank 0 notices it in its next reduction. The signal comes as soon as rank 0 ends.
+# Rank 1 leaves; rank 0 notices it in its next reduction. It gets the signal as soon as it ends.
 SCRIPT = """
 import os, signal, sys, threading, time
 import torch, torch.distributed as dist
@@ -28,7 +28,7 @@ from syncheck.live.watching import judge
 finish = judge.Judge.finish
 
 def finish_slowly(judge, *limits):
-    # torchrun sends the signal to the rank while it ends.
+    # As torchrun does while a rank ends after the failure of another one.
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     time.sleep(0.5)
     finish(judge, *limits)
@@ -55,7 +55,9 @@ def test_sigterm_while_the_first_rank_ends(tmp_path: Path) -> None:
     """The error of the script and the last line are printed once, before the process ends by the signal."""
     (tmp_path / "leaves.py").write_text(SCRIPT)
     processes = Processes(tmp_path)
+    # The launcher looks seldom: its own signal, after the end of rank 1, would come before or after rank 0's error.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--monitor-interval", "4"]
     process = processes.start(*launcher, "-m", "syncheck", "watch", "leaves.py", PYTHONPATH=CLONE)
     try:
         _, errors = process.communicate(timeout=110)
