@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
-import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
-from support.listings import find_texts, list_fields, list_names
+from support.listings import find_texts, list_fields
+from support.sources import read_source
 from support.states import omit
 
 import syncheck
@@ -20,7 +20,7 @@ import syncheck.live
 from syncheck.cli.parser import build_parser
 from syncheck.readers.folders import FOLDERS
 from syncheck.readers.formats import READERS
-from tools.house import measure
+from tools.house import House, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py"), *(ROOT / "fuzz").rglob("*.py")])
@@ -65,16 +65,10 @@ LAYERS = (
 )
 
 
-def imported(source: Path) -> set[str]:
-    """Return the absolute names of all modules and names imported in a file, at any level."""
-    result: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            result |= set(list_names(node.names))
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{source}: relative import"
-            result |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return result
+@cache
+def measure_house(package: str) -> House:
+    """Return the measurements of a package, which several tests look at."""
+    return measure(ROOT / package)
 
 
 def find_levels() -> dict[str, int]:
@@ -89,7 +83,7 @@ def find_levels() -> dict[str, int]:
 def test_modules_import_only_from_the_left() -> None:
     """Modules import only rooms to the left: for example, rules and reports never import live checks."""
     levels = find_levels()
-    edges = measure(ROOT / "syncheck").edges
+    edges = measure_house("syncheck").edges
     wrong = [(room, target) for room, target in edges if levels[target] >= levels[room]]
     assert wrong == []
 
@@ -97,23 +91,23 @@ def test_modules_import_only_from_the_left() -> None:
 @pytest.mark.parametrize("package", ["syncheck", "train"])
 def test_no_modules_import_each_other(package: str) -> None:
     """There is no circle of imports, also none inside a package, and not through several modules."""
-    assert measure(ROOT / package).circles_of_modules == []
+    assert measure_house(package).circles_of_modules == []
 
 
 def test_every_room_has_a_layer() -> None:
     """The line of layers lists every module and package of syncheck once."""
-    house = measure(ROOT / "syncheck")
+    house = measure_house("syncheck")
     assert sorted(find_levels()) == sorted(house.modules + house.packages)
 
 
 def test_packages_share_only_public_names() -> None:
     """syncheck never imports train, and train imports only names in `__all__` of syncheck and syncheck.live."""
     for source in (ROOT / "syncheck").rglob("*.py"):
-        assert not {name for name in imported(source) if name.partition(".")[0] == "train"}, source
+        assert not {name for name in read_source(source).imported if name.partition(".")[0] == "train"}, source
     public = {f"syncheck.{name}" for name in syncheck.__all__}
     public |= {f"syncheck.live.{name}" for name in syncheck.live.__all__}
     for source in (ROOT / "train").rglob("*.py"):
-        assert set(find_texts(imported(source), start="syncheck")) <= public, source
+        assert set(find_texts(read_source(source).imported, start="syncheck")) <= public, source
 
 
 def test_public_names_resolve() -> None:
@@ -180,8 +174,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
     for source in (ROOT / "syncheck").rglob("*.py"):
         if "cli" in source.parts or source.name == "__main__.py":
             continue
-        calls = [node.func for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
-        assert not [call for call in calls if ast.unparse(call) in ("print", "sys.exit", "exit")], source
+        assert not read_source(source).called & {"print", "sys.exit", "exit"}, source
 
 
 PROGRAMS = ("syncheck", "train", "benchmarks", "fuzz", "docs", "tools", "fixtures")
@@ -190,9 +183,7 @@ PROGRAMS = ("syncheck", "train", "benchmarks", "fuzz", "docs", "tools", "fixture
 def test_no_program_accepts_the_start_of_an_option() -> None:
     """Every parser refuses abbreviations: they would mean another option as soon as one with this start is added."""
     for source in sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py")):
-        for call in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("argparse.ArgumentParser", "Parser"):
-                assert "allow_abbrev=False" in ast.unparse(call), source
+        assert all("allow_abbrev=False" in call for call in read_source(source).parsers), source
 
     parser = build_parser()
     (commands,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -208,51 +199,19 @@ WRITERS = {
     "syncheck/live/watching/full_checks.py": "checkpoints of `--on-desync save`, in new files of a folder of its own",
     "syncheck/live/repair/state.py": "torch.save to a buffer in memory",
 }
-# Names of functions that create, write, move or remove a file. `open` counts if its mode is for writing.
-WRITING = frozenset(
-    "write_text write_bytes touch mkstemp NamedTemporaryFile TemporaryFile mkfifo mknod symlink symlink_to hardlink_to "
-    "rename renames unlink truncate ftruncate copyfile copy copy2 copytree move save save_file savez tofile "
-    "O_WRONLY O_RDWR O_CREAT O_APPEND O_TRUNC".split()
-)
-WRITING_MODULES = frozenset({"os", "shutil", "tempfile", "Path", "file", "path", "torch", "numpy", "np"})
-
-
-def opens_for_writing(call: ast.Call) -> bool:
-    """Whether a call is `open`, `path.open` or `os.fdopen` with a mode for writing."""
-    name = ast.unparse(call.func).rpartition(".")[2]
-    if name not in ("open", "fdopen"):
-        return False
-    strings = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    strings += [word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)]
-    return any(
-        isinstance(text, str) and re.fullmatch("[rwaxbt+]+", text) and set(text) & set("wax+") for text in strings
-    )
-
-
-def find_writing(source: Path) -> list[str]:
-    """Return the expressions of a module that write files."""
-    result = []
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and opens_for_writing(node):
-            result.append(ast.unparse(node))
-        if isinstance(node, ast.Attribute) and node.attr in WRITING:
-            owner = ast.unparse(node.value)
-            # Names such as `copy` and `rename` are also methods of other objects.
-            if owner in WRITING_MODULES or node.attr.startswith(("write_", "O_", "touch")) or "Path(" in owner:
-                result.append(ast.unparse(node))
-    return result
 
 
 def test_one_module_opens_outputs() -> None:
     """Only atomic.py writes files, called by outputs.py, which refuses inputs and checkpoints."""
     modules = sorted((ROOT / "syncheck").rglob("*.py"))
-    writing = {str(source.relative_to(ROOT)): find_writing(source) for source in modules}
+    writing = {str(source.relative_to(ROOT)): read_source(source).writing for source in modules}
     writing = {module: calls for module, calls in writing.items() if calls}
     assert omit(writing, *WRITERS) == {}
     assert WRITERS.keys() - {"syncheck/live/repair/state.py"} <= writing.keys()
     for source in modules:
         if source.name not in ("outputs.py", "atomic.py"):
-            used = {name.rpartition(".")[2] for name in imported(source) if name.startswith("syncheck.atomic")}
+            names = find_texts(read_source(source).imported, start="syncheck.atomic")
+            used = {name.rpartition(".")[2] for name in names}
             assert used <= {"convert_errors"}, source
 
 
@@ -275,8 +234,8 @@ def test_every_way_to_write_is_found(line: str, tmp_path: Path) -> None:
     """The search for modules that write files finds each of these lines, and no line that reads."""
     (tmp_path / "writes.py").write_text(line)
     (tmp_path / "reads.py").write_text("open(p, 'rb'); Path(p).open(); os.open(p, os.O_RDONLY); a.copy()")
-    assert find_writing(tmp_path / "writes.py")
-    assert not find_writing(tmp_path / "reads.py")
+    assert read_source(tmp_path / "writes.py").writing
+    assert not read_source(tmp_path / "reads.py").writing
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
@@ -284,9 +243,7 @@ def test_files_and_functions_are_short(source: Path) -> None:
     """Files have at most 500 lines, and functions at most 60 without their docstring."""
     text = source.read_text(encoding="utf-8")
     assert text.count("\n") <= 500
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    documented = {f: len((ast.get_docstring(f, clean=False) or "").splitlines()) for f in functions}
-    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 - lines for f, lines in documented.items()}
+    lengths = {function.name: function.lines for function in read_source(source).functions}
     assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
@@ -305,9 +262,8 @@ def test_every_reader_is_in_the_table() -> None:
 def test_every_test_has_a_docstring() -> None:
     """Each test function has a docstring."""
     for source in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                assert ast.get_docstring(node), f"{source}: {node.name}"
+        tests = [function for function in read_source(source).functions if function.name.startswith("test_")]
+        assert not [test.name for test in tests if not test.is_documented], source
 
 
 def test_modules_of_tests_have_unique_names() -> None:
