@@ -75,6 +75,7 @@ def test_inputs_reach_the_steps() -> None:
     assert re.fullmatch(r"actions/setup-python@[0-9a-f]{40}", steps[0]["uses"])
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_action(runner: Callable[..., Any], tmp_path: Path) -> None:
     """In sync is exit code 0; out of sync is 1, an unreadable file or unmatched glob 2, with an annotation; the job's
     summary has each report."""
@@ -100,6 +101,7 @@ def test_exit_codes_of_the_action(runner: Callable[..., Any], tmp_path: Path) ->
     assert (tmp_path / "summary.md").read_text() == summary
 
 
+@pytest.mark.slow
 def test_the_action_takes_a_baseline(runner: Callable[..., Any], tmp_path: Path) -> None:
     """Known findings are a warning with exit code 0; a missing baseline is exit code 2."""
     shutil.copytree(DESYNC, tmp_path / "work" / "out")

@@ -42,6 +42,7 @@ def add(numbers):
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=attrgetter("name"))
+@pytest.mark.slow
 def test_rates_are_within_the_limits(package: Path) -> None:
     """A package exceeds no limit; a failure lists the functions to open first."""
     density = measure(package)

@@ -96,6 +96,7 @@ def test_texts_for_python(folder: Path) -> None:
         syncheck.compare("ddp_rank*.pth", options=syncheck.Options(baseline=str(folder / "none.json")))
 
 
+@pytest.mark.slow
 def test_texts_of_pytest(folder: Path) -> None:
     """A test of checkpoints has the options of pytest, and an assertion in the code of a test those of Python."""
     (folder / "test_own.py").write_text(

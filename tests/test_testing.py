@@ -307,6 +307,7 @@ def test_the_error_can_be_sent_to_another_process(ranks: Ranks) -> None:
     assert (str(messages), messages.report) == (str(error), error.report)
 
 
+@pytest.mark.slow
 def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
     """Under pytest both kinds of errors point at the caller's line, without frames of syncheck."""
     pytester.makepyfile(

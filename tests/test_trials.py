@@ -114,6 +114,7 @@ def test_likely_causes_hold() -> None:
     assert not [code for code, n in counts.items() if n["wrong"] > 0.02 * n["stated"]]
 
 
+@pytest.mark.slow
 def test_changed_copies_of_a_model() -> None:
     """Each kind of change leads to a right likely cause or to none."""
     for seed in range(len(CHANGES)):

@@ -213,6 +213,7 @@ def test_names_cannot_control_the_terminal(cli: Run, tmp_path: Path) -> None:
     assert "\x1b" not in (tmp_path / "out.html").read_text()
 
 
+@pytest.mark.slow
 def test_closed_pipe(ranks: Ranks, tmp_path: Path) -> None:
     """A reader that stops early, such as `head -1`, causes no traceback."""
     ranks(*({f"w{i}.{'x' * 100}": np.full(1, rank, np.float32) for i in range(2000)} for rank in range(2)))

@@ -144,6 +144,7 @@ def interrupt_writing(folder: Path, number: signal.Signals) -> int | None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ended_while_writing(tmp_path: Path, number: signal.Signals) -> None:
     """The report is complete, old or new; SIGKILL leaves at most a hidden file, and Ctrl-C leaves none."""
     write_many_tensors(tmp_path, 100)

@@ -83,6 +83,7 @@ def test_partially_written_stdout(shell: Shell, tmp_path: Path, unbuffered: str)
     assert (tmp_path / "out.json").stat().st_size == 1024
 
 
+@pytest.mark.slow
 def test_reports_with_closed_streams(shell: Shell, tmp_path: Path) -> None:
     """With all three streams closed, reports are complete, because report files never get a stream's descriptor."""
     assert shell(f"syncheck {COMPARE} -o out.json")[0] == 1

@@ -140,6 +140,7 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
         assert line.count("::", 2, line.index(",title=")) == 0
 
 
+@pytest.mark.slow
 def test_plain_locale(shell: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """With LANG=C, the output is complete even for names outside ASCII."""
     for rank in range(2):

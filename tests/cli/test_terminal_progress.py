@@ -129,6 +129,7 @@ def test_an_error_erases_the_line() -> None:
 
 
 @pytest.mark.parametrize("command", ["compare", *slow("report", "diff", "fingerprint")])
+@pytest.mark.slow
 def test_each_command(tmp_path: Path, command: str) -> None:
     """Each command that reads tensors shows its progress, which is gone when its output begins."""
     size = 400 << 20

@@ -79,6 +79,7 @@ def test_other_constructs_are_refused(pattern: str) -> None:
     assert find_pattern(["a", pattern], "model.a", Budget()) == "a"
 
 
+@pytest.mark.slow
 def test_whole_names_and_starts_as_in_re() -> None:
     """Random patterns match whole names as `re.fullmatch` does, and the ends of matches are those of `re`."""
     draw = random.Random(3)

@@ -56,6 +56,7 @@ def test_no_document_has_an_address_of_the_project() -> None:
     assert set(listed.split()) <= {"tools/set_address.py", "CHANGELOG.md"}
 
 
+@pytest.mark.slow
 def test_a_report_prints_no_address(clone: Path) -> None:
     """Without an address, a finding refers to `syncheck explain` only."""
     printed = show_finding(clone)
@@ -63,6 +64,7 @@ def test_a_report_prints_no_address(clone: Path) -> None:
     assert not find_texts(printed.splitlines(), "/findings/syn201")
 
 
+@pytest.mark.slow
 def test_a_release_sets_all_addresses(clone: Path) -> None:
     """After the step, reports, jobs, site and package have the given addresses, and a second step is refused."""
     assert set_address(SITE, REPOSITORY, clone) == CHANGED

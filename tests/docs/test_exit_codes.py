@@ -60,6 +60,7 @@ def test_exit_codes_of_commands(clone: Path, cli: Callable[..., Done]) -> None:
     assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
 
+@pytest.mark.slow
 def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pytest command of the tables exits with its code, and an interrupted session with 2."""
     requested = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.marks import slow
 
 from tools.prose import MEASURES, find_dense_sentences, find_exceeded, main, measure_rates, read_passages
 
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUMSY = "Of each file it says what was told, where those that are such tell it, for no others say so.\n"
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs", "syncheck", "train"])
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "train", *slow("docs", "syncheck")])
 def test_rates_are_within_the_limits(path: str) -> None:
     """The text of a path, including its messages, exceeds no limit; a failure lists the sentences to rewrite first."""
     passages = read_passages([ROOT / path], strings=True)

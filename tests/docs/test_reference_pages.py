@@ -107,6 +107,7 @@ def test_number_follows_the_results(copy: Path) -> None:
     assert "KeyError: \"RESULTS.md: compare: no row 'import torch'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_release_refuses_numbers_of_another_version(copy: Path) -> None:
     """--release fails while a section of the results was measured with another version than that of the project."""
     (copy / "benchmarks").unlink()

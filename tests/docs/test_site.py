@@ -56,6 +56,7 @@ def test_headings_are_in_order(tmp_path: Path) -> None:
     assert out_of_order == []
 
 
+@pytest.mark.slow
 def test_a_dead_link_stops_the_build(tmp_path: Path) -> None:
     """A link to a file that does not exist is reported with its page."""
     clone = tmp_path / "clone"

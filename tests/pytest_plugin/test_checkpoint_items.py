@@ -137,6 +137,7 @@ def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) ->
         assert len(ET.parse(tmp_path / name).getroot().findall(".//testcase")) == 5
 
 
+@pytest.mark.slow
 def test_equal_names_after_escaping_are_numbered(tmp_path: Path) -> None:
     """Runs with equal names after escaping have different ids, the same on every worker."""
     for name in ("a::b", "a:b", "a[b", "a(b"):
@@ -153,6 +154,7 @@ def test_equal_names_after_escaping_are_numbered(tmp_path: Path) -> None:
     assert sorted(first.outcomes().values()) == ["FAILED", "PASSED", "PASSED", "PASSED"]
 
 
+@pytest.mark.slow
 def test_junit_has_the_numbers(drifted: Path) -> None:
     """Verdict, findings, counts and the worst tensor are properties of each test case, with -n too."""
     sessions(
@@ -265,6 +267,7 @@ def test_missing_ranks_and_other_files_are_reported(tmp_path: Path) -> None:
     assert "syncheck: 2 checkpoints, 1 group, 1 other files skipped" in ended.out
 
 
+@pytest.mark.slow
 def test_the_summary_is_bounded(tmp_path: Path) -> None:
     """The summary of many groups lists the worst first and counts the others, with and without -n."""
     for i in range(30):

@@ -25,6 +25,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_project(project: Path) -> None:
     """Like testpaths, the ini value applies to pytest without paths in the rootdir only.
 

@@ -52,6 +52,7 @@ def test_known_new_and_fixed(tmp_path: Path, spread: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.slow
 def test_an_update_requires_all_tests(tmp_path: Path, spread: tuple[str, ...]) -> None:
     """An update requires all tests and readable files, replaces the entries of its runs, and keeps the others."""
     entries = {"gone": {"SYN299": {"parameter": ["w"]}}, "zero": {"SYN299": {"parameter": ["fc.weight"]}}}

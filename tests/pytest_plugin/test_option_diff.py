@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from support.checkpoints import save_pth
 from support.dtensors import save_ranks
 from support.sessions import sessions
@@ -29,6 +30,7 @@ def write(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_test_for_each_pair(tmp_path: Path) -> None:
     """A pair in sync passes, a difference and an incomplete model fail, and no other test is collected."""
     (write(tmp_path) / "test_other.py").write_text("def test_other(): assert False\n")

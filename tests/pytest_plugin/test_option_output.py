@@ -24,6 +24,7 @@ def drifted(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_files_are_written(drifted: Path) -> None:
     """Reports on all checkpoints are written in the format of their extension, with -n and -k too."""
     endings = ("json", "html", "md", "txt", "xml")

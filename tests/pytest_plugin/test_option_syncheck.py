@@ -39,6 +39,7 @@ def test_without_a_path_only_checkpoints_are_judged(project: Path) -> None:
         assert (run.code, run.outcomes()) == (0, {"tests/test_suite.py::test_own": "PASSED"} | OUR_ITEMS), run.out
 
 
+@pytest.mark.slow
 def test_a_glob_that_the_shell_expanded(project: Path) -> None:
     """Files and folders of checkpoints after the first are judged, not collected as tests."""
     save(project / "more" / "other_rank0.pth", network())
@@ -115,6 +116,7 @@ def test_folders_that_the_shell_expanded(project: Path) -> None:
         assert sorted(run.outcomes().values()) == ["FAILED", *["PASSED"] * 3], run.out
 
 
+@pytest.mark.slow
 def test_folders_with_tests_and_checkpoints(project: Path) -> None:
     """A folder with tests and checkpoints is judged, unless the glob was quoted or the folder is a parent."""
     save(project / "tests" / "data" / "rank0.pth", network())

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 from support.states import omit
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> None:
@@ -33,6 +32,7 @@ def test_an_idle_plugin_imports_next_to_nothing(pytester: pytest.Pytester) -> No
     pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:cov").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_import_is_a_small_part_of_pytests(tmp_path: Path) -> None:
     """Importing the plugin takes less than a tenth of the import of pytest, in the best of five processes."""
     # As in an installed package, all processes but the first find bytecode.

@@ -157,6 +157,7 @@ def test_the_parser_detects_commands() -> None:
     assert parse("::error title=a,file=b::c") == ("error", {"title": "a", "file": "b"}, "c")
 
 
+@pytest.mark.slow
 def test_the_output_stays_small() -> None:
     """Long names and thousands of tensors, groups and unreadable files give less than 300 kB."""
     first = hostile("%" * 10_000)

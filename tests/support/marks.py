@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 BEFORE_RELEASE = Path(__file__).parents[1] / "release.txt"
-# Lines of this list that name no slow test of this session.
+# Lines of this list that name no test of this session.
 UNMATCHED: list[str] = []
 
 
@@ -22,30 +22,45 @@ def slow(*values: object) -> list[Any]:
     return parameters
 
 
-def read_patterns() -> dict[str, re.Pattern[str]]:
-    """Return the lines of the list of tests before a release, and the pattern that matches the start of a test's id."""
-    patterns = {}
-    for line in BEFORE_RELEASE.read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            patterns[line] = re.compile(re.escape(line).replace(r"\*", ".*"))
+# `1/3 START`: one of three tests stays outside the list, the first, the fourth and so on.
+_FORM = re.compile(r"(?:1/(\d+) )?(.*)")
 
-    return patterns
+
+class Line(NamedTuple):
+    """A line of the list of tests before a release."""
+
+    text: str
+    pattern: re.Pattern[str]
+    """Matches the start of a test's id."""
+    kept: int
+    """One of so many matching tests stays outside the list; 0 for none."""
+
+
+def read_lines() -> list[Line]:
+    """Return the lines of the list of tests before a release."""
+    lines = []
+    for text in BEFORE_RELEASE.read_text(encoding="utf-8").splitlines():
+        if not text or text.startswith("#"):
+            continue
+        share, start = _FORM.fullmatch(text).groups()  # type: ignore[union-attr]  # matches any text
+        lines.append(Line(text, re.compile(re.escape(start).replace(r"\*", ".*")), int(share or 0)))
+
+    return lines
 
 
 def mark_for_release(items: list[pytest.Item]) -> None:
-    """Mark the tests of the list. `UNMATCHED` gets the lines that name no slow test among these items."""
-    patterns = read_patterns()
-    any_pattern = re.compile("|".join(pattern.pattern for pattern in patterns.values()))
-    marked = []
-    for item in items:
-        if any_pattern.match(item.nodeid):
-            item.add_marker(pytest.mark.release)
-            if item.get_closest_marker("slow"):
-                marked.append(item.nodeid)
-
-    for line, pattern in patterns.items():
-        if not any(map(pattern.match, marked)):
-            UNMATCHED.append(line)
+    """Mark the tests of the list, which are slow ones too. `UNMATCHED` gets the lines that name no test."""
+    lines = read_lines()
+    any_pattern = re.compile("|".join(line.pattern.pattern for line in lines))
+    listed = [item for item in items if any_pattern.match(item.nodeid)]
+    for line in lines:
+        matching = [item for item in listed if line.pattern.match(item.nodeid)]
+        if not matching:
+            UNMATCHED.append(line.text)
+        for number, item in enumerate(matching):
+            if line.kept == 0 or number % line.kept:
+                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.release)
 
 
 def mark_many_ranks(items: list[pytest.Item]) -> None:

@@ -36,7 +36,7 @@ set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis
 
 # Number of cases: few by default, more in slow tests.
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
-EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(150, marks=SLOW)])
+EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(150, marks=SLOW)])
 # If set, the number of cases, with different cases in each run, to search for bugs.
 SEARCH = int(os.environ.get("SYNCHECK_EXAMPLES", "0"))
 

@@ -180,6 +180,7 @@ def test_an_unknown_model_is_refused() -> None:
         build_model("vgg", 1, 10, None)
 
 
+@pytest.mark.slow
 def test_the_list_has_every_model() -> None:
     """--list-models has a line per model: its parameters, normalization and source."""
     import_or_skip("torchvision")

@@ -21,6 +21,7 @@ def test_invalid_master_port(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("192.0.2.1", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_rank_zero_times_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int, address: str
 ) -> None:

@@ -29,6 +29,7 @@ def make_context(rank: int, world_size: int, backend: str = "gloo") -> RankConte
     return RankContext(rank, world_size, rank, backend=backend, init_method="tcp://store:1")
 
 
+@pytest.mark.slow
 def test_a_missing_rank(free_port: int) -> None:
     """After the timeout, a waiting rank raises torch's reason with its address."""
     ctx = replace(make_context(0, 2), init_method=f"tcp://127.0.0.1:{free_port}")
