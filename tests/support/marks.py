@@ -30,6 +30,7 @@ class Line(NamedTuple):
     """A line of the list of tests before a release."""
 
     text: str
+    module: str
     pattern: re.Pattern[str]
     """Matches the start of a test's id."""
     kept: int
@@ -43,18 +44,22 @@ def read_lines() -> list[Line]:
         if not text or text.startswith("#"):
             continue
         share, start = _FORM.fullmatch(text).groups()  # type: ignore[union-attr]  # matches any text
-        lines.append(Line(text, re.compile(re.escape(start).replace(r"\*", ".*")), int(share or 0)))
+        lines.append(Line(text, _module(start), re.compile(re.escape(start).replace(r"\*", ".*")), int(share or 0)))
 
     return lines
 
 
+def _module(test: str) -> str:
+    return test.partition("::")[0]
+
+
 def mark_for_release(items: list[pytest.Item]) -> None:
     """Mark the tests of the list, which are slow ones too. `UNMATCHED` gets the lines that name no test."""
-    lines = read_lines()
-    any_pattern = re.compile("|".join(line.pattern.pattern for line in lines))
-    listed = [item for item in items if any_pattern.match(item.nodeid)]
-    for line in lines:
-        matching = [item for item in listed if line.pattern.match(item.nodeid)]
+    items_of: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        items_of.setdefault(_module(item.nodeid), []).append(item)
+    for line in read_lines():
+        matching = [item for item in items_of.get(line.module, ()) if line.pattern.match(item.nodeid)]
         if not matching:
             UNMATCHED.append(line.text)
         for number, item in enumerate(matching):
