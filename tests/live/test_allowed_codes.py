@@ -37,8 +37,8 @@ def test_unknown_codes_are_refused(allow: object) -> None:
 def test_a_monitor_allows_codes_of_its_witnesses(syncheck_rank: Rank) -> None:
     """A check with an allowed code of a witness compares the replicas."""
     torch.manual_seed(0)
-    monitor = SyncMonitor(nn.Linear(2, 2), every=1, witnesses=("gradients",), allow=ALLOW, console=False)
-    monitor.step()
+    with SyncMonitor(nn.Linear(2, 2), every=1, witnesses=("gradients",), allow=ALLOW, console=False) as monitor:
+        monitor.step()
     assert monitor.last is not None
     assert monitor.last.verdict == "in_sync"
 

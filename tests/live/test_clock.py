@@ -219,6 +219,7 @@ def test_a_wrapper_that_was_used_before_hides_steps() -> None:
     assert not counting.clock.numbers_all_steps()
 
 
+@pytest.mark.slow  # processes that have compiled are not used again
 @pytest.mark.syncheck(ranks=2, timeout=110)
 def test_a_compiled_module_has_one_reduction_for_two_outputs() -> None:
     """Compiled code within the wrapper changes no number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -10,10 +11,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.started import CLONE, Processes
+from support.started import CLONE, Processes, wait_for
 
 from syncheck.live.watching.session import Session
 from syncheck.live.watching.settings import WatchSettings
+from syncheck.live.watching.termination import end_flushing, flush_before_termination
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,3 +132,21 @@ def test_the_main_thread_goes_on_while_it_ends(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(termination, "_ending", [lambda is_ending=is_ending: is_ending])
         termination._wait_for_thread(signal.SIGTERM, None)
         assert bool(naps) is not is_ending
+
+
+def test_the_signal_has_its_default_action_after_watching() -> None:
+    """The handler, the thread and the pipe are gone at the end; a pipe of the program is kept."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    threads, pipes = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for wakeup in (-1, writing):
+        flush_before_termination(lambda: None, lambda: False)
+        if wakeup == writing:
+            signal.set_wakeup_fd(writing)
+        end_flushing()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.set_wakeup_fd(-1) == wakeup
+        wait_for(lambda: threading.active_count() == threads)
+        assert len(os.listdir("/proc/self/fd")) == pipes
+    os.close(reading)
+    os.close(writing)

@@ -21,7 +21,7 @@ from syncheck.live.watching.gate import Gate
 from syncheck.live.watching.judge import Judge, Judgement, Responder
 from syncheck.live.watching.records import RANK
 from syncheck.live.watching.summary import Ending, Summary
-from syncheck.live.watching.termination import flush_before_termination
+from syncheck.live.watching.termination import end_flushing, flush_before_termination
 from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.copies import let_gradients_lead
@@ -237,6 +237,7 @@ class Session:
             self._end_watching(normally=normally)
         finally:
             self._is_over.set()
+            end_flushing()
         return self._summary.has_failed
 
     def _end_watching(self, *, normally: bool) -> None:

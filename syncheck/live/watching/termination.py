@@ -41,13 +41,15 @@ def flush_before_termination(flush: Callable[[], None], is_ending: Callable[[], 
         signal.set_wakeup_fd(previous)
         return
     _ending.append(is_ending)
+    _pipes.append(writing)
     signal.signal(_NUMBER, _wait_for_thread)
-    os.register_at_fork(after_in_child=_restore)
+    os.register_at_fork(after_in_child=end_flushing)  # the child has no thread of ours
     threading.Thread(target=_watch, args=(reading, flush), name="syncheck-signals", daemon=True).start()
 
 
-# Whether the main thread ends watching.
+# Whether the main thread ends watching, and the pipe to the thread; empty while the signal has its default action.
 _ending: list[Callable[[], bool]] = []
+_pipes: list[int] = []
 
 
 def _wait_for_thread(_number: int, _frame: Any) -> None:
@@ -56,16 +58,23 @@ def _wait_for_thread(_number: int, _frame: Any) -> None:
         time.sleep(_PATIENCE)
 
 
-def _restore() -> None:
-    """Give a forked process, which has no thread of ours, the default back."""
-    if signal.getsignal(_NUMBER) is _wait_for_thread:
-        signal.set_wakeup_fd(-1)
+def end_flushing() -> None:
+    """Give the signal its default action again, and end the thread. Does nothing outside of the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(_NUMBER) is _wait_for_thread:
+        _ending.pop()
         signal.signal(_NUMBER, signal.SIG_DFL)
+        writing = _pipes.pop()
+        current = signal.set_wakeup_fd(-1)
+        if current != writing:
+            # The program has set its own since then.
+            signal.set_wakeup_fd(current)
+        # The thread reads the end of the pipe.
+        os.close(writing)
 
 
 def _watch(reading: int, flush: Callable[[], None]) -> None:
-    while True:
-        numbers = os.read(reading, 1)
+    while numbers := os.read(reading, 1):
         # A handler that the script has installed since then decides.
         if numbers == bytes([_NUMBER]) and signal.getsignal(_NUMBER) is _wait_for_thread:
             try:
@@ -74,3 +83,4 @@ def _watch(reading: int, flush: Callable[[], None]) -> None:
                 # signal.signal works in the main thread only.
                 ctypes.CDLL(None).signal(_NUMBER, signal.SIG_DFL)
                 os.kill(os.getpid(), _NUMBER)
+    os.close(reading)
