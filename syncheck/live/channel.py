@@ -34,6 +34,8 @@ _FEW = 4
 _MARK = b"syncheck:"
 _DONE = "done"
 # The groups of each set of ranks that were created in this process.
+# Names of process groups of syncheck begin so.
+_PREFIX = "syncheck-"
 _groups_created: Counter[tuple[int, ...]] = Counter()
 
 
@@ -77,6 +79,25 @@ def world_size() -> int:
     return int(dist.get_world_size()) if has_group else 0
 
 
+def count_messages() -> int | None:
+    """Return how many collectives and messages this process has begun in the program's own process groups.
+
+    None if a backend does not number them.
+    """
+    module = find_loaded("torch.distributed.distributed_c10d")
+    if module is None:
+        return 0
+    count = 0
+    for group, name in list(module._world.pg_names.items()):  # noqa: SLF001 - there is no public list of groups
+        if name.startswith(_PREFIX):
+            continue
+        try:
+            count += group._get_sequence_number_for_group()  # noqa: SLF001
+        except RuntimeError:
+            return None
+    return count
+
+
 def create_group(ranks: tuple[int, ...], **options: Any) -> Any:
     """Create a gloo group of some ranks, of which no other rank need know.
 
@@ -89,7 +110,7 @@ def create_group(ranks: tuple[int, ...], **options: Any) -> Any:
     naming: Any = sys.modules["torch.distributed.distributed_c10d"]
     # A second group of the same name would read the addresses of the first one.
     _groups_created[ranks] += 1
-    name = f"syncheck-{'-'.join(map(str, ranks))}-{_groups_created[ranks]}"
+    name = f"{_PREFIX}{'-'.join(map(str, ranks))}-{_groups_created[ranks]}"
     make_name = naming._process_group_name  # noqa: SLF001 - new_group has no argument for it
     naming._process_group_name = lambda *_, **__: name  # noqa: SLF001
     try:

@@ -128,6 +128,16 @@ def test_two_models_are_told_apart(run: Callable[..., Run]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "codes"), [("alone", set()), ("alone, reduced", {"SYN107", "SYN411"})])
+def test_ranks_that_exchange_nothing_are_no_copies(run: Callable[..., Run], kind: str, codes: set[str]) -> None:
+    """The ranks of a sweep may begin as equal as copies."""
+    watched = run(kind, 2)
+    assert {row["code"] for row in watched.findings} <= codes
+    assert bool(watched.findings) is bool(codes)
+    assert watched.last.startswith("syncheck: could not tell: 10 steps") is not bool(codes)
+
+
+@pytest.mark.slow
 def test_a_repaired_run_names_what_was_repaired(run: Callable[..., Run]) -> None:
     """After `resync`, the last comparison is in sync; the last line still has the finding."""
     watched = run("value", 3, "--every", "4", "--on-desync", "resync")

@@ -128,6 +128,22 @@ def train_adversarial(rank: int) -> None:
                 optimizer.step()
 
 
+def train_without_wrapper(rank: int, kind: str) -> None:
+    """Train equal models with equal batches and, later, other learning rates. With "reduced", gradients are summed."""
+    model: Any = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        model(make_batch(step, 0)).square().mean().backward()
+        for parameter in model.parameters():
+            if "reduced" in kind:
+                dist.all_reduce(parameter.grad)
+        if step == FAULTY_STEP + 2:
+            optimizer.param_groups[0]["lr"] *= 1 + rank
+        optimizer.step()
+    dist.barrier()
+
+
 def train_tensor_parallel(kind: str) -> None:
     """Train shards of two layers, and copies of a third one. With "batch", the ranks have inputs of their own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -147,6 +163,8 @@ def train(rank: int, ranks: int, kind: str, port: str) -> None:
     torch.manual_seed(0)
     if kind.startswith("tensor-parallel"):
         train_tensor_parallel(kind)
+    elif kind.startswith("alone"):
+        train_without_wrapper(rank, kind)
     elif kind == "adversarial":
         train_adversarial(rank)
     else:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.live.digest import digest_all, hash_digests
-from syncheck.live.witnesses.learned_sets import LearnedSets
+from syncheck.live.witnesses.learned_sets import LearnedSets, Messages
 from syncheck.live.witnesses.samples import Samples
 from syncheck.live.witnesses.witness import Suspicion, Witness, find_minority
 from syncheck.text import group_ranks
@@ -59,6 +59,7 @@ class CopiesWitness(Witness):
         """Whether the user selects a tensor, by its name and kind."""
         self.learned: dict[str, LearnedSets] = {}
         """What ranks without a wrapper have shown, by layout and by copies or shards."""
+        self.messages = Messages()
         self.leader: CopiesWitness = self
         """The witness that knows first: ranks that step with equal gradients must have equal parameters, too."""
         self.follower: Any = None
@@ -95,6 +96,7 @@ class CopiesWitness(Witness):
 
         The parameters of the layout are in an order that is equal on all ranks. Without tensors, the digest is empty.
         """
+        self.messages.observe()
         parameters = layout.parameters
         tensors: list[Any] = []
         indices: list[int] = []
@@ -178,6 +180,9 @@ class CopiesWitness(Witness):
         # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
         if layout.clock.reduces:
             return [tuple(digests)]
+        # Equal ranks that never exchange anything, such as those of a sweep, train separately.
+        if not self.messages.were_sent:
+            return []
         key = f"{layout.key}/{kind}"
         led = self.leader.learned.get(key)
         if self.leader is not self and led is not None and led.are_known:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.channel import count_messages
 from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
@@ -20,6 +21,23 @@ if TYPE_CHECKING:
 _EQUAL_STEPS = 3
 # The two steps in a row whose tensors are compared one by one, if not all ranks were equal before.
 _COMPARED_STEPS = (_EQUAL_STEPS + 1, _EQUAL_STEPS + 2)
+
+
+class Messages:
+    """Whether the script has exchanged anything between its steps, so far."""
+
+    def __init__(self) -> None:
+        self.were_sent = False
+        self._count: int | None = None
+
+    def observe(self) -> None:
+        """Count the messages before a step."""
+        if self.were_sent:
+            return
+        count = count_messages()
+        # Nothing is known of a backend without numbers.
+        self.were_sent = count is None or self._count not in (None, count)
+        self._count = count
 
 
 class LearnedSets:
