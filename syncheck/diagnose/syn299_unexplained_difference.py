@@ -109,12 +109,32 @@ class Text(Sentence, topic=CODE):
         "have the same learning rate."
     )
     CAUSE_WATCHED = (
-        "Something other than the optimizer changed parameters of some ranks since the last comparison in sync: the "
-        "run was watched, all ranks took each step since, and gradients and settings were equal."
+        "Something beside gradients and settings changed parameters or the state of the optimizer on some ranks since "
+        "the last comparison in sync: the run was watched, all ranks took each step since, and gradients and settings "
+        "were equal."
     )
     FIX_WATCHED = (
-        "Look for code that writes parameters on some ranks only: in-place operations under `torch.no_grad()`, "
-        "`load_state_dict`, or another optimizer. A finding of the parameters (SYN411) names the first reduction."
+        "Look for code that writes parameters, or the state of the optimizer, on some ranks only: in-place operations "
+        "under `torch.no_grad()`, `load_state_dict`, a wrapper around the optimizer, or another optimizer. A finding "
+        "of the parameters (SYN411) names the first reduction."
+    )
+    CAUSE_OWN_STEP = (
+        "Something beside gradients and settings changed parameters or the state of the optimizer on some ranks since "
+        "the last comparison in sync, or its own `step()` did: the class is not of torch.optim, so what it does within "
+        "a step was not seen. All ranks took each step, and gradients before it and settings were equal."
+    )
+    FIX_OWN_STEP = (
+        "Look in the `step()` of the optimizer for a clip, random numbers or attributes that differ between ranks, and "
+        "for code that writes parameters, or the state of the optimizer, on some ranks only."
+    )
+    CAUSE_UNSEEN = (
+        "No step of a torch optimizer was seen for parameters that differ, so steps, gradients before them and "
+        "settings of their optimizer were not compared: a skipped or further step, another setting, a changed "
+        "gradient, and code that writes parameters have the same effect."
+    )
+    FIX_UNSEEN = (
+        "Compare how often each rank steps, and the settings of its optimizer. Derived from `torch.optim.Optimizer`, "
+        "an optimizer is watched at each step."
     )
     CAUSE_UNCOUNTED = (
         "A rank took another step than the other ranks. The optimizer counts no steps, so a skipped step, a lost "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support import small_model
 from support.cases import diff, group
 
 from syncheck.diagnose import syn299_unexplained_difference as syn299
@@ -99,3 +100,11 @@ def test_a_watched_run_without_a_fault_of_steps(impossible: tuple[str, ...], is_
     (finding,) = diagnose(case, (), frozenset(), (), frozenset(impossible))
     assert finding.code == "SYN299"
     assert (finding.cause.code is syn299.Text.CAUSE_WATCHED) is is_outside
+
+
+@pytest.mark.parametrize("impossible", [(), ("SYN211", "SYN213", "SYN214")])
+def test_equal_gradients_of_a_watched_run_exclude_causes_by_unequal_ones(impossible: tuple[str, ...]) -> None:
+    """The states are those of unreduced gradients; if all gradients were equal, something else changed the states."""
+    case = small_model.group(*small_model.unreduced())
+    (finding,) = diagnose(case, (), frozenset(), (), frozenset(impossible))
+    assert finding.code == ("SYN299" if impossible else "SYN211")

@@ -12,7 +12,7 @@ from syncheck.live.watching.layouts import Layout
 from syncheck.live.watching.records import CHANGED, find_changed
 from syncheck.live.witnesses.inputs import list_inputs
 
-CLOCK: Any = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=0)
+CLOCK: Any = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=0, local_passes=0)
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.watching.board import PAUSE
+from syncheck.live.watching.claims import find_unseen, limit_claims
 from syncheck.live.witnesses.rules import PARAMETERS_DIFFER
 
 if TYPE_CHECKING:
@@ -201,6 +202,12 @@ def _name_parameters(objects: Sequence[Any]) -> dict[int, str]:
     return names
 
 
+def _name_all(parameters: Sequence[Any], objects: Sequence[Any]) -> set[str]:
+    """Return the names of parameters in a comparison of objects."""
+    names = _name_parameters(objects) if parameters else {}
+    return {names.get(_locate(parameter), "") for parameter in parameters}
+
+
 class Comparing:
     """Connects the comparisons of a monitor with the witnesses of this rank.
 
@@ -229,14 +236,20 @@ class Comparing:
         parts = [part for part in objects if part is not None]
         # Each set of replicas is judged by its first rank.
         seen = self._causes.list_findings(parts, after_step=self.after_step)
-        states = (self._numbers_all_steps(channel.ranks), self._count_further(channel.ranks))
-        seen_by_rank = channel.gather((seen, *states), "causes")
-        seen_by_ranks, numbers_steps, further = zip(*seen_by_rank.values(), strict=True)
+        counted = self._numbers_all_steps(channel.ranks), self._count_further(channel.ranks)
+        (group,) = report.groups
+        unseen = find_unseen(self._watcher, channel.ranks)
+        unseen_names = _name_all(unseen.parameters, parts)
+        are_unseen = any(not unseen_names.isdisjoint(finding.tensors) for finding in group.findings)
+        states = (seen, *counted, are_unseen, unseen.has_own_step)
+        seen_by_rank = channel.gather(states, "causes")
+        seen_by_ranks, numbers_steps, further, unseen_by_rank, own_steps = zip(*seen_by_rank.values(), strict=True)
         witnessed = tuple(chain.from_iterable(seen_by_ranks))
+        are_unseen = any(unseen_by_rank)
         # The judge learns of further steps with the next step.
-        numbers_all_steps = all(numbers_steps) and len(set(further)) == 1
+        numbers_all_steps = all(numbers_steps) and len(set(further)) == 1 and not are_unseen
         codes = {finding.code for finding in witnessed}
-        excluded = self._list_excluded(channel.ranks).difference(codes)
+        excluded = frozenset() if are_unseen else self._list_excluded(channel.ranks).difference(codes)
         # An allowed finding is not remembered.
         never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
         impossible = frozenset({"SYN214"} if never_skipped else ())
@@ -248,7 +261,6 @@ class Comparing:
         )
         if all(saw_no_fault):
             impossible = excluded
-        (group,) = report.groups
         findings = []
         diagnosed = group.findings
         # The rest without an explanation has less possible causes, too.
@@ -258,7 +270,8 @@ class Comparing:
             possible = set(finding.alternatives).difference(excluded)
             alternatives = sorted(possible, key=finding.alternatives.index)
             findings.append(replace(finding, alternatives=tuple(alternatives)))
-        explained = with_findings(group, tuple(findings))
+        limited = limit_claims(findings, are_unseen=are_unseen, has_own_step=any(own_steps))
+        explained = with_findings(group, limited)
         return replace(
             report,
             groups=(explained,),

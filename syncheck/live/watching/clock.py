@@ -53,6 +53,8 @@ class Clock:
         self.unit = "reduction" if self.reduces else "step"
         if not counts_steps:
             self.unit = "forward pass"
+        self.local_passes = 0
+        """The backward passes through the wrapper since the last reduction, which added gradients of this rank only."""
         self._is_local = False
         # Whether a forward pass came after the last reduction.
         self._is_prepared = False
@@ -144,12 +146,23 @@ class Clock:
         )
         return all(conditions)
 
-    def watch_output(self, output: Any, tick: Callable[[], None]) -> None:
-        """Count the backward pass of an output, if it reduces gradients. tick: called after the reduction."""
+    def needs_ranks(self) -> bool:
+        """Whether a forward pass that begins now waits for the other ranks: DDP may send the buffers of one rank."""
+        return bool(self.wrapper.will_sync_module_buffers())
+
+    def watch_output(self, output: Any, begin: Callable[[], None], tick: Callable[[], None]) -> None:
+        """Count the backward pass of an output, if it reduces gradients.
+
+        begin: called before the reduction, at the start of the backward pass.
+        tick: called after the reduction.
+        """
         torch: Any = sys.modules["torch"]
         # Noted while the wrapper exists: the last steps may be judged after its end.
         self.keeps_gradients_local()
-        if not torch.is_grad_enabled() or not self.wrapper.require_backward_grad_sync or not self._is_trained():
+        if not torch.is_grad_enabled() or not self._is_trained():
+            return
+        if not self.wrapper.require_backward_grad_sync:
+            self._watch_local_pass(output)
             return
         self._is_prepared = True
         # As DDP and FSDP do, which have no public name for it either.
@@ -159,17 +172,30 @@ class Clock:
             self._passes.discard(number)
             self._is_prepared = False
             self.ticks += 1
+            self.local_passes = 0
             tick()
 
         def handle_gradient(_gradient: Any) -> None:
             number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public name
             if number not in self._passes and self._is_prepared and self._accumulates():
                 self._passes.add(number)
+                begin()
                 queue_callback(lambda: queue_callback(lambda: count(number)))
 
-        for tensor in list_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(handle_gradient)
+        _register(output, handle_gradient)
+
+    def _watch_local_pass(self, output: Any) -> None:
+        """Count the backward pass of an output in `no_sync()`."""
+        torch: Any = sys.modules["torch"]
+        passes: set[int] = set()
+
+        def handle_gradient(_gradient: Any) -> None:
+            number = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public name
+            if number not in passes and self._accumulates():
+                passes.add(number)
+                self.local_passes += 1
+
+        _register(output, handle_gradient)
 
     def _is_trained(self) -> bool:
         """Whether a gradient is left to reduce: the critic of a GAN may be frozen in the step of the generator."""
@@ -204,6 +230,13 @@ class Clock:
             if parameter is not None:
                 parameters.append(parameter)
         return parameters
+
+
+def _register(output: Any, handle_gradient: Callable[[Any], None]) -> None:
+    """Call a function with each gradient of an output."""
+    for tensor in list_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(handle_gradient)
 
 
 def has_compiled() -> bool:

@@ -56,6 +56,10 @@ class ShardsClock(Clock):
         shards = {id(parameter) for _, parameter in self.list_parameters()}
         return [parameter for parameter in self.module.parameters() if id(parameter) not in shards]
 
+    def needs_ranks(self) -> bool:
+        """Whether the backward pass of a forward pass that begins now sums gradients between replicas."""
+        return sys.modules["torch"].is_grad_enabled() and self.reduces_now()
+
     def reduces_now(self) -> bool:
         """Whether the backward pass that ends now has summed gradients between replicas.
 

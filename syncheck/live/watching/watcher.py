@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from functools import partial
 from itertools import chain, filterfalse
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from syncheck.live.watching.layouts import (
     make_layout_of_reductions,
     make_layouts,
 )
+from syncheck.live.watching.pre_hooks import LastHook
 from syncheck.live.watching.records import CHANGED, INFINITE, JOINED, NO_STEP, OPTIMIZERS, RANK, SIGNATURE, SKIPPED
 from syncheck.live.watching.replicated_inputs import ReplicatedInputs
 from syncheck.live.watching.sharded_replicas import Callbacks, ShardedReplicas, ShardsClock
@@ -114,11 +116,7 @@ class Watcher:
         """Watch all wrappers, optimizers, scalers and loaders that are created from now on. Imports torch."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
-        from torch.optim.optimizer import (
-            Optimizer,
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
+        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
         from torch.optim.swa_utils import AveragedModel
 
         create = DistributedDataParallel.__init__
@@ -133,7 +131,7 @@ class Watcher:
         self._watch_joined_ranks(DistributedDataParallel)
         self._count_optimizers(Optimizer)
         self.averages.install(AveragedModel)
-        register_optimizer_step_pre_hook(self._before_step)
+        LastHook(self._before_step).install()
         register_optimizer_step_post_hook(self._after_step)
         serve_from_start(torch.distributed)
         self._watch_end(torch.distributed)
@@ -334,21 +332,23 @@ class Watcher:
         wrapper.register_forward_hook(after_forward)
 
     def _see_forward(self, clock: Clock, module: Any, inputs: Sequence[Any]) -> None:
-        self.tell_skipped(clock)
         torch: Any = sys.modules["torch"]
+        # A forward pass alone does not show that no step follows the last reduction.
+        if clock.needs_ranks():
+            self.tell_skipped(clock)
         if module.training and torch.is_grad_enabled():
             for witness in self.witnesses.values():
                 witness.see_forward(module, inputs)
 
     def _see_output(self, clock: Clock, output: Any) -> None:
         self._see_model_output(clock)
-        clock.watch_output(output, lambda: self._guard(self._see_reduction, clock))
+        tell_of = partial(partial, self._guard)
+        clock.watch_output(output, tell_of(self.tell_skipped, clock), tell_of(self._see_reduction, clock))
 
     def _see_model_output(self, clock: Clock) -> None:
-        module = clock.wrapper
-        if module.training:
+        if clock.wrapper.training:
             for witness in self.witnesses.values():
-                witness.see_output(module)
+                witness.see_output(clock.wrapper)
 
     def _see_reduction(self, clock: Clock) -> None:
         for witness in self.witnesses.values():

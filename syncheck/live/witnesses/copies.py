@@ -41,6 +41,8 @@ class Details(NamedTuple):
     """Whether no tensor was changed after the reduction, which leaves equal tensors on all ranks; False if unknown."""
     is_unreduced: bool = False
     """Whether no reduction came before the step."""
+    local_passes: int = 0
+    """The backward passes in `no_sync()` between the reduction and the step."""
 
 
 class CopiesWitness(Witness):
@@ -113,7 +115,8 @@ class CopiesWitness(Witness):
             digests[index] += digest[:8].hex()
         # The values of a sparse tensor come last.
         samples = self.sample(dict(zip(indices, tensors, strict=True)))
-        self._keep(key, Details(digests, *samples, self.holds_reduced(layout), self.is_unreduced(layout)))
+        states = self.holds_reduced(layout), self.is_unreduced(layout), layout.clock.local_passes
+        self._keep(key, Details(digests, *samples, *states))
         return [_hash_texts(digests, layout.copied), _hash_texts(digests, layout.sharded)]
 
     def tell(self, key: str) -> list[Any] | None:

@@ -147,6 +147,8 @@ class Disagreement(NamedTuple):
     """The number of gradients that must be equal."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The sets of several ranks with equal gradients, if there is more than one."""
+    local_passes: dict[int, int] | None = None
+    """The backward passes of each rank between the reduction and the step, if only the ranks named have any."""
 
 
 class _Factors(NamedTuple):
@@ -211,7 +213,17 @@ def compare_details(details: Mapping[int, Details], indices: Sequence[int]) -> D
         total=len(indices),
         # A group that alone changed its gradients had reduced them with the other ranks.
         groups=groups * (len(groups) > 1) * (suspicion != "CHANGED"),
+        local_passes=_count_local_passes(details, ranks),
     )
+
+
+def _count_local_passes(details: Mapping[int, Details], ranks: Sequence[int]) -> dict[int, int] | None:
+    """Return the backward passes between the reduction and the step by rank; None unless some ranks alone have any."""
+    passes = {rank: details[rank].local_passes for rank in sorted(details)}
+    adding = tuple(rank for rank in passes if passes[rank])
+    # With a majority or not: a pass after the reduction adds gradients of one rank's own batch.
+    is_explained = set(adding) <= set(ranks) and 0 < len(adding) < len(passes)
+    return passes if is_explained else None
 
 
 def _find_not_finite(details: Mapping[int, Details], sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -260,6 +272,8 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
             names=_name(layout, disagreement.others),
         )
         facts.append(fact)
+    if disagreement.local_passes is not None:
+        facts.append(UnequalGradients.LOCAL_PASSES(passes=disagreement.local_passes))
     if disagreement.groups:
         facts.append(UnequalGradients.GROUPS(groups=sorted(disagreement.groups)))
     elif disagreement.suspicion and variant != "_LOCAL":
@@ -283,6 +297,8 @@ def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
         return "_NOT_FINITE"
     if disagreement.missing:
         return "_MISSING"
+    if disagreement.local_passes is not None:
+        return "_ADDED"
     if disagreement.is_local:
         # Between two reductions there was none.
         return "_LOCAL"

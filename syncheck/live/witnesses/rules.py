@@ -160,7 +160,8 @@ class UnequalGradients(Sentence, topic="SYN410"):
     the ranks' GradScalers differ, as a SYN107 of the same step states,
     the process group of a reduction has some ranks only,
     or the reduction did not include them: the forward pass went around the wrapper (`model.module(x)`), `no_sync()`
-    ended too late on one rank, a parameter had no gradient on one rank, or the wrapper does not contain the parameter.
+    ended too late on one rank, or too early, so that later micro-batches were added to the average,
+    a parameter had no gradient on one rank, or the wrapper does not contain the parameter.
     Without a wrapper, a rank that skipped a step pairs with other steps: once its gradients are seen again, at a later
     step of the other ranks, the finding is SYN214.
 
@@ -199,6 +200,14 @@ class UnequalGradients(Sentence, topic="SYN410"):
     FIX_LOCAL = (
         "Call the wrapper, not `model.module`, and leave `no_sync()` before the last micro-batch on every rank. A "
         "parameter that the wrapper does not contain must be added before the wrapper is created."
+    )
+    CAUSE_ADDED = (
+        "Backward passes in `no_sync()` came after the reduction on some ranks alone, and added gradients of their own "
+        "batches, which were not reduced."
+    )
+    FIX_ADDED = (
+        "Reduce in the last backward pass before the step on every rank: count micro-batches with the same start on "
+        "all ranks, and leave `no_sync()` for the last one only."
     )
     CAUSE_UNREDUCED = (
         "A rank took a further step with gradients of its own batch that were not reduced, or it changed the gradients "
@@ -262,6 +271,7 @@ class UnequalGradients(Sentence, topic="SYN410"):
     DIGESTS = "the digests of the gradients differ"
     FACTOR = "the gradients of {ranks:ranks} are {factor:number} times the gradients of the other ranks"
     MISSING = "missing on some ranks: {names:names}"
+    LOCAL_PASSES = "backward passes in `no_sync()` between the reduction and the step: {passes:by_rank}"
     CHANGED = "{ranks:ranks} changed gradients after the reduction, the other ranks did not"
     GROUPS = "the gradients agree only within {groups:sets}"
     UNDECIDED = "{ranks:ranks} have no majority, so it is unknown which of them deviates"
