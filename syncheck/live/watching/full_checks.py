@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
 from syncheck.live.channel import Channel, create_group
+from syncheck.live.memory.optimizers import read_optimizer
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.clock import list_wrappers
@@ -355,7 +356,7 @@ class FullChecks:
             for number, model in enumerate(models):
                 content["model" if number == 0 else f"model{number}"] = model.state_dict()
             for number, optimizer in enumerate(optimizers):
-                content["optimizer" if number == 0 else f"optimizer{number}"] = optimizer.state_dict()
+                content["optimizer" if number == 0 else f"optimizer{number}"] = read_optimizer(optimizer)
             content["syncheck"] = metadata(
                 model=models[0],
                 run="watch",
