@@ -281,6 +281,16 @@ def test_the_last_line_names_the_filters(field: str, named: str) -> None:
     assert f"only what {named} selects was compared" in line
 
 
+def test_the_checks_of_a_monitor_are_counted() -> None:
+    """A monitor with witnesses compares by itself, and tells the session."""
+    lines: list[str] = []
+    session = Session(WatchSettings(every=0))
+    session.note_checks(4)
+    session._reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
+    session._summary.print_end(Ending(Counter(steps=9, comparisons=9, ends=1)))
+    assert "4 checks" in lines[-1]
+
+
 def test_after_an_error_the_last_comparison_counts() -> None:
     """Nobody knows the parameters after it, although the gradients were equal up to the error."""
     lines: list[str] = []

@@ -56,6 +56,10 @@ _PASSING_CHANGES = (
 _NO_REDUCTIONS = (
     "no reduction of a wrapper was seen, as within torch.compile, so all replicas are compared at the end only"
 )
+_HOW_TO_CHOOSE = (
+    "use SyncMonitor(model, optimizer, on_desync=lambda report: resync(model, optimizer, source=RANK)) in the script, "
+    "instead of watching with resync"
+)
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
 _DIVIDED = (
@@ -331,6 +335,7 @@ class FullChecks:
             monitor.comparing = self._watcher.comparing
             # The last line has the numbers of all checks.
             monitor.most_repeated = _MOST_REPEATED
+            monitor.how_to_choose = _HOW_TO_CHOOSE
             last_monitor = self._monitors[clock.ranks] = (identities, monitor)
         return last_monitor[1]
 

@@ -99,6 +99,8 @@ class Summary:
         self._reporter, self._settings = reporter, settings
         self._allow = frozenset(settings.allow)
         self.reports: list[Report] = []
+        self.monitor_checks = 0
+        """The number of comparisons by a monitor of the script."""
         self.causes = Causes()
         """What the findings explain."""
         self.findings: dict[tuple[str, tuple[int, ...], str], Finding] = {}
@@ -281,7 +283,8 @@ class Summary:
 
     def _describe_extent(self, ending: Ending) -> str:
         """Return how many steps, or forward passes, and comparisons the verdict is of."""
-        judged, checks = ending.judged, len(self.reports)
+        judged = ending.judged
+        checks = max(len(self.reports), self.monitor_checks)
         if ending.has_passes_only:
             return f"{Seen.WATCHED_PASSES(passes=judged['passes'], checks=checks)}"
         return f"{ending.extent.describe(checks)}"
