@@ -80,6 +80,7 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
 
 ACTIONS = ("raise", "warn", "resync")
 SEVERITIES = ("error", "warning")
+_HOW_TO_CHOOSE = "pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
 _ALONE = "the process group has no other rank to compare with"
 _NO_GROUP = "no process group to compare across; call torch.distributed.init_process_group() on every rank"
 
@@ -161,6 +162,7 @@ class SyncMonitor:
         self._warned: set[str] = set()  # warnings already printed
         self.most_repeated = math.inf
         """How many checks in a row with the findings of before are printed."""
+        self.how_to_choose = _HOW_TO_CHOOSE
         self._repeated = 0
         self._end_written = False  # whether the end event was written
 
@@ -204,6 +206,8 @@ class SyncMonitor:
         seconds = time.perf_counter() - began
         self._check_seconds += seconds
         self.checks += 1
+        if self._watching is not None:
+            self._watching.note_checks(self.checks)
         self.last, self._pending, self._checked_at = report, False, self._step
         if channel is None:
             self._warn_once(f"could not tell: {_NO_GROUP}")
@@ -393,7 +397,7 @@ class SyncMonitor:
             text = f"step {self._step}: {action} cannot repair: {error}"
             # The cause is of this rank; all ranks raise a UsageError with its text.
             if isinstance(error.__cause__, NoMajority):
-                text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
+                text += f"; to choose the source, {self.how_to_choose}"
             raise UsageError(text) from error
         # The repair ends with a check in sync, so later findings are new.
         self._state = DesyncState(last_good=self._step)
@@ -447,11 +451,7 @@ def _check_arguments(
 ) -> None:
     """Raise UsageError for invalid arguments."""
     _read_integer(every, "every", least=1)
-    _read_integer(
-        start,
-        "start",
-        least=0,
-    )
+    _read_integer(start, "start", least=0)
     is_action = callable(on_desync) or on_desync in ACTIONS
     if not is_action:
         raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")

@@ -259,6 +259,49 @@ def test_optimizer_states_are_named_by_identity() -> None:
     assert {"optimizer.head.weight.momentum_buffer", "optimizer.bn.weight.momentum_buffer"} <= names
 
 
+class Wrapping:
+    """An optimizer in another object, which passes its state on, as Accelerate does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        """The state of the inner optimizer."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the inner optimizer."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> Any:
+        """Return the state of the inner optimizer."""
+        return self.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("removed", ["parameter", "group"])
+def test_states_of_parameters_that_left_an_optimizer(removed: str, wraps: bool) -> None:
+    """A script freezes a layer by taking it out of the optimizer, which keeps the state: torch's state dict fails."""
+    model, _ = trained()
+    optimizer = torch.optim.AdamW([{"params": [model.bn.weight]}, {"params": [model.fc.weight, model.fc.bias]}])
+    model(torch.randn(2, 3, 6, 6)).sum().backward()
+    optimizer.step()
+    if removed == "group":
+        optimizer.param_groups.pop(0)
+    else:
+        optimizer.param_groups[1]["params"].pop(0)
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
+    names = set(snapshot(model, Wrapping(optimizer) if wraps else optimizer).tensors)
+    left = {"group": "bn.weight", "parameter": "fc.weight"}[removed]
+    assert f"optimizer.{left}.exp_avg" not in names
+    assert "optimizer.fc.bias.exp_avg" in names
+    # The optimizer of the script is not changed.
+    assert len(optimizer.state) == 3
+
+
 def test_several_modules_and_optimizers() -> None:
     """Two models with an optimizer each are named by position, and states by their own model's parameters."""
     (first, single), (second, two) = trained(), trained(sgd)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from syncheck.live.watching.clock import Clock
+from syncheck.live.watching.ends import TrainedParameters, covers_all
 from syncheck.live.watching.judge import Judge
 from syncheck.live.watching.layouts import Layout, Step
 from syncheck.live.watching.records import compare_steps
@@ -43,6 +44,7 @@ def make_step(optimizer: int, number: int, ranks: tuple[int, ...] = RANKS) -> An
     layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True, names=["weight"])
     layout.number, layout.is_beside = optimizer, False
     layout.posted, layout.most_repeated = number, 0
+    layout.parameters, layout.identities = [], []
     key = f"clock/{optimizer}/{number}"
     place = {"number": number, "place": number, "unit": clock.unit}
     return SimpleNamespace(layout=layout, repeated=0, is_end=False, key=key, **place)
@@ -369,6 +371,52 @@ def test_a_rank_skips_no_step_of_an_optimizer_that_it_lacks() -> None:
     assert (judgements, judge.judged["steps"], len(lines)) == ([], 2, 1)
 
 
+def make_trained(key: str, parameters: list[Any], ranks: tuple[int, ...] = RANKS) -> Any:
+    """Return parameters of a wrapper that step together."""
+    clock = SimpleNamespace(name="clock", ranks=ranks)
+    identities = list(map(id, parameters))
+    return SimpleNamespace(key=key, clock=clock, parameters=parameters, identities=identities, is_reduced=True)
+
+
+def test_a_parameter_that_left_its_optimizer_is_not_equal_at_the_end() -> None:
+    """Gradual freezing: the end shows only the parameters of the last step, until the others were compared, too."""
+    frozen, weight = torch.ones(1), torch.ones(1)
+    both, last = make_trained("clock/0", [frozen, weight]), make_trained("clock/0", [weight])
+    trained = TrainedParameters()
+    trained.note_step(both)
+    trained.note_step(last)
+    trained.note_equal_end(last)
+    assert not trained.are_equal_at_end
+    trained.note_equal_end(both)
+    assert trained.are_equal_at_end
+    # The model is trained on.
+    trained.note_step(last)
+    trained.note_equal_end(last)
+    assert not trained.are_equal_at_end
+    del both.parameters, frozen
+    assert trained.are_equal_at_end
+
+
+@pytest.mark.parametrize(
+    ("sets", "is_reduced", "covers"),
+    [
+        ([RANKS], True, True),
+        ([(0, 2), (1,)], True, False),
+        ([(0, 2), (1, 3)], True, False),
+        # Parts of a model without a wrapper.
+        ([(0, 2), (1, 3)], False, True),
+        ([(0, 2), (1,)], False, False),
+    ],
+)
+def test_a_rank_that_trains_other_parameters_is_not_compared(
+    sets: list[tuple[int, ...]], is_reduced: bool, covers: bool
+) -> None:
+    """If one rank has taken a parameter out of its optimizer, equal parameters of the other ranks show nothing."""
+    layout = make_trained("clock/0", [], (0, 1, 2, 3))
+    layout.is_reduced = is_reduced
+    assert covers_all(layout, sets) == covers
+
+
 @pytest.mark.parametrize(("is_lasting", "code"), [(False, "SYN412"), (True, "SYN411")])
 def test_parameters_that_differed_before_the_last_step_have_another_cause(is_lasting: bool, code: str) -> None:
     """Rank 1 changed its parameters after the last step: the cause only if the parameters were equal before."""
@@ -376,6 +424,7 @@ def test_parameters_that_differed_before_the_last_step_have_another_cause(is_las
     step.is_end = True
     suspicion = Suspicion("SYN411", (1,), (), clusters=((0, 2), (1,)), is_lasting=is_lasting)
     witness = SimpleNamespace(name="parameters", key="w", comparisons=0, compare=lambda *_: [suspicion])
+    witness.join_parts = lambda _layout, sets: sets
     judgements: list[Any] = []
     watcher = SimpleNamespace(steps=[step], witnesses={"parameters": witness})
     records = [*post(0, 2, c=0, w=[]), *post(1, c=5, w=[])]

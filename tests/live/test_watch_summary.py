@@ -198,6 +198,99 @@ def test_equal_replicas_that_are_not_finite() -> None:
     assert end_with(["not finite"]).startswith("in sync, but the model is not finite: ")
 
 
+def end_with_settings(settings: WatchSettings, codes: tuple[str, ...], *reports: Any) -> tuple[Summary, str]:
+    """Return a summary after findings of rank 1, which were followed by comparisons, and the last line."""
+    lines: list[str] = []
+    reporter = Reporter(console=False)
+    reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
+    summary = Summary(reporter, settings)
+    layout = make_layout()
+    for number, code in enumerate(codes, 1):
+        suspicion = Suspicion(code, (1,), (), names=("a",), clusters=((0, 2), (1,)))
+        summary.add(Judgement(number, "reduction", suspicion, layout))
+        # It was in sync with an allowed cause.
+        summary.reports[:] = reports
+    summary.reports[:] = reports
+    summary.compared = {"clock": 99}
+    summary.print_end(Ending(Counter(steps=9, comparisons=9), is_compared=True))
+    return summary, lines[-1]
+
+
+def make_allowed(code: str) -> Any:
+    """Return a comparison in sync whose only difference, of a parameter of rank 1, has an allowed cause."""
+    finding = make_finding(code, (1,), (), names=("a",), allow=frozenset({code}))
+    diff = SimpleNamespace(out_of_sync=True, kind="parameter")
+    groups = (SimpleNamespace(not_finite=None),)
+    return SimpleNamespace(verdict="in_sync", findings=[finding], tensors=(diff,), groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("allow", "codes", "report", "start"),
+    [
+        ("SYN107", ("SYN107", "SYN411"), "allowed", "in sync, ignoring allowed findings (SYN107)"),
+        # Only the comparison finds the cause.
+        ("SYN107", ("SYN411",), "allowed", "in sync, ignoring allowed findings (SYN107)"),
+        # Another cause counts, and the parameters still differ.
+        ("SYN107", ("SYN107", "SYN410", "SYN411"), "allowed", "OUT OF SYNC"),
+        # The parameters differed before.
+        ("SYN107", ("SYN411", "SYN107"), "undecided", "OUT OF SYNC"),
+        ("SYN404", ("SYN107", "SYN411"), "allowed", "OUT OF SYNC"),
+        # The comparison attributes the effect to a code that is not allowed.
+        ("SYN410", ("SYN410", "SYN411"), "differs", "OUT OF SYNC"),
+    ],
+)
+def test_effects_of_an_allowed_cause(allow: str, codes: tuple[str, ...], report: str, start: str) -> None:
+    """Different parameters have no code of their own to allow, and never make a run in sync again."""
+    compared = make_allowed("SYN107") if report == "allowed" else REPORTS[report]
+    summary, line = end_with_settings(WatchSettings(allow=(allow,)), codes, compared)
+    assert line.partition(":")[0] == start
+    assert summary.has_failed == (start == "OUT OF SYNC")
+    assert "equal at the end" not in line
+
+
+@pytest.mark.parametrize(
+    ("reports", "start"),
+    [
+        (("in_sync",), "in sync"),
+        (("in_sync", "undecided"), "in sync when last compared"),
+        (("undecided", "in_sync"), "in sync"),
+    ],
+)
+def test_a_last_comparison_without_result_shows_nothing(reports: tuple[str, ...], start: str) -> None:
+    """If the wrapper has ended before, the last comparison has no tensor, and the end was not compared."""
+    _, line = end_with_settings(WatchSettings(), (), *map(REPORTS.get, reports))
+    assert line.partition(":")[0] == start
+    assert ("equal at the end" in line) == (start == "in sync")
+
+
+def test_buffers_are_unknown_after_a_last_comparison_without_result() -> None:
+    """The witnesses compare the trained parameters at the end, and nothing else."""
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(print_text=lambda text, _style: lines.append(text))
+    summary = Summary(reporter, WatchSettings())
+    summary.reports += [REPORTS["in_sync"], REPORTS["undecided"]]
+    summary.print_end(Ending(Counter(steps=9, comparisons=9, ends=1), is_compared=True))
+    assert lines[-1].startswith("trained parameters in sync: ")
+
+
+@pytest.mark.parametrize(("field", "named"), [("include", "include"), ("exclude", "exclude"), ("only", "only")])
+def test_the_last_line_names_the_filters(field: str, named: str) -> None:
+    """What the options leave out may differ."""
+    options: Any = {field: ("params",)}
+    _, line = end_with_settings(WatchSettings(**options), (), REPORTS["in_sync"])
+    assert f"only what {named} selects was compared" in line
+
+
+def test_the_checks_of_a_monitor_are_counted() -> None:
+    """A monitor with witnesses compares by itself, and tells the session."""
+    lines: list[str] = []
+    session = Session(WatchSettings(every=0))
+    session.note_checks(4)
+    session._reporter.print_text = lambda text, _style="": lines.append(text)  # type: ignore[assignment, method-assign]
+    session._summary.print_end(Ending(Counter(steps=9, comparisons=9, ends=1)))
+    assert "4 checks" in lines[-1]
+
+
 def test_after_an_error_the_last_comparison_counts() -> None:
     """Nobody knows the parameters after it, although the gradients were equal up to the error."""
     lines: list[str] = []

@@ -39,6 +39,7 @@ from syncheck.live.memory.objects import (
     list_parameters,
     list_updated,
 )
+from syncheck.live.memory.optimizers import read_optimizer
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.replica_parts import get_prefix, merge_parts
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor, make_refused
@@ -192,7 +193,7 @@ class Tree:
 
     def _fill_optimizer(self, target: dict[str, Any], optimizer: Any, name: str) -> None:
         """Convert the state of an optimizer into its place in the tree."""
-        converted = self._convert(optimizer.state_dict(), name, 1)
+        converted = self._convert(read_optimizer(optimizer), name, 1)
         state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
         if self.partitioned:
             self.local_parameters += [self.names.get(id(parameter), "") for parameter in list_parameters(optimizer)]

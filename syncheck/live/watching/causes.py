@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.allowances import has_ignored_differences, list_allowed
 from syncheck.live.watching.board import PAUSE
 from syncheck.live.watching.claims import find_unseen, limit_claims
 from syncheck.live.witnesses.rules import PARAMETERS_DIFFER
@@ -75,8 +77,7 @@ class Causes:
         if finding.code == PARAMETERS_DIFFER and not self.find(judgement):
             for name in suspicion.names:
                 self._unexplained.setdefault((layout.key, name), judgement.number)
-        # An allowed finding would hide the differences.
-        if finding.code not in _CAUSES or finding.allowed:
+        if finding.code not in _CAUSES:
             return
         cause = self._causes.setdefault((finding.code, finding.ranks), _Cause(finding))
         cause.clock = layout.clock.name
@@ -98,19 +99,29 @@ class Causes:
 
     def find(self, judgement: Judgement) -> str:
         """Return the code of the first fault that explains parameters that differ; empty without an explanation."""
-        first_code = ""
-        for name in judgement.suspicion.names:
-            causes = self._list_of_parameter(judgement.layout, name)
-            suspects = chain.from_iterable(cause.finding.ranks for cause in causes)
-            if not judgement.suspicion.agrees_beside(suspects):
-                return ""
-            first_code = first_code or causes[0].finding.code
-        return first_code
+        explaining = self._list_explaining(judgement)
+        return explaining[0].code if explaining else ""
 
-    def _list_of_parameter(self, layout: Any, name: str) -> list[_Cause]:
+    def are_allowed(self, judgement: Judgement) -> bool:
+        """Whether parameters differ only because of faults that the user allows."""
+        explaining = self._list_explaining(judgement)
+        return 0 < len(list_allowed(explaining)) == len(explaining)
+
+    def _list_explaining(self, judgement: Judgement) -> list[Finding]:
+        """Return the faults that explain parameters that differ; none if they do not explain all of them."""
+        explaining: list[Finding] = []
+        for name in judgement.suspicion.names:
+            findings = self._list_of_parameter(judgement.layout, name)
+            suspects = chain.from_iterable(map(attrgetter("ranks"), findings))
+            if not judgement.suspicion.agrees_beside(suspects):
+                return []
+            explaining += findings
+        return explaining
+
+    def _list_of_parameter(self, layout: Any, name: str) -> list[Finding]:
         """Return the faults that make a parameter differ."""
-        key = layout.key, name
-        return [cause for cause in self._list_current() if key in cause.parameters]
+        key = getattr(layout, "key", ""), name
+        return [cause.finding for cause in self._list_current() if key in cause.parameters]
 
     def note_in_sync(self, watcher: Watcher, ranks: Iterable[int], *, after_step: bool) -> None:
         """Note that a comparison found some ranks in sync: earlier faults explain no later difference.
@@ -134,7 +145,8 @@ class Causes:
         objects: that are compared.
         """
         self._wait(after_step)
-        causes = self._list_current()
+        # An allowed finding would hide the differences: the comparison attributes what its own rules explain.
+        causes = list(filterfalse(attrgetter("finding.allowed"), self._list_current()))
         names = _name_parameters(objects) if causes else {}
         findings = []
         for cause in causes:
@@ -220,7 +232,7 @@ class Comparing:
 
     def explain(self, report: Report, channel: Channel, objects: Iterable[Any], allow: frozenset[str]) -> Report:
         """Return a report whose differences have the causes that the witnesses proved before. On all ranks together."""
-        if report.verdict == "in_sync":
+        if report.verdict == "in_sync" and not has_ignored_differences(report):
             self._causes.note_in_sync(
                 self._watcher,
                 channel.ranks,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
 from syncheck.live.channel import Channel, create_group
+from syncheck.live.memory.optimizers import read_optimizer
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.clock import list_wrappers
@@ -54,6 +55,10 @@ _PASSING_CHANGES = (
 )
 _NO_REDUCTIONS = (
     "no reduction of a wrapper was seen, as within torch.compile, so all replicas are compared at the end only"
+)
+_HOW_TO_CHOOSE = (
+    "use SyncMonitor(model, optimizer, on_desync=lambda report: resync(model, optimizer, source=RANK)) in the script, "
+    "instead of watching with resync"
 )
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
@@ -330,6 +335,7 @@ class FullChecks:
             monitor.comparing = self._watcher.comparing
             # The last line has the numbers of all checks.
             monitor.most_repeated = _MOST_REPEATED
+            monitor.how_to_choose = _HOW_TO_CHOOSE
             last_monitor = self._monitors[clock.ranks] = (identities, monitor)
         return last_monitor[1]
 
@@ -355,7 +361,7 @@ class FullChecks:
             for number, model in enumerate(models):
                 content["model" if number == 0 else f"model{number}"] = model.state_dict()
             for number, optimizer in enumerate(optimizers):
-                content["optimizer" if number == 0 else f"optimizer{number}"] = optimizer.state_dict()
+                content["optimizer" if number == 0 else f"optimizer{number}"] = read_optimizer(optimizer)
             content["syncheck"] = metadata(
                 model=models[0],
                 run="watch",

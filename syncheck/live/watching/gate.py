@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.causes import Causes
 from syncheck.live.watching.judge import Judgement
 from syncheck.live.watching.records import NO_STEP, RANK, SIGNATURE, OptimizerCounts, compare_steps
 from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.copies import let_gradients_lead
 from syncheck.live.witnesses.gradients import GradientWitness
 from syncheck.live.witnesses.parameters import ParameterWitness
-from syncheck.live.witnesses.rules import make_finding
+from syncheck.live.witnesses.rules import PARAMETERS_DIFFER, make_finding
 from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
 from syncheck.records import OutOfSync, Report
 
@@ -49,6 +50,8 @@ class Gate:
         report: Callable[[Judgement], None],
     ) -> None:
         self._watcher, self._seconds, self._allow, self._report = watcher, seconds, allow, report
+        # What was allowed before, equal on all ranks.
+        self._causes = Causes()
         # The judge compares with witnesses of its own, which remember what they have seen.
         self._witnesses: list[Witness] = []
         for witness_class in (GradientWitness, ParameterWitness, SettingsWitness):
@@ -71,19 +74,26 @@ class Gate:
             return
         self._counts.add(step.layout, records, step.number)
         for suspicion in self._compare(step, records, record[RANK]):
-            if suspicion.code not in self._allow:
+            judgement = Judgement(
+                step.place,
+                step.unit,
+                suspicion,
+                step.layout,
+            )
+            finding = make_finding(
+                suspicion.code,
+                suspicion.ranks,
+                suspicion.facts,
+                names=suspicion.names,
+                variant=suspicion.variant,
+                allow=self._allow,
+            )
+            is_effect = finding.code == PARAMETERS_DIFFER and self._causes.are_allowed(judgement)
+            self._causes.add(judgement, finding)
+            if not (finding.allowed or is_effect):
                 clock = step.layout.clock
                 if record[RANK] == clock.ranks[0]:
-                    judgement = Judgement(
-                        step.place,
-                        step.unit,
-                        suspicion,
-                        step.layout,
-                    )
                     self._report(judgement)
-                finding = make_finding(
-                    suspicion.code, suspicion.ranks, suspicion.facts, names=suspicion.names, variant=suspicion.variant
-                )
                 place = f"step {step.place}" if clock.counts_steps else f"{clock.unit} {step.place}"
                 text = f"{place}: {finding.code} {finding.slug}: {finding.evidence}. {finding.fix}"
                 raise OutOfSync(text, Report("out_of_sync", ()))

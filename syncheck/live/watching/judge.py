@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.watching.board import PAUSE
+from syncheck.live.watching.ends import TrainedParameters, covers_all
 from syncheck.live.watching.records import (
     NO_STEP,
     RANK,
@@ -110,6 +111,7 @@ class Judge(threading.Thread):
         """The layouts that were judged, by "steps" and "passes", and by key."""
         self.ranks: set[int] = set()
         """The ranks whose steps are judged here."""
+        self._trained = TrainedParameters()
         self._counts = OptimizerCounts()
         self._turns = Turns()
         # The clocks whose ranks have different optimizers.
@@ -135,6 +137,9 @@ class Judge(threading.Thread):
             # The end of one model says nothing about the end of another model.
             if step.is_end:
                 self.judged["ends"] = 0
+        # A parameter that left its optimizer was last compared before.
+        if self.judged["ends"] and not self._trained.are_equal_at_end:
+            self.judged["ends"] = self.judged["compared"] = 0
 
     def hasten(self, looks: int, seconds: float) -> None:
         """End earlier than `finish` allows, from another thread. The arguments are those of `finish`."""
@@ -305,6 +310,7 @@ class Judge(threading.Thread):
             self.judged[kind] += 1
             self.layouts[kind][step.layout.key] = step.layout
             self.steps[step.layout.key] += 1
+        self._trained.note_step(step.layout)
 
     def _judge_end(self, step: Step, records: Mapping[int, Record]) -> None:
         """Judge the parameters after the last step."""
@@ -324,7 +330,9 @@ class Judge(threading.Thread):
                     variant=variant,
                 )
             self._report(Judgement(step.place, step.unit, found, step.layout))
-        self.judged["ends"] += not suspicions and self.judged["compared"] == step.place
+        if not suspicions and self.judged["compared"] == step.place:
+            self.judged["ends"] += 1
+            self._trained.note_equal_end(step.layout)
 
     def _ask_witnesses(self, step: Step, records: Mapping[int, Record]) -> list[Suspicion]:
         """Return what the witnesses find among the ranks that hold the same parameters."""
@@ -334,15 +342,16 @@ class Judge(threading.Thread):
         ranks_by_signature = group_ranks(signatures)
         if len(ranks_by_signature) > 1:
             self._note_unlike(step.layout)
-        for ranks in ranks_by_signature.values():
-            for witness in self._watcher.witnesses.values():
+        for witness in self._watcher.witnesses.values():
+            for ranks in witness.join_parts(step.layout, list(ranks_by_signature.values())):
                 observations = {rank: records[rank][witness.key] for rank in ranks if witness.key in records[rank]}
                 suspicions += witness.compare(
                     step.layout,
                     observations,
                     lambda name=witness.name: self._ask(step, name),  # type: ignore[misc]
                 )
-        if not suspicions and self._count_comparisons(ParameterWitness.name) > earlier:
+        has_equal_copies = not suspicions and self._count_comparisons(ParameterWitness.name) > earlier
+        if has_equal_copies and covers_all(step.layout, ranks_by_signature.values()):
             self.judged["compared"] = step.place
         comparisons = self._count_comparisons(*self._watcher.witnesses)
         layout = step.layout

@@ -139,6 +139,10 @@ class Session:
         """What the witnesses found so far, on the first rank of each wrapper; empty on the other ranks."""
         return list(self._summary.findings.values())
 
+    def note_checks(self, count: int) -> None:
+        """Note how often a monitor of this session has compared all replicas."""
+        self._summary.monitor_checks = count
+
     def add(self, wrapper: Any) -> None:
         """Watch a DistributedDataParallel module that was created before."""
         self.watcher.add_wrapper(wrapper)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
+from syncheck.live.watching.allowances import excuse_effects, has_ignored_differences, list_allowed
 from syncheck.live.watching.causes import Causes
 from syncheck.live.watching.extent import Extent
 from syncheck.live.watching.settings import name_file_of_judge
@@ -20,9 +22,9 @@ from syncheck.live.witnesses.rules import (
     make_finding,
 )
 from syncheck.report.events import add_witnessed, describe_finding
-from syncheck.report.selections import find_failing
+from syncheck.report.selections import find_failing, list_codes
 from syncheck.report.words import Headline
-from syncheck.text import names_text, ranks_text
+from syncheck.text import names_text, option_usage, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +40,8 @@ _OUT_OF_SYNC = "OUT OF SYNC"
 _AGAIN = "in sync again"
 _WITH_FINDINGS = "in sync, with findings"
 _EMPTY = Extent()
+# The options that leave tensors out of the comparisons.
+_FILTERS = ("only", "include", "exclude")
 
 
 class Ending(NamedTuple):
@@ -95,6 +99,8 @@ class Summary:
         self._reporter, self._settings = reporter, settings
         self._allow = frozenset(settings.allow)
         self.reports: list[Report] = []
+        self.monitor_checks = 0
+        """The number of comparisons by a monitor of the script."""
         self.causes = Causes()
         """What the findings explain."""
         self.findings: dict[tuple[str, tuple[int, ...], str], Finding] = {}
@@ -122,6 +128,8 @@ class Summary:
             variant=suspicion.variant,
             allow=self._allow,
         )
+        if finding.code == PARAMETERS_DIFFER and self.causes.are_allowed(judgement):
+            finding = replace(finding, allowed=True)
         place = Seen.PLACE(unit=judgement.unit, number=judgement.number)
         # The line on the console begins with the place.
         placed = replace(finding, facts=(place, *finding.facts))
@@ -176,7 +184,35 @@ class Summary:
         """Whether a witness or a comparison has a finding that counts."""
         if any(report.verdict == "out_of_sync" for report in self.reports):
             return True
-        return bool(find_failing(self.findings.values()))
+        return bool(find_failing(self._list_witnessed()))
+
+    def _list_witnessed(self) -> list[Finding]:
+        """Return the findings of the witnesses, with effects of allowed causes as allowed ones."""
+        return excuse_effects(self.findings.values(), self._list_compared())
+
+    def _list_allowed_codes(self) -> tuple[str, ...]:
+        """Return the codes of what the user allows, in the run or in the last comparison."""
+        allowed = list_allowed(chain(self._list_witnessed(), self._list_compared()))
+        return tuple(sorted(self._allow.intersection(list_codes(allowed))))
+
+    def _list_compared(self) -> tuple[Finding, ...]:
+        """Return the findings of the last comparison of all replicas."""
+        return tuple(self.reports[-1].findings) if self.reports else ()
+
+    def _has_last(self, verdict: str) -> bool:
+        """Whether the last comparison of all replicas has a verdict."""
+        return bool(self.reports) and self.reports[-1].verdict == verdict
+
+    def _has_equal_end(self, ending: Ending) -> bool:
+        """Whether all trained parameters, as far as the options select them, were compared equal at the end."""
+        conditions = (
+            ending.is_compared,
+            self._has_last("in_sync"),
+            not self._settings.only,
+        )
+        if not all(conditions):
+            return bool(ending.judged["ends"])
+        return not has_ignored_differences(self.reports[-1])
 
     def _describe_sync(self, ending: Ending, watched: str) -> tuple[str, str]:
         """Return the text and the style of the last line without a finding that counts."""
@@ -184,8 +220,11 @@ class Summary:
         is_changed = CHANGED_AT_THE_END in {code for code, _, _ in self.findings}
         names = names_text(ending.uncompared)
         unjudged = names_text(ending.unjudged)
+        allowed = self._list_allowed_codes()
+        is_undecided = self._has_last("undecided")
+        is_compared_at_end = ending.is_compared and not is_undecided
         # With `--every 0`, the user has asked for witnesses only.
-        is_compared = any((self.reports, ending.is_compared, not self._settings.every))
+        is_compared = any((is_compared_at_end, self._has_last("in_sync"), not self._settings.every))
         moment = "so far" if judged["ends"] else "when last compared"
         # A rank may have skipped a step that is not seen.
         last_moment = "up to the last step" if ending.sees_steps else "when last compared"
@@ -199,7 +238,7 @@ class Summary:
             (not (ending.is_complete and judged["steps"]), "could not tell", ", not the whole run"),
             # Shards of FSDP, or ranks that train apart between two averages.
             (
-                not (judged["comparisons"] or self.reports),
+                not (judged["comparisons"] or "in_sync" in map(attrgetter("verdict"), self.reports)),
                 "could not tell",
                 "; no rank was found to hold copies of another rank's tensors",
             ),
@@ -216,13 +255,14 @@ class Summary:
                 f"could not tell for {names}, which no two ranks hold copies of; the rest is in sync",
                 "",
             ),
-            (not (judged["ends"] or ending.is_compared), "in sync when last compared", ""),
+            (not (judged["ends"] or is_compared_at_end), "in sync when last compared", ""),
             (not is_compared, "trained parameters in sync", "; could not tell for buffers and optimizer states"),
-            (self._is_not_finite(), "in sync", ""),
+            (any((self._is_not_finite(), allowed)), "in sync", ""),
         )
         for is_limited, verdict, end in limits:
             if is_limited:
-                return f"{self._qualify(verdict)}: {watched}{end}", "yellow"
+                line = f"{Headline.ALLOWED(line=verdict, allowed=allowed)}" if allowed else verdict
+                return f"{self._qualify(line)}: {watched}{end}", "yellow"
         return f"in sync: {watched}", "green"
 
     def _is_not_finite(self) -> bool:
@@ -236,9 +276,15 @@ class Summary:
         """Return a verdict; equal replicas that are not finite are of no use."""
         return f"{Headline.NOT_FINITE(line=verdict)}" if self._is_not_finite() else verdict
 
+    def _list_filters(self) -> tuple[str, ...]:
+        """Return the given options that leave tensors out of the comparisons, as the user types them."""
+        are_given = (self._settings.only, self._settings.include, self._settings.exclude)
+        return tuple(map(option_usage, compress(_FILTERS, are_given)))
+
     def _describe_extent(self, ending: Ending) -> str:
         """Return how many steps, or forward passes, and comparisons the verdict is of."""
-        judged, checks = ending.judged, len(self.reports)
+        judged = ending.judged
+        checks = max(len(self.reports), self.monitor_checks)
         if ending.has_passes_only:
             return f"{Seen.WATCHED_PASSES(passes=judged['passes'], checks=checks)}"
         return f"{ending.extent.describe(checks)}"
@@ -260,18 +306,21 @@ class Summary:
         # Other ranks judge the steps, and print the verdict.
         if ending.has_passes_only:
             return
-        if judged["ends"]:
+        if self._has_equal_end(ending):
             watched += f", {Seen.EQUAL_AT_END()}"
         elif judged["compared"]:
             watched += f", {Seen.EQUAL_BEFORE(step=judged['compared'])}"
         elif ending.last_comparison:
             watched += f", {Seen.COMPARED_AT(step=ending.last_comparison)}"
+        options = self._list_filters()
+        if options:
+            watched += f", {Seen.SELECTED(options=options, count=len(options))}"
         text, style = self._describe_sync(ending, watched)
         self._reporter.print_text(f"{prefix}{text}", style)
 
     def _print_findings(self, prefix: str, watched: str) -> None:
         """Print the last line of a run with findings that count."""
-        failing = [*find_failing(self.findings.values())]
+        failing = find_failing(self._list_witnessed())
         verdict = self._choose_verdict()
         # What was found before the replicas were in sync is named, too.
         named = self.reports[-1:] if verdict == _OUT_OF_SYNC else self.reports
@@ -295,6 +344,8 @@ class Summary:
             # Different settings without any effect on the replicas are no difference of the replicas.
             return _WITH_FINDINGS if self._has_settings_only(self.reports[-1]) else _OUT_OF_SYNC
         if verdicts[-1] != "in_sync":
+            return _OUT_OF_SYNC
+        if has_ignored_differences(self.reports[-1]):
             return _OUT_OF_SYNC
         # NaN that spreads to all ranks makes them equal, and repairs nothing.
         if self._is_not_finite():
@@ -354,7 +405,7 @@ class Summary:
 
         report = self.reports[-1]
         (check,) = report.groups
-        merged = replace(report, groups=(add_witnessed(check, self.findings.values()),))
+        merged = replace(report, groups=(add_witnessed(check, self._list_witnessed()),))
         if self.has_failed:
             merged = replace(merged, verdict="out_of_sync")
         for path in [name_file_of_judge(output, rank) for output in self._settings.outputs]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -98,6 +98,10 @@ class SettingsWitness(Witness):
         self._keep(key, settings)
         return str(digest)
 
+    def join_parts(self, layout: Any, sets: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return all ranks together if they hold shards of other shapes of the same parameters, as with FSDP1."""
+        return [sorted(chain(*sets))] if _is_flattened(layout) else sets
+
     def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
         """Return all ranks of a wrapper or of a sharded model; otherwise the ranks with known copies."""
         are_together = (layout.clock.reduces, layout.sharded, _is_flattened(layout))
@@ -113,7 +117,9 @@ class SettingsWitness(Witness):
         """Return SYN107 if the settings of the ranks differ."""
         if len(set(observations.values())) < 2:
             return []
-        settings = ask()
+        answers = ask()
+        # Other ranks answer, too.
+        settings = {rank: answers[rank] for rank in observations if rank in answers}
         suspects = find_minority(observations)
         if len(settings) < len(observations):
             unknown = Suspicion(

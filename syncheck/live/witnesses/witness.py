@@ -98,6 +98,10 @@ class Witness:
                 suspicions += self.judge(layout, observed, ask)
         return suspicions
 
+    def join_parts(self, _layout: Any, sets: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the sets of ranks to compare in a step. sets: the ranks that hold the same part of the model."""
+        return sets
+
     def list_sets(self, layout: Any, observations: Mapping[int, Any]) -> Sequence[tuple[int, ...]]:
         """Return the sets of ranks that must agree in a step. The arguments are those of `judge`, of all ranks."""
         sets: Sequence[tuple[int, ...]] = [tuple(observations)] if self.spans_parts else layout.replicas
