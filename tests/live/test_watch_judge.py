@@ -252,6 +252,28 @@ def test_a_further_step_is_not_at_its_reduction() -> None:
     assert [*units, Step(layout).unit] == ["reduction", "further step after reduction"]
 
 
+@pytest.mark.parametrize(("reduces", "unit"), [(True, "the end, after reduction"), (False, "the end, after step")])
+def test_the_end_is_no_further_step(reduces: bool, unit: str) -> None:
+    """No step follows the last one, so the place of the end is after it. The last steps may have no reduction."""
+    layout = Layout(Clock("clock", (0, 1)), "0", None, [], [], is_reduced=True)
+    layout.clock.unit = "reduction" if reduces else "step"
+    layout.clock.reduces = reduces
+    layout.clock.ticks = layout.posted = 24
+    layout.repeated = 2
+    end = Step(layout, is_end=True)
+    assert (end.unit, end.place) == (unit, 24)
+
+
+def test_the_end_of_steps_without_a_number_of_reductions() -> None:
+    """Within a compiled program no reduction is seen: the end is after the last step, not at the next one."""
+    layout = Layout(Clock("clock", (0, 1)), "0", None, [], [], is_reduced=True)
+    layout.clock.reduces, layout.clock.unit = True, "reduction"
+    for _ in range(3):
+        layout.note_posted(Step(layout))
+    end = Step(layout, is_end=True)
+    assert (end.unit, end.place) == ("the end, after step", 3)
+
+
 def test_steps_have_numbers_if_no_reduction_is_counted() -> None:
     """Within a compiled program no reduction is seen, and its steps are numbered as without a wrapper."""
     layout = Layout(Clock("clock", (0, 1)), "0", None, [], [], is_reduced=True)

@@ -24,6 +24,8 @@ REPEATED = "e"
 AGAIN = "a"
 # The unit of a step that no reduction preceded.
 _FURTHER = {"reduction": "further step after reduction"}
+_STEP = "step"
+_END = "the end, after {}"
 _ZERO = "ZeroRedundancyOptimizer"
 
 
@@ -215,7 +217,7 @@ class Step:
     is_end: it is no step, but the end of training.
     key: of its records on the board, equal on all ranks.
     unit: the word before the number.
-    place: the number for the user: of the step, if no reduction is counted.
+    place: the number for the user: of the step, if no reduction is counted; at the end, of the last one.
     """
 
     def __init__(self, layout: Layout, *, is_end: bool = False) -> None:
@@ -227,11 +229,14 @@ class Step:
         self.unit = layout.clock.unit
         self.place = layout.find_place()
         if not layout.counts_reductions:
-            self.unit = self.unit.replace("reduction", "step")
+            self.unit = self.unit.replace("reduction", _STEP)
         elif self.repeated:
             # The reduction was correct.
             self.unit = _FURTHER.get(self.unit, self.unit)
         if is_end:
+            # The parameters are compared after the last step, and no step follows.
+            self.unit = _END.format(layout.clock.unit if layout.counts_reductions else _STEP)
+            self.place = layout.clock.ticks or layout.repeated
             # An optimizer that ends before another one replaces it may do so on one rank alone.
             self.key = f"{layout.key}/end/{self.number if layout.clock.reduces else ''}"
 

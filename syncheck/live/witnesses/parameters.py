@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _PERIOD = 8
 # The number of the first step without a wrapper.
 _START = 1
+# The mark of what is observed after the last step.
+_AT_END = "end"
 
 
 class ParameterWitness(CopiesWitness):
@@ -57,14 +59,15 @@ class ParameterWitness(CopiesWitness):
         return None if layout.is_moved or not is_due else [*super().observe(key, layout), layout.find_place()]
 
     def observe_end(self, key: str, layout: Any) -> list[Any]:
-        """Return the digests of copies and of shards at the end of training, and the number of the next step."""
-        return [*super().observe(key, layout), layout.find_place() + bool(layout.clock.ticks)]
+        """Return the digests of copies and of shards at the end of training, the number of a next step, and a mark."""
+        return [*super().observe(key, layout), layout.find_place() + bool(layout.clock.ticks), _AT_END]
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN411 if parameters differ, with the steps between which they became unequal."""
         earlier = self.comparisons
         suspicions = super().judge(layout, observations, ask)
-        *_, number = next(iter(observations.values()))
+        # The digests come first, and the mark of the end is last.
+        number, *end = next(iter(observations.values()))[2:]
         if (number, layout.clock.reduces) == (_START, False):
             self._note_start(layout, observations, ask)
         copies = layout.key, layout.find_replicas(min(observations))[0]
@@ -77,7 +80,8 @@ class ParameterWitness(CopiesWitness):
             self._unequal.discard(copies)
         # Further steps after one reduction have its number.
         if 0 < equal < number:
-            fact = UnequalParameters.SINCE(equal=equal, unequal=number)
+            before_step = UnequalParameters.SINCE(equal=equal, unequal=number)
+            fact = UnequalParameters.SINCE_AT_END(equal=equal, last=number - 1) if end else before_step
             suspicions = [suspicion._replace(facts=(*suspicion.facts, fact)) for suspicion in suspicions]
         return [suspicion._replace(is_lasting=is_lasting) for suspicion in suspicions]
 

@@ -312,6 +312,7 @@ class UnequalParameters(Sentence, topic="SYN411"):
     FACT = "{count} of {total:count parameter} {count:verb differs|differ}: {names:names}"
     DIGESTS = "the digests of the parameters differ"
     SINCE = "they were equal before step {equal}, and differed before step {unequal}"
+    SINCE_AT_END = "they were equal before step {equal}, and differed at the end, after step {last}"
 
 
 class ChangedAtTheEnd(Sentence, topic="SYN412"):
@@ -319,7 +320,8 @@ class ChangedAtTheEnd(Sentence, topic="SYN412"):
 
     Signature: at the end of the script, or when it destroys the process group, the parameters of the replicas differ,
     and operations after the last optimizer step wrote to parameters on some ranks only. What followed each step before,
-    such as a clip of the weights, belongs to the step.
+    such as a clip of the weights, belongs to the step. torch counts no write through `.data`, and no fault of the
+    memory: the finding is then SYN411, because the difference may be older than the end.
 
     Cause: code after the training that runs on one rank, such as loading the best checkpoint for a test. It is no
     desync of the training, so it does not count.
