@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose import preconditions as needs
@@ -200,8 +201,12 @@ def _apply_rules(
     impossible: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Return the findings of all matching rules, each of which covers what the earlier rules leave unexplained."""
-    tensors, witnessed_findings = cover_witnessed(_list_problems(group), group.ranks, witnessed)
-    values = list_names(select_counting(group.values))
+    counting = select_counting(group.values)
+    tensors, witnessed_findings = cover_witnessed(_list_problems(group), group.ranks, witnessed, counting)
+    explained: set[str] = set()
+    for witnessed_finding in witnessed_findings:
+        explained.update(witnessed_finding.values)
+    values = tuple(filterfalse(explained.__contains__, list_names(counting)))
     findings = []
     for candidate in rules:
         # The watched run compared all gradients.

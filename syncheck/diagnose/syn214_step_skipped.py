@@ -89,7 +89,8 @@ class Text(Sentence, topic=CODE):
     )
     CAUSE_CLEARED = (
         "No parameter had a gradient on a rank: `zero_grad()` came between `backward()` and `step()`, other code set "
-        "`.grad = None`, or no backward pass came before the step."
+        "`.grad = None`, no backward pass came before the step, or the optimizer trains tensors outside of the model, "
+        "as after `load_state_dict(assign=True)` or the replacement of a module or parameter."
     )
     DIFF_CAUSE = "One of the runs skipped an optimizer step that the other run took."
     DIFF_FIX = "Look for skipped batches, overflows of the loss scaler and NaN in the logs of both runs."
@@ -106,7 +107,8 @@ class Text(Sentence, topic=CODE):
     )
     FIX_CLEARED = (
         "Look for code on some ranks only which clears gradients: call `zero_grad()` before `backward()` or after "
-        "`step()`, on all ranks. Then restart from a checkpoint in which the ranks agree."
+        "`step()`, on all ranks. Create the optimizer again after code that replaces parameters. Then restart from a "
+        "checkpoint in which the ranks agree."
     )
     FIX_EXTRA = (
         "Call `optimizer.step()` once per batch on every rank, and give all ranks the same number of batches "

@@ -3,7 +3,7 @@
 Signature: ranks hold different parts of a parameter (FSDP, tensor parallelism or expert parallelism), and parts of the
 same shape hold the same bytes. Only floating-point parts with many different values count: zeros, ones and repeated
 patterns are equal by design, and so are parts of less than 64 elements. Plain tensors in a mesh count only if their
-names show that the layer is divided. Folders that hold the model once, such as those of torch.distributed.checkpoint,
+names show that the layer is divided. Folders with one copy of the model, as of torch.distributed.checkpoint,
 are not searched. This is information and never fails a run.
 
 Cause: every rank was seeded with the same number and then drew its own part, so the whole tensor holds the same rows or

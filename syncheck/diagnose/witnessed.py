@@ -1,4 +1,4 @@
-"""Differences explained by a witness of a watched run, which proved the fault at the step of the fault.
+"""Differences explained by a witness of a watched run: it proved the fault at the step of the fault.
 
 A witness states between which ranks a parameter began to differ. The fault explains this difference in the parameter,
 its optimizer state and its averaged copies. Rules explain differences of other ranks and other tensors.
@@ -18,10 +18,12 @@ from syncheck.messages import Sentence
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Finding, TensorDiff
+    from syncheck.records import Finding, TensorDiff, ValueDiff
 
 _SETTINGS_DIFFER = "SYN107"
 _OPTIMIZER = ("optimizer", "optimizer_step")
+# After these faults, optimizers count different numbers of steps.
+_UNEQUAL_STEPS = ("SYN214", "SYN216", "SYN410")
 
 
 class Text(Sentence, topic="watch"):
@@ -31,12 +33,13 @@ class Text(Sentence, topic="watch"):
 
 
 def cover_witnessed(
-    tensors: Sequence[TensorDiff], ranks: Sequence[int], witnessed: Iterable[Finding]
+    tensors: Sequence[TensorDiff], ranks: Sequence[int], witnessed: Iterable[Finding], values: Sequence[ValueDiff] = ()
 ) -> tuple[tuple[TensorDiff, ...], list[Finding]]:
     """Return the differences without a witness, and the findings of the witnesses with the explained tensors.
 
     ranks: of the group.
     witnessed: findings with the explained parameters as tensors, in the order of time.
+    values: the counting ones. A finding names the explained ones.
     """
     uncovered = tuple(tensors)
     findings = []
@@ -51,13 +54,33 @@ def cover_witnessed(
             # A step counter that differs by one says little.
             measured = select_kinds(effects, "parameter") or effects
             fact = Text.EFFECT(count=len(effects), size=largest_difference(measured))
-            findings.append(replace(finding, tensors=list_names(effects), facts=(*finding.facts, fact)))
+            explained = replace(
+                finding,
+                tensors=list_names(effects),
+                facts=(*finding.facts, fact),
+                values=_list_counters(values, unsuspected, finding),
+            )
+            findings.append(explained)
     return uncovered, findings
+
+
+def _list_counters(values: Iterable[ValueDiff], unsuspected: Iterable[int], finding: Finding) -> tuple[str, ...]:
+    """Return the step counters of a finding's parameters: plain numbers, equal on all other ranks.
+
+    Some optimizers, such as SparseAdam, count steps with a number, and not with a tensor.
+    """
+    names = []
+    for value in select_kinds(values, "counter"):
+        counts = set(map(value.by_rank.get, unsuspected))
+        conditions = (finding.code in _UNEQUAL_STEPS, len(counts) < 2, _is_state_of(value.name, finding))
+        if all(conditions):
+            names.append(value.name)
+    return tuple(names)
 
 
 def _sets_apart(diff: TensorDiff, suspects: frozenset[int]) -> bool:
     """Whether a tensor differs between some of the suspects and all other ranks, not among the other ranks alone."""
-    return any(suspects.issuperset(cluster) for cluster in diff.clusters)
+    return any(map(suspects.issuperset, diff.clusters))
 
 
 def _is_of(diff: TensorDiff, finding: Finding) -> bool:
@@ -67,16 +90,21 @@ def _is_of(diff: TensorDiff, finding: Finding) -> bool:
     if is_setting(diff.name):
         return finding.code == _SETTINGS_DIFFER
     if diff.kind in _OPTIMIZER:
-        name = parameter_of(diff.name)
-        # With several optimizers, their numbers come before the parameter.
-        return not parameters.isdisjoint({name, split_number(name)[1]})
+        return _is_state_of(diff.name, finding)
     if diff.kind == "ema":
-        return any(diff.name.endswith(f".{name}") for name in parameters)
+        return diff.name.endswith(tuple(map(".{}".format, parameters)))
     return diff.kind == "parameter" and diff.name in parameters
 
 
+def _is_state_of(name: str, finding: Finding) -> bool:
+    """Whether an optimizer state is of a parameter of a finding."""
+    parameter = parameter_of(name)
+    # With several optimizers, their numbers come before the parameter.
+    return not {parameter, split_number(parameter)[1]}.isdisjoint(finding.tensors)
+
+
 def join_findings(witnessed: Iterable[Finding], findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return all findings. A fault that a witness and a rule have found on the same ranks is one finding, proved."""
+    """Return all findings. A fault found by a witness and by a rule on the same ranks is one finding, proved."""
     proved = {(finding.code, finding.ranks): finding for finding in witnessed}
     remaining = []
     for finding in findings:
@@ -89,7 +117,7 @@ def join_findings(witnessed: Iterable[Finding], findings: Iterable[Finding]) -> 
         proved[key] = replace(
             earlier,
             tensors=tuple(dict.fromkeys((*earlier.tensors, *finding.tensors))),
-            values=finding.values,
+            values=(*earlier.values, *finding.values),
             facts=(*earlier.facts, *finding.facts),
         )
     return (*proved.values(), *remaining)

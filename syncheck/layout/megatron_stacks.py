@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(?!\d)(.*)")
 _STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
-# The names of stacks, and what precedes the number in the name of one of its tensors.
+# The names of stacks, and the text before the number in the names of their tensors.
 _STACKS = ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts."))
 # Limits of layers, of experts in a layer, and of both together.
 _MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20

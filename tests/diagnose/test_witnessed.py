@@ -11,6 +11,7 @@ from support.cases import diff, group
 from syncheck.diagnose import syn299_unexplained_difference as syn299
 from syncheck.diagnose.rules import diagnose
 from syncheck.live.witnesses.rules import Seen, make_finding
+from syncheck.records import ValueDiff
 
 if TYPE_CHECKING:
     from syncheck.records import Finding
@@ -108,3 +109,21 @@ def test_equal_gradients_of_a_watched_run_exclude_causes_by_unequal_ones(impossi
     case = small_model.group(*small_model.unreduced())
     (finding,) = diagnose(case, (), frozenset(), (), frozenset(impossible))
     assert finding.code == ("SYN299" if impossible else "SYN211")
+
+
+@pytest.mark.parametrize(
+    ("code", "counts", "expected"),
+    [
+        ("SYN214", {0: 15, 1: 14, 2: 15}, {("SYN214", (1,))}),
+        ("SYN214", {0: 15, 1: 14, 2: 13}, {("SYN214", (1,)), ("SYN106", (1, 2))}),
+        ("SYN107", {0: 15, 1: 14, 2: 15}, {("SYN107", (1,)), ("SYN106", (1,))}),
+    ],
+    ids=["skipped", "another rank", "settings"],
+)
+def test_a_counter_that_is_a_number_follows_a_skipped_step(
+    code: str, counts: dict[int, int], expected: set[tuple[str, tuple[int, ...]]]
+) -> None:
+    """SparseAdam counts steps with a number. A skipped step explains it, unless further ranks differ."""
+    counter = ValueDiff("optimizer.0.emb.weight.step", counts, counts=True, kind="counter")
+    case = group(diff("emb.weight", "parameter", THREE), ranks=3, values=(counter,))
+    assert set(list_tensors(case, witness(code, (1,), "emb.weight"))) == expected

@@ -14,7 +14,7 @@ from syncheck.live.watching.clock import Clock
 from syncheck.live.watching.ends import TrainedParameters, covers_all
 from syncheck.live.watching.judge import Judge
 from syncheck.live.watching.layouts import Layout, Step
-from syncheck.live.watching.records import compare_steps
+from syncheck.live.watching.records import compare_steps, name_optimizer
 from syncheck.live.witnesses.rules import make_finding
 from syncheck.live.witnesses.witness import Suspicion
 
@@ -42,7 +42,7 @@ def make_step(optimizer: int, number: int, ranks: tuple[int, ...] = RANKS) -> An
     """Return a step of one of several optimizers of a wrapper."""
     clock = SimpleNamespace(name="clock", ranks=ranks, reduces=True, counts_steps=True, unit="reduction")
     layout = SimpleNamespace(key=f"clock/{optimizer}", clock=clock, is_reduced=True, names=["weight"])
-    layout.number, layout.is_beside = optimizer, False
+    layout.number, layout.optimizers, layout.is_beside = optimizer, 1, False
     layout.posted, layout.most_repeated = number, 0
     layout.parameters, layout.identities = [], []
     key = f"clock/{optimizer}/{number}"
@@ -453,3 +453,22 @@ def test_parameters_that_differed_before_the_last_step_have_another_cause(is_las
     judge = Judge(watcher, Store({step.key: records}, {}), judgements.append)  # type: ignore[arg-type]
     assert judge._judge_next()
     assert [(found.suspicion.code, found.suspicion.ranks) for found in judgements] == [(code, (1,))]
+
+
+@pytest.mark.parametrize(
+    ("code", "affected", "is_named"),
+    [("SYN214", None, True), ("SYN107", ("emb.weight",), True), ("SYN107", (), False), ("SYN410", None, False)],
+    ids=["a skipped step", "a learning rate", "a switch of torch", "gradients"],
+)
+def test_an_optimizer_is_named(code: str, affected: tuple[str, ...] | None, is_named: bool) -> None:
+    """A finding about one of several optimizers names its class and its parameters."""
+
+    class SparseAdam:
+        pass
+
+    optimizer = SparseAdam()
+    layout = Layout(Clock("clock", (0, 1)), "0", optimizer, [], [], is_reduced=True)
+    layout.names = ["emb.weight"]
+    suspicion = name_optimizer(Suspicion(code, (1,), (), affected=affected), layout)
+    named = [fact.parameters for fact in suspicion.facts]
+    assert named == [{"kind": "SparseAdam", "names": ("emb.weight",)}] * is_named

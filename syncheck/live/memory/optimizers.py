@@ -41,7 +41,7 @@ def _list_stale(optimizer: Any, state: Any) -> list[Any]:
 
 
 def _find_owner(optimizer: Any, state: Any) -> Any:
-    """Return the optimizer that has a state as its attribute: the given one, or one in an attribute of it."""
+    """Return the optimizer with a state as its attribute: the argument, or the value of an attribute."""
     for candidate in (optimizer, *get_attributes(optimizer).values()):
         if getattr(candidate, "__dict__", {}).get("state") is state:
             return candidate

@@ -48,7 +48,7 @@ def find_unseen(watcher: Watcher, ranks: tuple[int, ...]) -> Unseen:
 
 
 def limit_claims(findings: Iterable[Finding], *, are_unseen: bool, has_own_step: bool) -> tuple[Finding, ...]:
-    """Return findings whose cause names what was not seen.
+    """Return findings with a cause limited to the compared facts.
 
     are_unseen: whether the steps of parameters that differ were not seen.
     has_own_step: whether the class of an optimizer is not torch's.

@@ -23,7 +23,7 @@ class TrainedParameters:
         self._equal: dict[str, set[int]] = defaultdict(set)
 
     def note_step(self, layout: Layout) -> None:
-        """Note what a step trains: what ended before it in the same model was not compared at the end."""
+        """Note the parameters of a step. An earlier end of the same model counts no longer."""
         self._equal[layout.clock.name].clear()
         # A layout stays the same for most steps.
         if self._layouts.get(layout.key) != id(layout):

@@ -25,6 +25,7 @@ from syncheck.live.watching.records import (
     compare_repetitions,
     compare_steps,
     find_changed,
+    name_optimizer,
 )
 from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rules import CHANGED_AT_THE_END, PARAMETERS_DIFFER
@@ -302,7 +303,8 @@ class Judge(threading.Thread):
             ranks = self._counts.list_stepping(step.layout) if step.layout.is_reduced else tuple(records)
             suspicions += self._turns.explain(step.layout.key, ranks, compare_steps(step.number, ranks, records))
         suspicions += self._ask_witnesses(step, stepping)
-        for suspicion in refer_to_scales(suspicions):
+        for found in refer_to_scales(suspicions):
+            suspicion = name_optimizer(found, step.layout) if self._has_several(step.layout) else found
             self._report(Judgement(step.place, step.unit, suspicion, step.layout))
         # Parameters outside of the wrapper step together with the parameters inside.
         if not step.layout.is_beside:
@@ -311,6 +313,11 @@ class Judge(threading.Thread):
             self.layouts[kind][step.layout.key] = step.layout
             self.steps[step.layout.key] += 1
         self._trained.note_step(step.layout)
+
+    def _has_several(self, layout: Layout) -> bool:
+        """Whether the wrapper of a layout, or a run without wrappers, has several optimizers."""
+        unwrapped = 0 if layout.clock.reduces else len(self.layouts["steps"])
+        return max(unwrapped, layout.optimizers) > 1
 
     def _judge_end(self, step: Step, records: Mapping[int, Record]) -> None:
         """Judge the parameters after the last step."""

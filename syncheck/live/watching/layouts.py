@@ -234,7 +234,7 @@ class Step:
             # The reduction was correct.
             self.unit = _FURTHER.get(self.unit, self.unit)
         if is_end:
-            # The parameters are compared after the last step, and no step follows.
+            # The comparison comes after the last step.
             self.unit = _END.format(layout.clock.unit if layout.counts_reductions else _STEP)
             self.place = layout.clock.ticks or layout.repeated
             # An optimizer that ends before another one replaces it may do so on one rank alone.

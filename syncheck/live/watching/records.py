@@ -1,4 +1,4 @@
-"""The records of a step on the board: their keys, and what they show of ranks that did not step as other ranks did."""
+"""The records of a step on the board: their keys, and ranks with other steps than other ranks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ JOINED = "joined"
 
 # The suffix of the sentences for ranks without a step after a reduction.
 _SKIPPING = "_REDUCTION"
+# The findings about one optimizer.
+_OF_OPTIMIZER = ("SYN107", "SYN214", "SYN216")
 # By whether ranks step in turn.
 _CAUSES = {True: "_TURN", False: _SKIPPING}
 # Why a rank did not step, and what is found then.
@@ -122,6 +124,16 @@ def find_changed(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
     return tuple(sorted(new or changed))
 
 
+def name_optimizer(suspicion: Suspicion, layout: Layout) -> Suspicion:
+    """Return a suspicion about steps or settings with the class and parameters of the optimizer: a run has several."""
+    # A switch of torch affects no parameter.
+    conditions = (suspicion.code in _OF_OPTIMIZER, suspicion.affected != (), layout.optimizer is not None)
+    if not all(conditions):
+        return suspicion
+    fact = Seen.OPTIMIZER(kind=type(layout.optimizer).__name__, names=tuple(layout.names))
+    return suspicion._replace(facts=(*suspicion.facts, fact))
+
+
 class Turns:
     """Whether ranks step in turn: ranks skip a step and take the next step, which the other ranks skip."""
 
@@ -130,7 +142,7 @@ class Turns:
         self._skipping: dict[str, set[int]] = {}
 
     def explain(self, key: str, ranks: Sequence[int], suspicions: Sequence[Suspicion]) -> list[Suspicion]:
-        """Return what was found at a step, with another cause for ranks which step in turn.
+        """Return the findings of a step, with another cause for ranks in turn.
 
         key: of the layout.
         ranks: of the optimizer.

@@ -182,7 +182,7 @@ class BatchWitness(Witness):
             self._passed.append(_Passed(b64encode(digest).decode(), elements))
 
     def observe(self, _key: str, _layout: Any) -> dict[str, Any] | None:
-        """Return what was observed since the last step."""
+        """Return the observations since the last step."""
         passed, self._passed = self._passed, []
         observation: dict[str, Any] = {}
         if passed:

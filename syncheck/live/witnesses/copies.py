@@ -183,7 +183,7 @@ class CopiesWitness(Witness):
         # Beside a wrapper, parameters outside of it are copies too, unless the ranks keep them apart.
         if layout.clock.reduces:
             return [tuple(digests)]
-        # Equal ranks that never exchange anything, such as those of a sweep, train separately.
+        # Equal ranks without any exchange, as in a sweep, train separately.
         if not self.messages.were_sent:
             return []
         key = f"{layout.key}/{kind}"

@@ -32,11 +32,10 @@ class Messages:
 
     def observe(self) -> None:
         """Count the messages before a step."""
-        if self.were_sent:
-            return
         count = count_messages()
         # Nothing is known of a backend without numbers.
-        self.were_sent = count is None or self._count not in (None, count)
+        conditions = (self.were_sent, count is None, self._count not in (None, count))
+        self.were_sent = any(conditions)
         self._count = count
 
 

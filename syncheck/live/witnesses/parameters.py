@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PERIOD = 8
 # The number of the first step without a wrapper.
 _START = 1
-# The mark of what is observed after the last step.
+# The mark of an observation after the last step.
 _AT_END = "end"
 
 

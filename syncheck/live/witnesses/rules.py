@@ -352,6 +352,7 @@ class Seen(Sentence, topic="watch"):
     NO_GRADIENT = "{ranks:ranks} called the optimizer without any gradient, which changes nothing"
     SETTING = "{name:name} is {values:by_rank}"
     SETTINGS = "the digests of the settings differ"
+    OPTIMIZER = "the optimizer is {kind} of {names:names}"
     MORE_SETTINGS = "{count:count more setting}"
     PLACE = "at {unit} {number}"
     WATCHED = "{steps:count step} watched, {checks:count check} of all replicas"

@@ -165,7 +165,7 @@ def _find_kind(name: str) -> str:
 
 
 def refer_to_scales(suspicions: Iterable[Suspicion]) -> list[Suspicion]:
-    """Return what the witnesses found at one step, unequal scales first: they are a cause of unequal gradients."""
+    """Return the suspicions of one step, unequal scales first: they are a cause of unequal gradients."""
     causes = _CAUSES_OF_SCALES if any(map(_has_scales, suspicions)) else {}
     referring = []
     for suspicion in sorted(suspicions, key=_has_scales, reverse=True):
@@ -259,7 +259,7 @@ def _write_value(value: Any) -> str:
 
 
 class _Model(NamedTuple):
-    """What counts of the modules of a layout, in their order."""
+    """The counted states of the modules of a layout, in their order."""
 
     frozen: list[bool]
     evaluating: list[bool]
@@ -278,7 +278,7 @@ def _read_model(layout: Any) -> _Model:
 
 
 def _describe_model(layout: Any, model: _Model) -> dict[str, str]:
-    """Return the names of what counts."""
+    """Return the names of the counted states."""
     modules = [name or _ROOT for name, _ in layout.list_modules()]
     return {
         _FROZEN: _join(list(compress(layout.names, model.frozen))),
@@ -297,7 +297,7 @@ def _join(texts: list[str]) -> str:
 
 
 def _read_program() -> dict[str, str]:
-    """Return what stays the same in a process: versions, and environment variables that change numbers."""
+    """Return the constants of a process: versions, and environment variables that change numbers."""
     torch: Any = sys.modules["torch"]
     settings = {"torch.__version__": str(torch.__version__), "torch.version.cuda": str(torch.version.cuda)}
     for name in _ENVIRONMENT:
@@ -306,7 +306,7 @@ def _read_program() -> dict[str, str]:
 
 
 def _read_switches(layout: Any) -> dict[str, str]:
-    """Return the switches of torch that change numbers; a script may set them at any time."""
+    """Return the switches of torch for numbers; a script may set them at any time."""
     torch: Any = sys.modules["torch"]
     switches = {
         "torch.get_float32_matmul_precision()": _read_precision(torch),
