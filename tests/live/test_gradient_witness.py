@@ -269,9 +269,16 @@ def test_gradients_of_all_kinds_differ(first: torch.Tensor, second: torch.Tensor
     assert (disagreement.ranks, disagreement.tensors) == ((1,), (0,))
 
 
+def make_judging() -> GradientWitness:
+    """Return the witness of the judging rank, in a program whose ranks exchange messages between their steps."""
+    judging = GradientWitness()
+    judging.messages.were_sent = True
+    return judging
+
+
 def watch_steps(*steps: list[list[Any]], reduces: bool = False) -> list[tuple[str, tuple[int, ...]]]:
     """Return code and ranks of what a judge finds at steps, each with the gradients of all ranks."""
-    judging = GradientWitness()
+    judging = make_judging()
     findings = []
     for gradients_of_ranks in steps:
         witnesses = [GradientWitness() for _ in gradients_of_ranks]
@@ -328,7 +335,7 @@ def part_at(step: int, kind: str) -> list[list[Any]]:
 )
 def test_without_a_wrapper_parts_show_copies(kind: str, starts_equal: bool, expected: list[Any]) -> None:
     """Ranks that were never equal in all tensors hold copies if most gradients are equal, or one factor apart."""
-    judging = GradientWitness()
+    judging = make_judging()
     judging.follower = SimpleNamespace(were_equal=lambda *_: starts_equal)
     found = []
     for step in range(1, 7):
@@ -439,7 +446,7 @@ def test_ranks_with_other_shards_are_not_compared() -> None:
 
 def test_shards_are_not_named_beside_copies_that_differ() -> None:
     """Of tensor-parallel ranks, the shards always differ; only the copies that differ are named, and counted."""
-    judging = GradientWitness()
+    judging = make_judging()
     suspicions = []
     for step in range(1, 6):
         observations = {}
