@@ -76,16 +76,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_for_release(items)
 
 
-@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests on ranks together, as long as no option asks for another distribution."""
-    if config.option.dist != "load":
-        return None
-    from support.ranks_together import RanksTogether
-
-    return RanksTogether(config, log)
-
-
 def pytest_collection_finish() -> None:
     """Exclude the modules and the tests, which stay to the end, from the searches for garbage."""
     gc.collect()
