@@ -11,6 +11,7 @@ import ast
 import contextlib
 import encodings.cp437  # codec of names in a zip; Python imports codecs at first use
 import encodings.unicode_escape  # noqa: F401
+import faulthandler  # noqa: F401 - atheris imports it when an input takes long
 import importlib
 import inspect
 import os
