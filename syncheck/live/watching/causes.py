@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.live.watching.allowances import has_ignored_differences, list_allowed
 from syncheck.live.watching.board import PAUSE
 from syncheck.live.watching.claims import find_unseen, limit_claims
-from syncheck.live.witnesses.rules import PARAMETERS_DIFFER
+from syncheck.live.witnesses.rules import PARAMETERS_DIFFER, make_finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -102,10 +102,22 @@ class Causes:
         explaining = self._list_explaining(judgement)
         return explaining[0].code if explaining else ""
 
-    def are_allowed(self, judgement: Judgement) -> bool:
-        """Whether parameters differ only because of faults that the user allows."""
+    def make_finding(self, judgement: Judgement, allow: frozenset[str]) -> Finding:
+        """Return the finding of a witness. Different parameters are allowed if allowed faults explain all of them."""
+        suspicion = judgement.suspicion
+        finding = make_finding(
+            suspicion.code,
+            suspicion.ranks,
+            suspicion.facts,
+            names=suspicion.names,
+            variant=suspicion.variant,
+            allow=allow,
+        )
+        if finding.code != PARAMETERS_DIFFER:
+            return finding
         explaining = self._list_explaining(judgement)
-        return 0 < len(list_allowed(explaining)) == len(explaining)
+        is_effect = 0 < len(list_allowed(explaining)) == len(explaining)
+        return replace(finding, allowed=any((finding.allowed, is_effect)))
 
     def _list_explaining(self, judgement: Judgement) -> list[Finding]:
         """Return the faults that explain parameters that differ; none if they do not explain all of them."""

@@ -18,7 +18,6 @@ from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.copies import let_gradients_lead
 from syncheck.live.witnesses.gradients import GradientWitness
 from syncheck.live.witnesses.parameters import ParameterWitness
-from syncheck.live.witnesses.rules import PARAMETERS_DIFFER, make_finding
 from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
 from syncheck.records import OutOfSync, Report
 
@@ -80,17 +79,9 @@ class Gate:
                 suspicion,
                 step.layout,
             )
-            finding = make_finding(
-                suspicion.code,
-                suspicion.ranks,
-                suspicion.facts,
-                names=suspicion.names,
-                variant=suspicion.variant,
-                allow=self._allow,
-            )
-            is_effect = finding.code == PARAMETERS_DIFFER and self._causes.are_allowed(judgement)
+            finding = self._causes.make_finding(judgement, self._allow)
             self._causes.add(judgement, finding)
-            if not (finding.allowed or is_effect):
+            if not finding.allowed:
                 clock = step.layout.clock
                 if record[RANK] == clock.ranks[0]:
                     self._report(judgement)

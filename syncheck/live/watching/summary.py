@@ -19,7 +19,6 @@ from syncheck.live.witnesses.rules import (
     PARAMETERS_DIFFER,
     SETTINGS_DIFFER,
     Seen,
-    make_finding,
 )
 from syncheck.report.events import add_witnessed, describe_finding
 from syncheck.report.selections import find_failing, list_codes
@@ -119,17 +118,7 @@ class Summary:
 
     def add(self, judgement: Judgement) -> Finding | None:
         """Write a finding as an event, and print it unless the same ranks had it before; return a new one."""
-        suspicion = judgement.suspicion
-        finding = make_finding(
-            suspicion.code,
-            suspicion.ranks,
-            suspicion.facts,
-            names=suspicion.names,
-            variant=suspicion.variant,
-            allow=self._allow,
-        )
-        if finding.code == PARAMETERS_DIFFER and self.causes.are_allowed(judgement):
-            finding = replace(finding, allowed=True)
+        finding = self.causes.make_finding(judgement, self._allow)
         place = Seen.PLACE(unit=judgement.unit, number=judgement.number)
         # The line on the console begins with the place.
         placed = replace(finding, facts=(place, *finding.facts))
@@ -150,7 +139,7 @@ class Summary:
         self._counts[key] += is_other_place
         self._last_places[key] = str(place)
         # Each kind of setting has a cause of its own. Other findings may only look different at later steps.
-        kind = suspicion.variant if finding.code == SETTINGS_DIFFER else ""
+        kind = judgement.suspicion.variant if finding.code == SETTINGS_DIFFER else ""
         if (*key, kind) in self.findings:
             return None
         self.findings[*key, kind] = placed

@@ -32,10 +32,11 @@ class Messages:
 
     def observe(self) -> None:
         """Count the messages before a step."""
+        if self.were_sent:
+            return
         count = count_messages()
         # Nothing is known of a backend without numbers.
-        conditions = (self.were_sent, count is None, self._count not in (None, count))
-        self.were_sent = any(conditions)
+        self.were_sent = any((count is None, self._count not in (None, count)))
         self._count = count
 
 
