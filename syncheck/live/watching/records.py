@@ -142,7 +142,7 @@ class Turns:
         self._skipping: dict[str, set[int]] = {}
 
     def explain(self, key: str, ranks: Sequence[int], suspicions: Sequence[Suspicion]) -> list[Suspicion]:
-        """Return the findings of a step, with another cause for ranks in turn.
+        """Return the findings of a step, with another cause if ranks step in turn.
 
         key: of the layout.
         ranks: of the optimizer.
