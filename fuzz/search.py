@@ -18,9 +18,13 @@ with atheris.instrument_imports(include=["syncheck"], enable_loader_override=Fal
     from fuzz import guard
     from fuzz.judge import Broken
     from fuzz.targets import TARGETS
+    from syncheck.readers.pickles import tree
 
     guard.preload()
-    guard.MAX_SECONDS = 60.0  # measuring the coverage makes the readers about ten times slower
+    # Measuring the coverage makes the readers about ten times slower; the limit of parts is as many times lower, so
+    # that a file that unfolds up to this limit takes a second.
+    guard.MAX_SECONDS = 60.0
+    tree.MAX_NODES = 20_000
 
 if TYPE_CHECKING:
     from fuzz.targets import Target
