@@ -11,6 +11,7 @@ from syncheck.live.watching.causes import Causes, Comparing
 from syncheck.live.watching.clock import Clock
 from syncheck.live.watching.layouts import Layout, Optimizers, make_layouts
 from syncheck.live.watching.passing_changes import PassingChanges
+from syncheck.live.witnesses.parameters import ParameterWitness
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
 
@@ -132,14 +133,25 @@ def test_parameters_that_replace_those_of_the_wrapper_are_outside() -> None:
     assert not changes.exist
 
 
-def test_gradients_that_a_witness_compared_exclude_causes_after_a_comparison_in_sync() -> None:
-    """Before a comparison in sync, ranks may be unequal from the start; without the witness, nothing is known."""
+def test_replicas_are_known_to_be_equal_after_a_comparison_or_from_the_start() -> None:
+    """Before a comparison in sync, ranks may be unequal from the start, unless the first step showed them equal."""
     causes = Causes()
     clock = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=2)
-    watcher: Any = SimpleNamespace(witnesses={"gradients": None}, clocks=[clock])
-    excluded = [Comparing(watcher, causes)._list_excluded((0, 1))]
+    layouts = [SimpleNamespace(key="first"), SimpleNamespace(key="second")]
+    witness = ParameterWitness()
+    watcher: Any = SimpleNamespace(
+        witnesses={"parameters": witness},
+        clocks=[clock],
+        list_optimizers=lambda _: [None],
+        find_layouts=lambda _: layouts,
+    )
+    known = [Comparing(watcher, causes)._were_equal((0, 1))]
+    for layout in layouts:
+        witness._equal_starts.add(layout.key)
+        known.append(Comparing(watcher, causes)._were_equal((0, 1)))
+    # Other copies of the same parameters, such as those of another mesh.
+    witness._starts["second"] = {}
+    known.append(Comparing(watcher, causes)._were_equal((0, 1)))
     causes.note_in_sync(watcher, (0, 1), after_step=False)
-    excluded.append(Comparing(watcher, causes)._list_excluded((0, 1)))
-    watcher.witnesses = {}
-    excluded.append(Comparing(watcher, causes)._list_excluded((0, 1)))
-    assert ["SYN214" in codes for codes in excluded] == [False, True, False]
+    known.append(Comparing(watcher, causes)._were_equal((0, 1)))
+    assert known == [False, False, True, False, True]

@@ -74,11 +74,13 @@ def train_wrapped(rank: int, kind: str) -> None:
     kind: with "average", "probe" or "optimizer", one rank has an additional averaged copy, a model of its own, or an
     optimizer that it replaces before training. With "sharpness", each rank moves its parameters for each reduction, and
     with "decay" before each step. "compiled" compiles the wrapper, "closure" computes gradients within the optimizer's
-    step, "pairs" has two forward passes for each backward pass. At the faulty step, rank 1 changes a "buffer" or a
+    step, "pairs" has two forward passes for each backward pass, "ignored" leaves a layer to each rank. At the faulty step, rank 1 changes a "buffer" or a
     "value" of a parameter, or all ranks replace the parameters by "assigned" ones, which the wrapper does not know.
     """
     module: Any = Model()
     parameters = list(module.parameters())
+    ignored = ["norm.weight", "norm.bias"] if "ignored" in kind else []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     model = DistributedDataParallel(module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     if "optimizer" in kind and rank == 1:

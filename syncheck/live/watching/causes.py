@@ -265,15 +265,23 @@ class Comparing:
         unseen = find_unseen(self._watcher, channel.ranks)
         unseen_names = _name_all(unseen.parameters, parts)
         are_unseen = any(not unseen_names.isdisjoint(finding.tensors) for finding in group.findings)
-        states = (seen, *counted, are_unseen, unseen.has_own_step)
-        seen_by_rank = channel.gather(states, "causes")
-        seen_by_ranks, numbers_steps, further, unseen_by_rank, own_steps = zip(*seen_by_rank.values(), strict=True)
+        were_equal = self._were_equal(channel.ranks)
+        states = (seen, *counted, are_unseen, unseen.has_own_step, were_equal)
+        states_of_ranks = channel.gather(states, "causes").values()
+        seen_by_ranks, numbers_steps, further, unseen_by_rank, own_steps, equal_by_rank = zip(
+            *states_of_ranks, strict=True
+        )
         witnessed = tuple(chain.from_iterable(seen_by_ranks))
         are_unseen = any(unseen_by_rank)
         # The judge learns of further steps with the next step.
         numbers_all_steps = all(numbers_steps) and len(set(further)) == 1 and not are_unseen
         codes = {finding.code for finding in witnessed}
-        excluded = frozenset() if are_unseen else self._list_excluded(channel.ranks).difference(codes)
+        has_seen_gradients = (
+            "gradients" in self._watcher.witnesses,
+            any(equal_by_rank),
+            not are_unseen,
+        )
+        excluded = _SEEN.difference(codes) if all(has_seen_gradients) else frozenset()
         # An allowed finding is not remembered.
         never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
         impossible = frozenset({"SYN214"} if never_skipped else ())
@@ -319,11 +327,17 @@ class Comparing:
 
     def _count_further(self, ranks: tuple[int, ...]) -> int:
         """Return how many steps the optimizers of some ranks took beside one for each last reduction."""
-        watcher = self._watcher
-        optimizers = watcher.list_optimizers(ranks)
-        return sum(layout.repeated for optimizer in optimizers for layout in watcher.find_layouts(optimizer))
+        return sum(layout.repeated for layout in self._list_layouts(ranks))
 
-    def _list_excluded(self, ranks: Iterable[int]) -> frozenset[str]:
-        """Return the causes that the witnesses would have seen since the last comparison in sync of some ranks."""
-        has_seen_gradients = "gradients" in self._watcher.witnesses and self._causes.was_in_sync(self._watcher, ranks)
-        return _SEEN if has_seen_gradients else frozenset()
+    def _list_layouts(self, ranks: tuple[int, ...]) -> list[Layout]:
+        """Return what the optimizers of some ranks train."""
+        layouts: list[Layout] = []
+        for optimizer in self._watcher.list_optimizers(ranks):
+            layouts += self._watcher.find_layouts(optimizer)
+        return layouts
+
+    def _were_equal(self, ranks: tuple[int, ...]) -> bool:
+        """Whether this rank knows of equal parameters of some ranks: in a comparison, or before the first step."""
+        parameters: Any = self._watcher.witnesses.get("parameters")
+        began_equal = parameters is not None and parameters.began_equal(self._list_layouts(ranks))
+        return began_equal or self._causes.was_in_sync(self._watcher, ranks)

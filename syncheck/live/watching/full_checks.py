@@ -21,6 +21,7 @@ from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
 from syncheck.live.watching.clock import list_wrappers
 from syncheck.live.watching.divided import list_undivided
+from syncheck.live.watching.ignored import list_ignored
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
 from syncheck.readers.metadata_block import metadata
@@ -60,6 +61,7 @@ _HOW_TO_CHOOSE = (
     "use SyncMonitor(model, optimizer, on_desync=lambda report: resync(model, optimizer, source=RANK)) in the script, "
     "instead of watching with resync"
 )
+_IGNORED = "the parameters and buffers that DistributedDataParallel is told to ignore are not compared"
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
 _DIVIDED = (
@@ -308,6 +310,9 @@ class FullChecks:
         """
         wrappers = list_wrappers(self._watcher.clocks, clock.ranks)
         models = [*wrappers, *averages]
+        ignored = list_ignored(wrappers)
+        if ignored:
+            self._print_once(_IGNORED)
         outside = self._watcher.list_outside(clock.ranks)
         identities = tuple(map(id, (*models, *outside.values(), *optimizers)))
         if outside:
@@ -327,7 +332,7 @@ class FullChecks:
                 events=events and name_file_of_judge(events, clock.ranks[0]),
                 only=self._settings.only,
                 include=self._settings.include,
-                exclude=self._settings.exclude,
+                exclude=(*self._settings.exclude, *ignored),
                 allow=self._settings.allow,
             )
             if last_monitor is not None:
@@ -359,9 +364,9 @@ class FullChecks:
             content: dict[str, Any] = {}
             models = list(map(_unwrap, wrappers))
             for number, model in enumerate(models):
-                content["model" if number == 0 else f"model{number}"] = model.state_dict()
+                content[_number_name("model", number)] = model.state_dict()
             for number, optimizer in enumerate(optimizers):
-                content["optimizer" if number == 0 else f"optimizer{number}"] = read_optimizer(optimizer)
+                content[_number_name("optimizer", number)] = read_optimizer(optimizer)
             content["syncheck"] = metadata(
                 model=models[0],
                 run="watch",
@@ -373,6 +378,11 @@ class FullChecks:
                 torch.save(content, file)
 
         return save
+
+
+def _number_name(name: str, number: int) -> str:
+    """Return the key of an object in a saved checkpoint: the first one of its kind has no number."""
+    return f"{name}{number}" if number else name
 
 
 def _unwrap(wrapper: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The number of a step whose parameters are compared is a multiple. Each time costs as much as the gradients of a step.
 _PERIOD = 8
-# The number of the first step without a wrapper.
+# The number of the first step.
 _START = 1
 # The mark of an observation after the last step.
 _AT_END = "end"
@@ -52,9 +52,7 @@ class ParameterWitness(CopiesWitness):
     def observe(self, key: str, layout: Any) -> list[Any] | None:
         """Return the digests of copies and of shards at some steps, and the number; None at the other ones."""
         number = layout.clock.ticks + layout.repeated
-        # A wrapper makes the ranks equal; without one, the script may not have.
-        is_start = (number, layout.clock.reduces) == (_START, False)
-        is_due = is_start or number % _PERIOD == 0
+        is_due = number == _START or number % _PERIOD == 0
         # Each rank may have moved them within its step.
         return None if layout.is_moved or not is_due else [*super().observe(key, layout), layout.find_place()]
 
@@ -64,12 +62,12 @@ class ParameterWitness(CopiesWitness):
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN411 if parameters differ, with the steps between which they became unequal."""
-        earlier = self.comparisons
-        suspicions = super().judge(layout, observations, ask)
         # The digests come first, and the mark of the end is last.
         number, *end = next(iter(observations.values()))[2:]
-        if (number, layout.clock.reduces) == (_START, False):
+        if number == _START:
             self._note_start(layout, observations, ask)
+        earlier = self.comparisons
+        suspicions = super().judge(layout, observations, ask)
         copies = layout.key, layout.find_replicas(min(observations))[0]
         equal = self._equal.get(copies, 0)
         is_lasting = copies in self._unequal
@@ -86,7 +84,7 @@ class ParameterWitness(CopiesWitness):
         return [suspicion._replace(is_lasting=is_lasting) for suspicion in suspicions]
 
     def _note_start(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> None:
-        """Note the parameters before the first step, when it is unknown which ranks hold copies."""
+        """Note the parameters before the first step; without a wrapper, it is unknown which ranks hold copies."""
         distinct = {tuple(observation) for observation in observations.values()}
         if len(distinct) == 1:
             self._equal[layout.key, layout.find_replicas(min(observations))[0]] = _START
@@ -94,10 +92,15 @@ class ParameterWitness(CopiesWitness):
         else:
             self._starts[layout.key] = read_answers(ask())
 
+    def began_equal(self, layouts: Iterable[Any]) -> bool:
+        """Whether all parameters of some layouts were equal before the first step; False if unknown."""
+        keys = {layout.key for layout in layouts}
+        return bool(keys) and keys <= self._equal_starts - self._starts.keys()
+
     def were_equal(self, layout: Any, ranks: Collection[int], indices: Sequence[int]) -> bool:
         """Whether some parameters were equal before the first step; False if unknown."""
         is_known = set(ranks) <= set(self._starts.get(layout.key, {}))
-        return layout.key in self._equal_starts or (is_known and not self._find_start(layout, ranks, indices))
+        return self.began_equal([layout]) or (is_known and not self._find_start(layout, ranks, indices))
 
     def _find_start(self, layout: Any, ranks: Iterable[int], indices: Sequence[int]) -> list[int]:
         """Return the indices of the parameters that differed between some ranks before the first step."""

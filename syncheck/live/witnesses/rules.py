@@ -280,12 +280,12 @@ class UnequalGradients(Sentence, topic="SYN410"):
 class UnequalParameters(Sentence, topic="SYN411"):
     """Before a step, replicas have different parameters.
 
-    Signature: at every eighth step, or at the end, the parameters differ between ranks that hold copies of them: all
-    ranks of a wrapper (DistributedDataParallel), or, without one, ranks whose gradients or parameters were equal
-    several times before. Without a wrapper, the first step shows whether they differed from the start.
+    Signature: at the first or every eighth step, or at the end, the parameters differ between ranks that hold copies of
+    them: all ranks of a wrapper (DistributedDataParallel), or, without one, ranks whose gradients or parameters were
+    equal several times before. The first step shows whether they differed from the start.
 
-    Cause: parameters that differed before the first step were never made equal, which only a wrapper does by itself.
-    Otherwise, if the gradients of all steps were equal, something changed parameters outside of the optimizer: code
+    Cause: parameters that differed before the first step were never made equal, which only a wrapper does by itself, or
+    were changed after it did. Otherwise, if the gradients of all steps were equal, something changed parameters outside of the optimizer: code
     that runs on one rank only, a checkpoint that one rank loads, a fault of the memory. Otherwise it is the effect of
     the finding before. The comparison of all replicas, which follows within a few steps, names the cause.
 
@@ -303,10 +303,14 @@ class UnequalParameters(Sentence, topic="SYN411"):
         "If there is no earlier finding, look for code that runs on one rank only and skips a step, or changes or "
         "loads parameters."
     )
-    CAUSE_START = "The ranks began with different parameters: nothing made them equal before the first step."
+    CAUSE_START = (
+        "The ranks began with different parameters: nothing made them equal before the first step, or something "
+        "changed them after the wrapper was created."
+    )
     FIX_START = (
         "Before the first step, send the parameters and buffers of rank 0 to all ranks: `for tensor in "
-        "model.state_dict().values(): dist.broadcast(tensor, 0)`. DistributedDataParallel does so."
+        "model.state_dict().values(): dist.broadcast(tensor, 0)`. DistributedDataParallel does so when it is created; "
+        "change nothing on one rank after it."
     )
     START = "different before the first step: {names:names}"
     FACT = "{count} of {total:count parameter} {count:verb differs|differ}: {names:names}"
