@@ -36,11 +36,12 @@ def test_a_rank_that_has_left_is_not_waited_for(
 ) -> None:
     """The ranks told the first rank that they had ended, and some left before it came: nothing is compared."""
     board = Records()
-    watcher = SimpleNamespace(board=board, holds_last_step=lambda _ranks: True)
+    clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: torch.nn)
+    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list)
+    monkeypatch.setattr("syncheck.live.watching.full_checks.hold_last_step", lambda *_: True)
     checks = FullChecks(watcher, WatchSettings())  # type: ignore[arg-type]
-    clock: Any = SimpleNamespace(ranks=RANKS, name="clock")
     for rank in RANKS[1:]:
-        board.post("end/clock", {"rank": rank, "state": [0, True]})
+        board.post("end/clock", {"rank": rank, "state": [0, 1, True]})
     for _rank in present[1:]:
         board.post("end/clock/present", {})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)

@@ -24,6 +24,7 @@ def make_clock() -> Any:
         ticks=0,
         wrapper=MODEL,
         module=MODEL,
+        find_model=lambda: MODEL,
         list_local=list,
         list_parameters=lambda: list(MODEL.named_parameters()),
     )

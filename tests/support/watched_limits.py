@@ -74,8 +74,9 @@ def train_wrapped(rank: int, kind: str) -> None:
     kind: with "average", "probe" or "optimizer", one rank has an additional averaged copy, a model of its own, or an
     optimizer that it replaces before training. With "sharpness", each rank moves its parameters for each reduction, and
     with "decay" before each step. "compiled" compiles the wrapper, "closure" computes gradients within the optimizer's
-    step, "pairs" has two forward passes for each backward pass, "ignored" leaves a layer to each rank. At the faulty step, rank 1 changes a "buffer" or a
-    "value" of a parameter, or all ranks replace the parameters by "assigned" ones, which the wrapper does not know.
+    step, "pairs" has two forward passes for each backward pass, "ignored" leaves a layer to each rank. At the faulty
+    step, rank 1 changes a "buffer" or a "value" of a parameter, or all ranks replace the parameters by "assigned" ones,
+    which the wrapper does not know.
     """
     module: Any = Model()
     parameters = list(module.parameters())

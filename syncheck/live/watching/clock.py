@@ -55,12 +55,15 @@ class Clock:
             self.unit = "forward pass"
         self.local_passes = 0
         """The backward passes through the wrapper since the last reduction, which added gradients of this rank only."""
+        self.hides_passes = False
+        """Whether a forward pass returned nothing to see a backward pass by: it may include the backward pass."""
         self._is_local = False
         # Whether a forward pass came after the last reduction.
         self._is_prepared = False
         # The backward passes whose callback is queued, by torch's number. One that fails never runs it.
         self._passes: set[int] = set()
         self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
+        self._model = weakref.ref(self.module) if self.module is not None else None
         self.class_name = type(self.module).__name__
         """Of the model."""
         # The parameters by name, as they are when the wrapper is created.
@@ -81,6 +84,12 @@ class Clock:
     def module(self) -> Any:
         """The model; None after its end, or without a wrapper."""
         return getattr(self.wrapper, "module", None)
+
+    def find_model(self) -> Any:
+        """Return the wrapper; after its end, the model that it wrapped, which a trainer may keep. None without one."""
+        if self.wrapper is not None or self._model is None:
+            return self.wrapper
+        return self._model()
 
     def list_parameters(self) -> list[tuple[str, Any]]:
         """Return the parameters whose gradients the wrapper reduces, with their names.
@@ -161,8 +170,10 @@ class Clock:
         self.keeps_gradients_local()
         if not torch.is_grad_enabled() or not self._is_trained():
             return
+        tensors = [tensor for tensor in list_tensors(output) if tensor.requires_grad]
+        self.hides_passes |= not tensors
         if not self.wrapper.require_backward_grad_sync:
-            self._watch_local_pass(output)
+            self._watch_local_pass(tensors)
             return
         self._is_prepared = True
         # As DDP and FSDP do, which have no public name for it either.
@@ -182,10 +193,10 @@ class Clock:
                 begin()
                 queue_callback(lambda: queue_callback(lambda: count(number)))
 
-        _register(output, handle_gradient)
+        _register(tensors, handle_gradient)
 
-    def _watch_local_pass(self, output: Any) -> None:
-        """Count the backward pass of an output in `no_sync()`."""
+    def _watch_local_pass(self, tensors: Sequence[Any]) -> None:
+        """Count the backward pass of outputs in `no_sync()`."""
         torch: Any = sys.modules["torch"]
         passes: set[int] = set()
 
@@ -195,7 +206,7 @@ class Clock:
                 passes.add(number)
                 self.local_passes += 1
 
-        _register(output, handle_gradient)
+        _register(tensors, handle_gradient)
 
     def _is_trained(self) -> bool:
         """Whether a gradient is left to reduce: the critic of a GAN may be frozen in the step of the generator."""
@@ -232,11 +243,10 @@ class Clock:
         return parameters
 
 
-def _register(output: Any, handle_gradient: Callable[[Any], None]) -> None:
-    """Call a function with each gradient of an output."""
-    for tensor in list_tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(handle_gradient)
+def _register(tensors: Sequence[Any], handle_gradient: Callable[[Any], None]) -> None:
+    """Call a function with each gradient of outputs."""
+    for tensor in tensors:
+        tensor.register_hook(handle_gradient)
 
 
 def has_compiled() -> bool:
@@ -261,11 +271,17 @@ def list_tensors(content: Any) -> list[Any]:
     return list(distributed._find_tensors(content))  # noqa: SLF001 - there is no public function for it
 
 
+def unwrap(wrapper: Any) -> Any:
+    """Return the model of a DistributedDataParallel module; a model of FSDP2 has no wrapper."""
+    return wrapper.module if hasattr(wrapper, "require_backward_grad_sync") else wrapper
+
+
 def list_wrappers(clocks: Sequence[Clock], ranks: tuple[int, ...]) -> list[Any]:
-    """Return the wrappers of some ranks, in the order of their creation."""
-    last_of_module = {}
+    """Return the wrappers of some ranks, in the order of their creation; after the end of one, its model."""
+    last_of_model = {}
     for clock in clocks:
-        if clock.ranks == ranks and clock.wrapper is not None:
-            # A script may wrap a module again; the earlier wrapper may live for a while on some ranks.
-            last_of_module[id(clock.module)] = clock.wrapper
-    return list(last_of_module.values())
+        model = clock.find_model() if clock.ranks == ranks else None
+        if model is not None:
+            # A script may wrap a model again; the earlier wrapper may live for a while on some ranks.
+            last_of_model[id(unwrap(model))] = model
+    return list(last_of_model.values())

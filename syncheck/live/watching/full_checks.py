@@ -19,9 +19,10 @@ from syncheck.live.channel import Channel, create_group
 from syncheck.live.memory.optimizers import read_optimizer
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
-from syncheck.live.watching.clock import list_wrappers
+from syncheck.live.watching.clock import list_wrappers, unwrap
 from syncheck.live.watching.divided import list_undivided
 from syncheck.live.watching.ignored import list_ignored
+from syncheck.live.watching.last_steps import hold_last_step
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
 from syncheck.readers.metadata_block import metadata
@@ -55,7 +56,8 @@ _PASSING_CHANGES = (
     "at the end only"
 )
 _NO_REDUCTIONS = (
-    "no reduction of a wrapper was seen, as within torch.compile, so all replicas are compared at the end only"
+    "no reduction of a wrapper was seen, as within torch.compile or if a forward pass includes its backward pass, so "
+    "all replicas are compared at the end only"
 )
 _HOW_TO_CHOOSE = (
     "use SyncMonitor(model, optimizer, on_desync=lambda report: resync(model, optimizer, source=RANK)) in the script, "
@@ -179,12 +181,14 @@ class FullChecks:
         board: Any = self._watcher.board
         distributed: Any = sys.modules["torch.distributed"]
         rank, place = distributed.get_rank(), f"end/{clock.name}"
-        state = [self._reductions[clock.ranks], self._watcher.holds_last_step(clock.ranks)]
+        models = len(list_wrappers(self._watcher.clocks, clock.ranks))
+        holds_models = models > 0 and hold_last_step(self._watcher.list_layouts(), clock.ranks)
+        state = [self._reductions[clock.ranks], models, holds_models]
         board.post(place, {"rank": rank, "state": state})
         if rank == clock.ranks[0]:
             rows = board.wait(place, len(clock.ranks), _END_SECONDS)
             states = [row["state"] for row in rows]
-            is_agreed = states == len(clock.ranks) * [state] and state[1]
+            is_agreed = holds_models and states == len(clock.ranks) * [state]
             # Without reductions, the steps of the first rank number the comparison on all ranks.
             number = self._reductions[clock.ranks] or self._steps[clock.ranks]
             board.post(f"{place}/decision", {"compares": is_agreed, "number": number})
@@ -219,7 +223,9 @@ class FullChecks:
         last_report = monitor.last
         try:
             with options_as_typed(self._settings.prefix):
-                monitor.step(self._reductions[clock.ranks])
+                if monitor.step(self._reductions[clock.ranks]) is None:
+                    # The last reduction was compared before its step; this is after it.
+                    monitor.check()
         except UsageError as error:
             # `resync` refuses on all ranks, for example without a majority; the run goes on, and so does watching.
             self._refusals += 1
@@ -362,7 +368,7 @@ class FullChecks:
             folder = self._unnamed_folder = os.path.join(SAVE_FOLDER, f"step_{self._reductions[clock.ranks]}")
             os.makedirs(folder, exist_ok=True)
             content: dict[str, Any] = {}
-            models = list(map(_unwrap, wrappers))
+            models = list(map(unwrap, wrappers))
             for number, model in enumerate(models):
                 content[_number_name("model", number)] = model.state_dict()
             for number, optimizer in enumerate(optimizers):
@@ -383,11 +389,6 @@ class FullChecks:
 def _number_name(name: str, number: int) -> str:
     """Return the key of an object in a saved checkpoint: the first one of its kind has no number."""
     return f"{name}{number}" if number else name
-
-
-def _unwrap(wrapper: Any) -> Any:
-    """Return the model of a DistributedDataParallel module; a model of FSDP2 has no wrapper."""
-    return wrapper.module if hasattr(wrapper, "require_backward_grad_sync") else wrapper
 
 
 def _simplify(objects: list[Any]) -> Any:

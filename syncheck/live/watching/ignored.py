@@ -5,6 +5,8 @@ from __future__ import annotations
 from glob import escape
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.clock import unwrap
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,7 +22,7 @@ def list_ignored(wrappers: Sequence[Any]) -> list[str]:
     globs = []
     for number, wrapper in enumerate(wrappers):
         prefix = f"model.{number}." * (len(wrappers) > 1)
-        for name in sorted(getattr(wrapper.module, _IGNORED, ())):
+        for name in sorted(getattr(unwrap(wrapper), _IGNORED, ())):
             tensor = escape(prefix + name)
             globs += [tensor, f"optimizer*.{tensor}.*"]
     return globs

@@ -163,8 +163,12 @@ class Layout:
 
     @property
     def hides_reductions(self) -> bool:
-        """Whether reductions may be hidden in a compiled program."""
-        conditions = (self.clock.reduces, not self.clock.ticks, has_compiled())
+        """Whether reductions may be hidden in a compiled program, or in forward passes."""
+        conditions = (
+            self.clock.reduces,
+            not self.clock.ticks,
+            has_compiled() or self.clock.hides_passes,
+        )
         return all(conditions)
 
     def find_place(self) -> int:

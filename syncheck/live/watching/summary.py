@@ -246,6 +246,11 @@ class Summary:
             ),
             (not (judged["ends"] or is_compared_at_end), "in sync when last compared", ""),
             (not is_compared, "trained parameters in sync", "; could not tell for buffers and optimizer states"),
+            (
+                bool(self._settings.every) and not is_compared_at_end,
+                "trained parameters in sync",
+                f"; buffers and optimizer states last compared at step {ending.last_comparison}",
+            ),
             (any((self._is_not_finite(), allowed)), "in sync", ""),
         )
         for is_limited, verdict, end in limits:

@@ -20,6 +20,7 @@ from syncheck.live.watching.averages import Averages
 from syncheck.live.watching.board import Board, Unusable, serve_from_start
 from syncheck.live.watching.clock import Clock, name_units
 from syncheck.live.watching.closures import see_gradients
+from syncheck.live.watching.last_steps import LastSteps
 from syncheck.live.watching.layouts import (
     Layout,
     Optimizers,
@@ -30,8 +31,10 @@ from syncheck.live.watching.layouts import (
     make_layouts,
 )
 from syncheck.live.watching.pre_hooks import LastHook
+from syncheck.live.watching.preparations import Preparations
 from syncheck.live.watching.records import CHANGED, INFINITE, JOINED, NO_STEP, OPTIMIZERS, RANK, SIGNATURE, SKIPPED
 from syncheck.live.watching.replicated_inputs import ReplicatedInputs
+from syncheck.live.watching.scalers import Scalers
 from syncheck.live.watching.sharded_replicas import Callbacks, ShardedReplicas, ShardsClock
 from syncheck.live.watching.wrappers import wrap
 from syncheck.live.witnesses.batches import BatchWitness
@@ -105,12 +108,12 @@ class Watcher:
         self._reductions: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._optimizers = Optimizers()
+        self._last_steps = LastSteps()
         self.outdated: set[str] = set()
         """The keys of layouts whose parameters a clock has taken over."""
         self.averages = Averages()
-        # Whether an optimizer stepped since the scaler was asked to, which takes a step now.
-        self._has_stepped = False
-        self._scaler: Any = None
+        self._scalers = Scalers(self._guard, self._see_no_step)
+        self._preparations = Preparations(self._see_preparation)
 
     def install(self) -> None:
         """Watch all wrappers, optimizers, scalers and loaders that are created from now on. Imports torch."""
@@ -135,7 +138,7 @@ class Watcher:
         register_optimizer_step_post_hook(self._after_step)
         serve_from_start(torch.distributed)
         self._watch_end(torch.distributed)
-        self._watch_scalers(torch.amp.GradScaler)
+        self._scalers.install(torch.amp.GradScaler)
         for witness in self.witnesses.values():
             witness.install(self._guard)
         if BatchWitness.name in self.witnesses:
@@ -172,32 +175,15 @@ class Watcher:
 
         optimizer_class.__init__ = create_counted
 
-    def _watch_scalers(self, scaler_class: Any) -> None:
-        """With infinite gradients a scaler does not call the optimizer, whose hook then does not run."""
-        step = scaler_class.step
-        watcher = self
-
-        @wrap(step)
-        def step_watched(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            watcher._has_stepped, watcher._scaler = False, scaler
-            try:
-                result = step(scaler, optimizer, *arguments, **named)
-            finally:
-                watcher._scaler = None
-            if not watcher._has_stepped:
-                watcher._guard(watcher._see_no_step, optimizer)
-            return result
-
-        scaler_class.step = step_watched
-
     def _before_step(self, optimizer: Any, arguments: Any, named: Any) -> Any:
-        self._has_stepped = True
+        self._scalers.has_stepped = True
         return see_gradients(optimizer, arguments, named, self._guard, self._see_step)
 
     def _after_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         self._guard(self._note_step, optimizer)
 
     def _note_step(self, optimizer: Any) -> None:
+        self._last_steps.note_step()
         for layout in self.find_layouts(optimizer):
             layout.changes.note_step()
             self.on_optimizer(layout, True)
@@ -220,7 +206,7 @@ class Watcher:
     def tell_end(self) -> None:
         """Tell the other ranks about the last steps and the parameters at the end of training, once."""
         self.tell_last_skipped()
-        self._guard(self._tell_end, list(chain(self._reductions.values(), *self._layouts.values())))
+        self._guard(self._tell_end, self.list_layouts())
         self._guard(self.on_end)
         self._guard(self._open_last_board)
 
@@ -279,6 +265,7 @@ class Watcher:
         # All ranks create their wrappers in the same order, so the number of a wrapper is the same on all of them.
         clock = Clock(self._name_clock(ranks), ranks, wrapper)
         self._watch_forward(wrapper, clock)
+        self._preparations.install()
         self._begin_clock(clock)
 
     def _begin_clock(self, clock: Clock) -> None:
@@ -342,8 +329,17 @@ class Watcher:
 
     def _see_output(self, clock: Clock, output: Any) -> None:
         self._see_model_output(clock)
+        self._watch_output(clock, output)
+
+    def _watch_output(self, clock: Clock, output: Any) -> None:
         tell_of = partial(partial, self._guard)
         clock.watch_output(output, tell_of(self.tell_skipped, clock), tell_of(self._see_reduction, clock))
+
+    def _see_preparation(self, wrapper: Any, output: Any) -> None:
+        """See that a trainer has prepared a backward pass within the forward pass of a wrapper."""
+        for clock in self.clocks:
+            if clock.wrapper is wrapper:
+                self._guard(self._watch_output, clock, output)
 
     def _see_model_output(self, clock: Clock) -> None:
         if clock.wrapper.training:
@@ -377,7 +373,7 @@ class Watcher:
     def _see_step(self, optimizer: Any, is_moved: bool) -> None:
         for layout in self.find_layouts(optimizer):
             layout.note_optimizer(optimizer)
-            layout.scaler = self._scaler
+            layout.scaler = self._scalers.current
             layout.is_moved = is_moved
             self.stepping.add(layout.clock)
             # The steps are observed in the place of the reductions.
@@ -386,6 +382,7 @@ class Watcher:
             if not layout.clock.reduces:
                 layout.clock.ticks += 1
             self.on_optimizer(layout, False)
+            self._last_steps.note_before_step(layout, self.list_layouts())
             self._observe(layout)
 
     def _observe(self, layout: Layout) -> None:
@@ -439,13 +436,9 @@ class Watcher:
         """Tell the other ranks about the inputs of a forward pass."""
         self._post(Step(layout), observations)
 
-    def holds_last_step(self, ranks: tuple[int, ...]) -> bool:
-        """Whether the wrappers of some ranks are still there, with the parameters of their last steps."""
-        stepped = []
-        for layout in chain(self._reductions.values(), *self._layouts.values()):
-            if layout.clock.reduces and layout.clock.ranks == ranks:
-                stepped += [layout.changes.are_known, not layout.changes.has_new()]
-        return bool(stepped) and all(stepped)
+    def list_layouts(self) -> list[Layout]:
+        """Return what the optimizers of this rank step with, and what is observed at reductions."""
+        return [*self._reductions.values(), *chain(*self._layouts.values())]
 
     def list_outside(self, ranks: tuple[int, ...]) -> dict[str, Any]:
         """Return the parameters beside the wrappers of some ranks that train with them, by name."""

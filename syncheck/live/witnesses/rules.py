@@ -285,9 +285,9 @@ class UnequalParameters(Sentence, topic="SYN411"):
     equal several times before. The first step shows whether they differed from the start.
 
     Cause: parameters that differed before the first step were never made equal, which only a wrapper does by itself, or
-    were changed after it did. Otherwise, if the gradients of all steps were equal, something changed parameters outside of the optimizer: code
-    that runs on one rank only, a checkpoint that one rank loads, a fault of the memory. Otherwise it is the effect of
-    the finding before. The comparison of all replicas, which follows within a few steps, names the cause.
+    were changed after it did. Otherwise, if the gradients of all steps were equal, something changed parameters outside
+    of the optimizer: code that runs on one rank only, a checkpoint that one rank loads, a fault of the memory. If not,
+    it is the effect of the finding before. The comparison of all replicas, which follows, names the cause.
 
     Fix: that of the finding before, or of the comparison of all replicas. Before the first step:
     `for tensor in model.state_dict().values(): dist.broadcast(tensor, 0)`.
@@ -296,7 +296,7 @@ class UnequalParameters(Sentence, topic="SYN411"):
     CAUSE = "The ranks were updated differently, or something changed parameters outside of the optimizer."
     FIX = (
         "If there is no earlier finding, look for code that runs on one rank only and changes or loads parameters; "
-        "the comparison of all replicas, a few steps later, names causes that tensors show."
+        "the comparison of all replicas, which follows, names causes that tensors show."
     )
     CAUSE_ALONE = CAUSE
     FIX_ALONE = (
