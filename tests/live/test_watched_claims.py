@@ -33,10 +33,12 @@ def test_only_parameters_of_optimizers_of_torch_are_seen(optimizers: list[Any], 
     """Parameters without such an optimizer are listed, and a class that is not torch's is noted."""
     clock = SimpleNamespace(ranks=(0, 1), reduces=True, list_parameters=lambda: list(MODEL.named_parameters()))
 
-    def find_layouts(optimizer: Any) -> list[Any]:
+    def list_layouts_of(optimizer: Any) -> list[Any]:
         return [SimpleNamespace(identities=[id(part) for part in optimizer.param_groups[0]["params"]])]
 
-    watcher: Any = SimpleNamespace(clocks=[clock], list_optimizers=lambda _ranks: optimizers, find_layouts=find_layouts)
+    watcher: Any = SimpleNamespace(
+        clocks=[clock], list_optimizers=lambda _ranks: optimizers, list_layouts_of=list_layouts_of
+    )
     unseen = find_unseen(watcher, (0, 1))
     assert (len(unseen.parameters), unseen.has_own_step) == expected
 

@@ -111,6 +111,29 @@ def test_a_buffer_that_differs_is_found_at_the_end(run: Callable[..., Run], kind
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names", "codes"),
+    [("again", [], set()), ("again buffer", ["scale"], set()), ("again value", ["up.weight"], {"SYN411"})],
+)
+def test_a_model_that_is_wrapped_again_is_compared_at_the_end(
+    run: Callable[..., Run], kind: str, names: list[str], codes: set[str]
+) -> None:
+    """A frozen layer that changes during the second training is no change after the training."""
+    watched = run(kind, 2)
+    (last,) = watched.checks[-1:]
+    assert (last["step"], [name for finding in last["findings"] for name in finding["names"]]) == (20, names)
+    assert {row["code"] for row in watched.findings} == codes
+    assert watched.last.startswith("syncheck: OUT OF SYNC: 20 steps" if names else "syncheck: in sync: 20 steps")
+
+
+@pytest.mark.slow
+def test_a_comparison_before_the_last_step_is_not_that_at_the_end(run: Callable[..., Run]) -> None:
+    """The last reduction is due for a periodic comparison, which comes before the last step."""
+    watched = run("again buffer", 2, "--every", "20")
+    assert [(row["step"], row["verdict"]) for row in watched.checks[-2:]] == 2 * [(20, "out_of_sync")]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor-parallel", "tensor-parallel shard"])
 def test_shards_without_copies_are_named(run: Callable[..., Run], kind: str) -> None:
     """The copies of the norm are equal; nobody knows whether the shards of three parameters are right."""

@@ -144,7 +144,7 @@ def test_replicas_are_known_to_be_equal_after_a_comparison_or_from_the_start() -
         witnesses={"parameters": witness},
         clocks=[clock],
         list_optimizers=lambda _: [None],
-        find_layouts=lambda _: layouts,
+        list_layouts_of=lambda _: layouts,
     )
     known = [Comparing(watcher, causes)._were_equal((0, 1))]
     for layout in layouts:

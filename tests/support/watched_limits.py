@@ -119,6 +119,27 @@ def train_wrapped(rank: int, kind: str) -> None:
             average.update_parameters(module)
 
 
+def train_again(rank: int, kind: str) -> None:
+    """Train a model, freeze a layer, and train the rest within another wrapper.
+
+    kind: during the second training, rank 1 changes a "buffer", or a "value" of the frozen layer.
+    """
+    module: Any = Model()
+    for number in range(2):
+        model = DistributedDataParallel(module, broadcast_buffers=False)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        KEPT.extend([model, optimizer])
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            model(make_batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            if (number, step, rank) == (1, FAULTY_STEP, 1):
+                module.scale[2] += "buffer" in kind
+                module.up.weight.data[0, 0] += "value" in kind
+        module.up.requires_grad_(False)
+
+
 def train_adversarial(rank: int) -> None:
     """Train two models in turn, of which rank 1 skips a step of the second one."""
     models = [DistributedDataParallel(Model(), broadcast_buffers=False) for _ in range(2)]
@@ -168,6 +189,8 @@ def train(rank: int, ranks: int, kind: str, port: str) -> None:
         train_tensor_parallel(kind)
     elif kind.startswith("alone"):
         train_without_wrapper(rank, kind)
+    elif kind.startswith("again"):
+        train_again(rank, kind)
     elif kind == "adversarial":
         train_adversarial(rank)
     else:

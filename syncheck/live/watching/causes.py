@@ -333,7 +333,7 @@ class Comparing:
         """Return what the optimizers of some ranks train."""
         layouts: list[Layout] = []
         for optimizer in self._watcher.list_optimizers(ranks):
-            layouts += self._watcher.find_layouts(optimizer)
+            layouts += self._watcher.list_layouts_of(optimizer)
         return layouts
 
     def _were_equal(self, ranks: tuple[int, ...]) -> bool:

@@ -35,7 +35,7 @@ def find_unseen(watcher: Watcher, ranks: tuple[int, ...]) -> Unseen:
     for optimizer in watcher.list_optimizers(ranks):
         optimizer_class = type(optimizer)
         classes.add(f"{optimizer_class.__module__}.")
-        for layout in watcher.find_layouts(optimizer):
+        for layout in watcher.list_layouts_of(optimizer):
             stepping.update(layout.identities)
     trained: dict[int, Any] = {}
     for clock in watcher.clocks:

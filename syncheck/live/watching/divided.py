@@ -38,7 +38,7 @@ def list_undivided(watcher: Watcher, ranks: tuple[int, ...], channel: Channel) -
     optimizers = watcher.list_optimizers(ranks)
     names: dict[Any, Names] = {}
     for optimizer in optimizers:
-        layouts = watcher.find_layouts(optimizer)
+        layouts = watcher.list_layouts_of(optimizer)
         names[optimizer] = tuple(chain(*map(attrgetter("names"), layouts)))
     # Most ranks train alike, and many names are long.
     checksum = crc32(repr(list(names.values())).encode())
@@ -51,5 +51,5 @@ def list_undivided(watcher: Watcher, ranks: tuple[int, ...], channel: Channel) -
             undivided.append(optimizer)
         else:
             # The comparison has copies of the parameters, unlike the witnesses.
-            watcher.outdated.update(map(attrgetter("key"), watcher.find_layouts(optimizer)))
+            watcher.outdated.update(map(attrgetter("key"), watcher.list_layouts_of(optimizer)))
     return undivided, bool(divided)

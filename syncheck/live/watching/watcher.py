@@ -459,8 +459,12 @@ class Watcher:
                 optimizers.append(optimizer)
         return sorted(optimizers, key=self._optimizers.number)
 
+    def list_layouts_of(self, optimizer: Any) -> list[Layout]:
+        """Return what an optimizer stepped with."""
+        return self._layouts.get(optimizer, [])
+
     def find_layouts(self, optimizer: Any) -> list[Layout]:
-        """Return the parameters that an optimizer trains, by clock."""
+        """Return the parameters that an optimizer trains, by clock. Called when it steps."""
         identities = list(map(id, list_trained(optimizer)))
         layouts = self._layouts.get(optimizer)
         # A head that was frozen may be added later.
