@@ -40,6 +40,7 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
         key="clock/0",
         clock=SimpleNamespace(name="clock", reduces=reduces, keeps_gradients_local=bool, ticks=1, local_passes=0),
         posted=0,
+        signature="all",
         find_place=lambda: 1,
         find_replicas=lambda _rank: (0, 1, 2),
         hides_reductions=False,

@@ -138,7 +138,7 @@ def test_replicas_are_known_to_be_equal_after_a_comparison_or_from_the_start() -
     """Before a comparison in sync, ranks may be unequal from the start, unless the first step showed them equal."""
     causes = Causes()
     clock = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=2)
-    layouts = [SimpleNamespace(key="first"), SimpleNamespace(key="second")]
+    layouts = [SimpleNamespace(key=key, signature="all") for key in ("first", "second")]
     witness = ParameterWitness()
     watcher: Any = SimpleNamespace(
         witnesses={"parameters": witness},
@@ -148,10 +148,10 @@ def test_replicas_are_known_to_be_equal_after_a_comparison_or_from_the_start() -
     )
     known = [Comparing(watcher, causes)._were_equal((0, 1))]
     for layout in layouts:
-        witness._equal_starts.add(layout.key)
+        witness._equal_starts.add(f"{layout.key}/all")
         known.append(Comparing(watcher, causes)._were_equal((0, 1)))
     # Other copies of the same parameters, such as those of another mesh.
-    witness._starts["second"] = {}
+    witness._starts["second/all"] = {}
     known.append(Comparing(watcher, causes)._were_equal((0, 1)))
     causes.note_in_sync(watcher, (0, 1), after_step=False)
     known.append(Comparing(watcher, causes)._were_equal((0, 1)))

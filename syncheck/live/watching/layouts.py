@@ -337,9 +337,13 @@ class Optimizers:
         return any(identities.issubset(map(id, list_trained(optimizer))) for optimizer in list(self._numbers))
 
     def continue_layout(self, layout: Layout) -> Layout:
-        """Return the layout of an earlier optimizer that an optimizer replaces; without one, the new layout."""
+        """Return the layout of an earlier optimizer that an optimizer replaces; without one, the new layout.
+
+        Without a wrapper, the steps of an optimizer that trains other parameters from now on keep their numbers.
+        """
         earlier = self._layouts.setdefault(layout.key, layout)
         if earlier.identities != layout.identities:
+            layout.clock.ticks = max(layout.clock.ticks, earlier.clock.ticks)
             earlier = self._layouts[layout.key] = layout
         earlier.optimizers = layout.optimizers
         return earlier

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 # The number of a step whose parameters are compared is a multiple. Each time costs as much as the gradients of a step.
 _PERIOD = 8
-# The number of the first step.
-_START = 1
-# The mark of an observation after the last step.
-_AT_END = "end"
+# The marks of an observation before the first step, and after the last one.
+_AT_START, _AT_END = "start", "end"
 
 
 class ParameterWitness(CopiesWitness):
@@ -52,9 +50,13 @@ class ParameterWitness(CopiesWitness):
     def observe(self, key: str, layout: Any) -> list[Any] | None:
         """Return the digests of copies and of shards at some steps, and the number; None at the other ones."""
         number = layout.clock.ticks + layout.repeated
-        is_due = number == _START or number % _PERIOD == 0
+        # Of these parameters: an optimizer may train further ones later.
+        marks = [] if layout.posted else [_AT_START]
+        is_due = bool(marks) or number % _PERIOD == 0
         # Each rank may have moved them within its step.
-        return None if layout.is_moved or not is_due else [*super().observe(key, layout), layout.find_place()]
+        if layout.is_moved or not is_due:
+            return None
+        return [*super().observe(key, layout), layout.find_place(), *marks]
 
     def observe_end(self, key: str, layout: Any) -> list[Any]:
         """Return the digests of copies and of shards at the end of training, the number of a next step, and a mark."""
@@ -62,13 +64,13 @@ class ParameterWitness(CopiesWitness):
 
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN411 if parameters differ, with the steps between which they became unequal."""
-        # The digests come first, and the mark of the end is last.
-        number, *end = next(iter(observations.values()))[2:]
-        if number == _START:
+        # The digests come first, and marks are last.
+        number, *marks = next(iter(observations.values()))[2:]
+        if _AT_START in marks:
             self._note_start(layout, observations, ask)
         earlier = self.comparisons
         suspicions = super().judge(layout, observations, ask)
-        copies = layout.key, layout.find_replicas(min(observations))[0]
+        copies = _identify(layout), layout.find_replicas(min(observations))[0]
         equal = self._equal.get(copies, 0)
         is_lasting = copies in self._unequal
         if suspicions:
@@ -79,7 +81,7 @@ class ParameterWitness(CopiesWitness):
         # Further steps after one reduction have its number.
         if 0 < equal < number:
             before_step = UnequalParameters.SINCE(equal=equal, unequal=number)
-            fact = UnequalParameters.SINCE_AT_END(equal=equal, last=number - 1) if end else before_step
+            fact = UnequalParameters.SINCE_AT_END(equal=equal, last=number - 1) if _AT_END in marks else before_step
             suspicions = [suspicion._replace(facts=(*suspicion.facts, fact)) for suspicion in suspicions]
         return [suspicion._replace(is_lasting=is_lasting) for suspicion in suspicions]
 
@@ -87,24 +89,25 @@ class ParameterWitness(CopiesWitness):
         """Note the parameters before the first step; without a wrapper, it is unknown which ranks hold copies."""
         distinct = {tuple(observation) for observation in observations.values()}
         if len(distinct) == 1:
-            self._equal[layout.key, layout.find_replicas(min(observations))[0]] = _START
-            self._equal_starts.add(layout.key)
+            first = min(observations)
+            self._equal[_identify(layout), layout.find_replicas(first)[0]] = observations[first][2]
+            self._equal_starts.add(_identify(layout))
         else:
-            self._starts[layout.key] = read_answers(ask())
+            self._starts[_identify(layout)] = read_answers(ask())
 
     def began_equal(self, layouts: Iterable[Any]) -> bool:
         """Whether all parameters of some layouts were equal before the first step; False if unknown."""
-        keys = {layout.key for layout in layouts}
+        keys = set(map(_identify, layouts))
         return bool(keys) and keys <= self._equal_starts - self._starts.keys()
 
     def were_equal(self, layout: Any, ranks: Collection[int], indices: Sequence[int]) -> bool:
         """Whether some parameters were equal before the first step; False if unknown."""
-        is_known = set(ranks) <= set(self._starts.get(layout.key, {}))
+        is_known = set(ranks) <= set(self._starts.get(_identify(layout), {}))
         return self.began_equal([layout]) or (is_known and not self._find_start(layout, ranks, indices))
 
     def _find_start(self, layout: Any, ranks: Iterable[int], indices: Sequence[int]) -> list[int]:
         """Return the indices of the parameters that differed between some ranks before the first step."""
-        start = self._starts.get(layout.key, {})
+        start = self._starts.get(_identify(layout), {})
         if not set(ranks) <= set(start):
             return []
         return list_differing(select_digests({rank: start[rank] for rank in ranks}, indices), indices)
@@ -133,3 +136,8 @@ class ParameterWitness(CopiesWitness):
     def describe_digests(self) -> Message:
         """Return that the digests differ."""
         return UnequalParameters.DIGESTS()
+
+
+def _identify(layout: Any) -> str:
+    """Return a key of a layout with its parameters, which may become more."""
+    return f"{layout.key}/{layout.signature}"
