@@ -485,7 +485,7 @@ def test_unequal_parameters_are_placed_between_two_comparisons() -> None:
         observations, answers = {}, {}
         for rank in range(3):
             layout = make_layout(GRADIENTS)
-            layout.clock.ticks, layout.repeated, layout.is_moved = step, 0, False
+            layout.clock.ticks, layout.posted, layout.repeated, layout.is_moved = step, step - 1, 0, False
             layout.find_place = lambda step=step: step
             layout.parameters[0].data += step if step < 24 else rank // 2
             witness = ParameterWitness()
@@ -497,6 +497,26 @@ def test_unequal_parameters_are_placed_between_two_comparisons() -> None:
     assert suspicion.facts[1].parameters == {"equal": 16, "unequal": 24}
 
 
+def test_parameters_that_an_optimizer_trains_later_have_a_start_of_their_own() -> None:
+    """A head that is added later is compared before its first step; earlier steps say nothing about it."""
+    judging = ParameterWitness()
+    facts = []
+    for step, signature, posted in ((8, "body", 0), (9, "body and head", 0), (16, "body and head", 15)):
+        observations, answers = {}, {}
+        for rank in range(3):
+            layout = make_layout(GRADIENTS)
+            layout.clock.ticks, layout.posted, layout.repeated, layout.is_moved = step, posted, 0, False
+            layout.find_place = lambda step=step: step
+            layout.signature = signature
+            layout.parameters[0].data += rank * (step == 9) + rank // 2 * (step == 16)
+            witness = ParameterWitness()
+            observations[rank] = witness.observe("step", layout)
+            answers[rank] = witness.tell("step")
+        for suspicion in judging.judge(layout, observations, lambda answers=answers: answers):
+            facts.append([fact.code.name for fact in suspicion.facts])
+    assert facts == [["FACT", "START"], ["FACT", "START"]]
+
+
 def test_parameters_that_differed_before_are_lasting() -> None:
     """A difference is lasting from the second comparison on, until a comparison in sync."""
     judging = ParameterWitness()
@@ -505,7 +525,7 @@ def test_parameters_that_differed_before_are_lasting() -> None:
         observations, answers = {}, {}
         for rank in range(3):
             layout = make_layout(GRADIENTS)
-            layout.clock.ticks, layout.repeated, layout.is_moved = step, 0, False
+            layout.clock.ticks, layout.posted, layout.repeated, layout.is_moved = step, step - 1, 0, False
             layout.parameters[0].data += step + change * (rank == 2)
             witness = ParameterWitness()
             observations[rank] = witness.observe("step", layout)

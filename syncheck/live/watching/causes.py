@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.watching.allowances import has_ignored_differences, list_allowed
 from syncheck.live.watching.board import PAUSE
@@ -232,6 +232,22 @@ def _name_all(parameters: Sequence[Any], objects: Sequence[Any]) -> set[str]:
     return {names.get(_locate(parameter), "") for parameter in parameters}
 
 
+class _Told(NamedTuple):
+    """What the ranks have seen before a comparison out of sync: one value of each field from each rank."""
+
+    findings: tuple[list[Finding], ...]
+    """The faults that its judge found."""
+    numbers_all_steps: tuple[bool, ...]
+    further_steps: tuple[int, ...]
+    """The numbers of steps beside one for each last reduction."""
+    are_unseen: tuple[bool, ...]
+    """Whether the steps of a parameter that differs were not seen."""
+    has_own_step: tuple[bool, ...]
+    """Whether the class of an optimizer is not torch's."""
+    were_equal: tuple[bool, ...]
+    """Whether parameters are known to have been equal before."""
+
+
 class Comparing:
     """Connects the comparisons of a monitor with the witnesses of this rank.
 
@@ -258,57 +274,73 @@ class Comparing:
         if self.after_step:
             self._watcher.tell_last_skipped()
         parts = [part for part in objects if part is not None]
-        # Each set of replicas is judged by its first rank.
-        seen = self._causes.list_findings(parts, after_step=self.after_step)
-        counted = self._numbers_all_steps(channel.ranks), self._count_further(channel.ranks)
         (group,) = report.groups
-        unseen = find_unseen(self._watcher, channel.ranks)
-        unseen_names = _name_all(unseen.parameters, parts)
-        are_unseen = any(not unseen_names.isdisjoint(finding.tensors) for finding in group.findings)
-        were_equal = self._were_equal(channel.ranks)
-        states = (seen, *counted, are_unseen, unseen.has_own_step, were_equal)
-        states_of_ranks = channel.gather(states, "causes").values()
-        seen_by_ranks, numbers_steps, further, unseen_by_rank, own_steps, equal_by_rank = zip(
-            *states_of_ranks, strict=True
-        )
-        witnessed = tuple(chain.from_iterable(seen_by_ranks))
-        are_unseen = any(unseen_by_rank)
-        # The judge learns of further steps with the next step.
-        numbers_all_steps = all(numbers_steps) and len(set(further)) == 1 and not are_unseen
-        codes = {finding.code for finding in witnessed}
-        has_seen_gradients = (
-            "gradients" in self._watcher.witnesses,
-            any(equal_by_rank),
-            not are_unseen,
-        )
-        excluded = _SEEN.difference(codes) if all(has_seen_gradients) else frozenset()
-        # An allowed finding is not remembered.
-        never_skipped = numbers_all_steps and _UNEQUAL_STEPS.isdisjoint(codes | allow)
-        impossible = frozenset({"SYN214"} if never_skipped else ())
-        excluded |= impossible
-        saw_no_fault = (
-            never_skipped,
-            "settings" in self._watcher.witnesses,
-            _CAUSES.isdisjoint(codes | allow),
-        )
-        if all(saw_no_fault):
-            impossible = excluded
-        findings = []
+        told = _Told(*zip(*channel.gather(self._tell(group, channel.ranks, parts), "causes").values(), strict=True))
+        witnessed = tuple(chain.from_iterable(told.findings))
+        impossible, excluded = self._find_impossible(told, {finding.code for finding in witnessed}, allow)
         diagnosed = group.findings
         # The rest without an explanation has less possible causes, too.
         if witnessed or impossible:
             diagnosed = diagnose(group, (), allow, witnessed, impossible)
+        findings = []
         for finding in diagnosed:
             possible = set(finding.alternatives).difference(excluded)
             alternatives = sorted(possible, key=finding.alternatives.index)
             findings.append(replace(finding, alternatives=tuple(alternatives)))
-        limited = limit_claims(findings, are_unseen=are_unseen, has_own_step=any(own_steps))
+        limited = limit_claims(findings, are_unseen=any(told.are_unseen), has_own_step=any(told.has_own_step))
         explained = with_findings(group, limited)
         return replace(
             report,
             groups=(explained,),
             verdict=overall((explained,), ()),
         )
+
+    def _tell(self, group: Any, ranks: tuple[int, ...], parts: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what this rank has seen before a comparison out of sync: the fields of `_Told`."""
+        # Each set of replicas is judged by its first rank.
+        findings = self._causes.list_findings(parts, after_step=self.after_step)
+        unseen = find_unseen(self._watcher, ranks)
+        unseen_names = _name_all(unseen.parameters, parts)
+        differing = chain.from_iterable(map(attrgetter("tensors"), group.findings))
+        return (
+            findings,
+            self._numbers_all_steps(ranks),
+            self._count_further(ranks),
+            not unseen_names.isdisjoint(differing),
+            unseen.has_own_step,
+            self._were_equal(ranks),
+        )
+
+    def _find_impossible(
+        self, told: _Told, codes: set[str], allow: frozenset[str]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the causes that a diagnosis cannot have, and those that it must not name as possible.
+
+        codes: of the findings of the witnesses.
+        """
+        are_all_seen = not any(told.are_unseen)
+        has_seen_gradients = (
+            "gradients" in self._watcher.witnesses,
+            any(told.were_equal),
+            are_all_seen,
+        )
+        excluded = _SEEN.difference(codes) if all(has_seen_gradients) else frozenset()
+        numbers_all_steps = (
+            all(told.numbers_all_steps),
+            # The judge learns of further steps with the next step.
+            len(set(told.further_steps)) == 1,
+            are_all_seen,
+            # An allowed finding is not remembered.
+            _UNEQUAL_STEPS.isdisjoint(codes | allow),
+        )
+        impossible = frozenset({"SYN214"} if all(numbers_all_steps) else ())
+        excluded |= impossible
+        saw_no_fault = (
+            impossible,
+            "settings" in self._watcher.witnesses,
+            _CAUSES.isdisjoint(codes | allow),
+        )
+        return excluded if all(saw_no_fault) else impossible, excluded
 
     def _numbers_all_steps(self, ranks: Iterable[int]) -> bool:
         """Whether the judge has seen each step of the optimizers of some ranks, as far as this rank knows."""

@@ -19,6 +19,7 @@ from syncheck.live.channel import Channel, create_group
 from syncheck.live.memory.optimizers import read_optimizer
 from syncheck.live.monitor import SyncMonitor
 from syncheck.live.reporter import Reporter
+from syncheck.live.watching.board import Unusable
 from syncheck.live.watching.clock import list_wrappers, unwrap
 from syncheck.live.watching.divided import list_undivided
 from syncheck.live.watching.ignored import list_ignored
@@ -47,6 +48,8 @@ _OBSERVED = 2
 _END_SECONDS = 2.0
 # Seconds that it waits for them once more, when all have come.
 _MEETING_SECONDS = 1.0
+# Seconds that the first rank waits for the ranks that create a wrapper together. Only an unwatched rank stays away.
+_START_SECONDS = 10.0
 # Lines about the same findings, and about repairs that are refused.
 _MOST_REPEATED = 3
 # A rank that does not come to a check has ended, or hangs, as it would without the check.
@@ -64,6 +67,7 @@ _HOW_TO_CHOOSE = (
     "instead of watching with resync"
 )
 _IGNORED = "the parameters and buffers that DistributedDataParallel is told to ignore are not compared"
+_UNWATCHED = "not all of its ranks are watched; put `-m syncheck watch` in front of the script on every rank"
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
 _DIVIDED = (
@@ -110,6 +114,8 @@ class FullChecks:
         if clock.module is not clock.wrapper:
             self._changes.note_start(clock)
         if clock.ranks not in self._groups:
+            if not self._meet(clock, f"start/{clock.name}", _START_SECONDS):
+                raise Unusable(_UNWATCHED)
             # Messages of a check must not come between messages of the script.
             self._groups[clock.ranks] = create_group(clock.ranks, timeout=_TIMEOUT)
 
@@ -197,17 +203,17 @@ class FullChecks:
             return False
         decision = decisions[0]
         self._reductions[clock.ranks] = decision["number"]
-        return decision["compares"] and self._meet(clock, place)
+        return decision["compares"] and self._meet(clock, place, _MEETING_SECONDS)
 
-    def _meet(self, clock: Clock, place: str) -> bool:
-        """Return whether all ranks are still there: a rank waits for the first rank only some seconds."""
+    def _meet(self, clock: Clock, place: str, seconds: float) -> bool:
+        """Return whether all ranks are there. seconds: for the first rank; other ranks wait twice as long."""
         board: Any = self._watcher.board
         distributed: Any = sys.modules["torch.distributed"]
         board.post(f"{place}/present", {})
         if distributed.get_rank() == clock.ranks[0]:
-            present = board.wait(f"{place}/present", len(clock.ranks), _MEETING_SECONDS)
+            present = board.wait(f"{place}/present", len(clock.ranks), seconds)
             board.post(f"{place}/begin", {"all": len(present) == len(clock.ranks)})
-        return {"all": True} in board.wait(f"{place}/begin", 1, 2 * _MEETING_SECONDS)
+        return {"all": True} in board.wait(f"{place}/begin", 1, 2 * seconds)
 
     def _check(self, clock: Clock) -> None:
         """Compare now, unless the parameters of a rank are changed for a moment."""

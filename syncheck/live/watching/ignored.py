@@ -10,7 +10,7 @@ from syncheck.live.watching.clock import unwrap
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# As DistributedDataParallel reads it from its module; torch sets it with a function whose name is private, too.
+# The attribute of a module that DistributedDataParallel reads. torch's function for the attribute is private, too.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 

@@ -1,6 +1,6 @@
 """What the parameters were after the last steps of a training, also those that no optimizer trains any longer.
 
-A script may train a model, wrap it again, and train a part of it: what changes the rest then comes before the end of
+A script may train a model, wrap the model again, and train a part: a change of the rest then comes before the end of
 the training.
 """
 

@@ -1,4 +1,4 @@
-"""Run a script or a module as Python would, watched; also the processes that it starts with multiprocessing.
+"""Run a script or a module as Python would, watched; also the processes that it starts to train.
 
 The script is `__main__`, its folder is first in sys.path, its arguments are sys.argv, and its exit code and traceback
 are the same as of `python SCRIPT`.
@@ -14,6 +14,7 @@ import os
 import pkgutil
 import runpy
 import signal
+import subprocess
 import sys
 import types
 from multiprocessing.process import BaseProcess
@@ -62,6 +63,7 @@ def run_program(target: str, arguments: Sequence[str], settings: WatchSettings, 
     session = _start_session(settings)
     # The command line of syncheck, from `watch` on.
     command = sys.argv[1:]
+    _watch_restarts(target, command[: -len(arguments) or None], is_module=is_module)
     sys.argv = [target, *arguments]
     # Python replaces the folder of the running program, that of syncheck, by the folder of the script, behind links.
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
@@ -193,6 +195,34 @@ class WatchedTarget:
             session.finish(normally=ended)
 
 
+def _note_children() -> None:
+    """Note that the program has started a process that is watched on its own."""
+    for session in _sessions:
+        session.has_children = True
+
+
+def _watch_restarts(target: str, command: Sequence[str], *, is_module: bool) -> None:
+    """Watch every process that the program starts with subprocess to run itself, as Lightning does for each rank.
+
+    command: the arguments of syncheck without those of the program.
+    """
+    create = subprocess.Popen.__init__
+    program = ["-m", target] if is_module else [os.path.realpath(target)]
+
+    @wrap(create)
+    def create_watched(process: Any, args: Any, *arguments: Any, **named: Any) -> None:
+        words = list(args) if isinstance(args, (list, tuple)) else []
+        started = words[1 : 1 + len(program)]
+        if started and not is_module:
+            started = [os.path.realpath(started[0])]
+        if words[:1] == [sys.executable] and started == program:
+            args = [sys.executable, "-m", "syncheck", *command, *words[1 + len(program) :]]
+            _note_children()
+        create(process, args, *arguments, **named)
+
+    subprocess.Popen.__init__ = create_watched  # type: ignore[method-assign]
+
+
 def _watch_processes(settings: WatchSettings) -> None:
     """Watch every process that multiprocessing starts from now on, by any start method."""
     create = BaseProcess.__init__
@@ -204,8 +234,7 @@ def _watch_processes(settings: WatchSettings) -> None:
         module = getattr(target, "__module__", None) or ""
         if target is not None and not module.startswith(_UNWATCHED) and not isinstance(target, WatchedTarget):
             target = WatchedTarget(target, settings)
-            for session in _sessions:
-                session.has_children = True
+            _note_children()
         create(process, group, target, *arguments, **named)
 
     BaseProcess.__init__ = create_watched  # type: ignore[method-assign]

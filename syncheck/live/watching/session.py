@@ -284,6 +284,7 @@ class Session:
 
     def _describe_run(self, judge: Judge, *, is_complete: bool, normally: bool) -> None:
         extent = measure_extent(judge.layouts["steps"].values(), judge.steps)
+        gradients: Any = self.watcher.witnesses.get(GradientWitness.name)
         ending = Ending(
             judged=judge.judged,
             uncompared=judge.list_uncompared(),
@@ -293,6 +294,7 @@ class Session:
             normally=normally,
             ranks=tuple(sorted(judge.ranks)),
             world_size=self.watcher.world_size,
+            is_separate=gradients is not None and gradients.messages.are_rare,
             is_compared=self._checks is not None and self._checks.has_ended,
             last_comparison=0 if self._checks is None else self._checks.last_step,
             sees_steps=not extent.reductions,

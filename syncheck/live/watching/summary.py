@@ -43,6 +43,14 @@ _EMPTY = Extent()
 _FILTERS = ("only", "include", "exclude")
 
 
+_NO_COPIES = "; no rank was found to hold copies of another rank's tensors"
+# The most frequent reason is a model without its wrapper.
+_SEPARATE = (
+    ", and between most steps the ranks exchanged nothing: each trains a model of its own; to train one, wrap it in "
+    "DistributedDataParallel"
+)
+
+
 class Ending(NamedTuple):
     """How the watching of a run ended."""
 
@@ -60,6 +68,8 @@ class Ending(NamedTuple):
     """Whether the script ended by itself, without an error."""
     is_compared: bool = False
     """Whether all replicas were compared at the end."""
+    is_separate: bool = False
+    """Whether the script was seen to exchange nothing between most of its first steps."""
     last_comparison: int = 0
     """The step of the last comparison of all replicas; 0 without one."""
     ranks: tuple[int, ...] = ()
@@ -229,7 +239,7 @@ class Summary:
             (
                 not (judged["comparisons"] or "in_sync" in map(attrgetter("verdict"), self.reports)),
                 "could not tell",
-                "; no rank was found to hold copies of another rank's tensors",
+                _NO_COPIES + _SEPARATE * ending.is_separate,
             ),
             (not ending.normally, f"in sync {moment}", "; the run was ended"),
             # A fault in these steps would be unknown.

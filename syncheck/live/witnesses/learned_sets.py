@@ -22,6 +22,9 @@ _EQUAL_STEPS = 3
 # The two steps in a row whose tensors are compared one by one, if not all ranks were equal before.
 _COMPARED_STEPS = (_EQUAL_STEPS + 1, _EQUAL_STEPS + 2)
 
+# The first steps whose messages are counted, for the last line.
+_MOST_STEPS = 16
+
 
 class Messages:
     """Whether the script has exchanged anything between its steps, so far."""
@@ -29,15 +32,24 @@ class Messages:
     def __init__(self) -> None:
         self.were_sent = False
         self._count: int | None = None
+        # Whether anything was exchanged before each of the first steps.
+        self._before_steps: list[bool] = []
 
     def observe(self) -> None:
         """Count the messages before a step."""
-        if self.were_sent:
+        if self.were_sent and len(self._before_steps) == _MOST_STEPS:
             return
         count = count_messages()
         # Nothing is known of a backend without numbers.
-        self.were_sent = any((count is None, self._count not in (None, count)))
+        are_new = any((count is None, self._count not in (None, count)))
+        self.were_sent |= are_new
+        self._before_steps = [*self._before_steps, are_new][:_MOST_STEPS]
         self._count = count
+
+    @property
+    def are_rare(self) -> bool:
+        """Whether nothing was exchanged before most of the first steps: the ranks train separately."""
+        return 2 * sum(self._before_steps) < len(self._before_steps)
 
 
 class LearnedSets:
