@@ -56,7 +56,7 @@ class Clock:
         self.local_passes = 0
         """The backward passes through the wrapper since the last reduction, which added gradients of this rank only."""
         self.hides_passes = False
-        """Whether a forward pass returned no tensor with a gradient: the backward pass may be within the forward pass."""
+        """Whether a forward pass returned no tensor with a gradient, and may include the backward pass."""
         self._is_local = False
         # Whether a forward pass came after the last reduction.
         self._is_prepared = False
@@ -86,7 +86,7 @@ class Clock:
         return getattr(self.wrapper, "module", None)
 
     def find_model(self) -> Any:
-        """Return the wrapper; after the end of the wrapper, the model, which a trainer may keep. None without a model."""
+        """Return the wrapper; after the end of the wrapper, the model. None without a model."""
         if self.wrapper is not None or self._model is None:
             return self.wrapper
         return self._model()

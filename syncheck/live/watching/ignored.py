@@ -1,4 +1,4 @@
-"""What a wrapper leaves to each rank: the parameters and buffers that DistributedDataParallel is told to ignore."""
+"""The parameters and buffers of each rank alone, which DistributedDataParallel is told to ignore."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def list_ignored(wrappers: Sequence[Any]) -> list[str]:
-    """Return globs of what the wrappers of some ranks ignore, and of its states in optimizers.
-
-    They match names in a comparison of all wrappers.
-    """
+    """Return globs of the ignored tensors in a comparison of all wrappers, and of the states of these tensors."""
     globs = []
     for number, wrapper in enumerate(wrappers):
         prefix = f"model.{number}." * (len(wrappers) > 1)

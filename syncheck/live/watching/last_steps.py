@@ -1,4 +1,4 @@
-"""What the parameters were after the last steps of a training, also those that no optimizer trains any longer.
+"""The parameters after the last steps of a training, also without an optimizer any longer.
 
 A script may train a model, wrap the model again, and train a part: a change of the rest then comes before the end of
 the training.

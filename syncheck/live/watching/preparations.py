@@ -1,4 +1,4 @@
-"""Reductions that a trainer prepares itself, before a backward pass within the forward pass of a wrapper.
+"""Reductions prepared by a trainer, before a backward pass within the forward pass of a wrapper.
 
 With manual optimization, Lightning does so with a function of its own.
 """
@@ -20,7 +20,7 @@ _FUNCTION = "prepare_for_backward"
 class Preparations:
     """Watches the functions of loaded trainers.
 
-    see: called with the wrapper and the tensors that the backward pass begins with.
+    see: called with the wrapper and the tensors at the start of the backward pass.
     """
 
     def __init__(self, see: Callable[[Any, Any], None]) -> None:
@@ -28,7 +28,7 @@ class Preparations:
         self._watched: set[str] = set()
 
     def install(self) -> None:
-        """Watch the trainers that are loaded now: a wrapper is created after its trainer is imported."""
+        """Watch the loaded trainers: a trainer is imported before its wrapper is created."""
         for name in _MODULES:
             module: Any = find_loaded(name)
             prepare = getattr(module, _FUNCTION, None)

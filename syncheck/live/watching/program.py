@@ -196,13 +196,13 @@ class WatchedTarget:
 
 
 def _note_children() -> None:
-    """Note that the program has started a process that is watched on its own."""
+    """Note that the program has started a watched process."""
     for session in _sessions:
         session.has_children = True
 
 
 def _watch_restarts(target: str, command: Sequence[str], *, is_module: bool) -> None:
-    """Watch every process that the program starts with subprocess to run itself, as Lightning does for each rank.
+    """Watch every process in which the program runs itself with subprocess, as Lightning does for each rank.
 
     command: the arguments of syncheck without those of the program.
     """

@@ -14,7 +14,7 @@ class Scalers:
     """Watches the steps that scalers take.
 
     guard: calls a function with arguments, and keeps its errors from the script.
-    see_no_step: called with an optimizer that a scaler did not call.
+    see_no_step: called with the optimizer of a skipped step.
     """
 
     def __init__(self, guard: Callable[..., None], see_no_step: Callable[[Any], None]) -> None:

@@ -46,7 +46,7 @@ _FILTERS = ("only", "include", "exclude")
 _NO_COPIES = "; no rank was found to hold copies of another rank's tensors"
 # The most frequent reason is a model without its wrapper.
 _SEPARATE = (
-    ", and between most steps the ranks exchanged nothing: each trains a model of its own; to train one, wrap it in "
+    ", and between most steps the ranks exchanged nothing: each trains a model of its own; to train one model, use "
     "DistributedDataParallel"
 )
 
