@@ -277,7 +277,7 @@ def unwrap(wrapper: Any) -> Any:
 
 
 def list_wrappers(clocks: Sequence[Clock], ranks: tuple[int, ...]) -> list[Any]:
-    """Return the wrappers of some ranks, in the order of their creation; after the end of one, its model."""
+    """Return the wrappers of some ranks, in the order of their creation; after its end, the model."""
     last_of_model = {}
     for clock in clocks:
         model = clock.find_model() if clock.ranks == ranks else None

@@ -15,7 +15,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def list_ignored(wrappers: Sequence[Any]) -> list[str]:
-    """Return globs of the ignored tensors in a comparison of all wrappers, and of the states of these tensors."""
+    """Return globs of the ignored tensors in a comparison of all wrappers, and of states of the tensors."""
     globs = []
     for number, wrapper in enumerate(wrappers):
         prefix = f"model.{number}." * (len(wrappers) > 1)

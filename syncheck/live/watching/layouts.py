@@ -337,7 +337,7 @@ class Optimizers:
         return any(identities.issubset(map(id, list_trained(optimizer))) for optimizer in list(self._numbers))
 
     def continue_layout(self, layout: Layout) -> Layout:
-        """Return the layout of an earlier optimizer that an optimizer replaces; without one, the new layout.
+        """Return the layout of an earlier optimizer that an optimizer replaces; otherwise, the new layout.
 
         Without a wrapper, the steps of an optimizer that trains other parameters from now on keep their numbers.
         """

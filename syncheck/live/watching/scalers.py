@@ -20,7 +20,7 @@ class Scalers:
     def __init__(self, guard: Callable[..., None], see_no_step: Callable[[Any], None]) -> None:
         self._guard, self._see_no_step = guard, see_no_step
         self.current: Any = None
-        """The scaler that takes a step now; None without one."""
+        """The scaler that takes a step now, if any."""
         self.has_stepped = False
         """Whether an optimizer stepped since the scaler was asked to."""
 

@@ -281,8 +281,8 @@ class UnequalParameters(Sentence, topic="SYN411"):
     """Before a step, replicas have different parameters.
 
     Signature: at the first or every eighth step, or at the end, the parameters differ between ranks that hold copies of
-    them: all ranks of a wrapper (DistributedDataParallel), or, without one, ranks whose gradients or parameters were
-    equal several times before. The first step shows whether they differed from the start.
+    them: all ranks of a wrapper (DistributedDataParallel), or, without a wrapper, ranks whose gradients or
+    parameters were equal several times before. The first step shows whether they differed from the start.
 
     Cause: parameters that differed before the first step were never made equal, which only a wrapper does by itself, or
     were changed after it did. Otherwise, if the gradients of all steps were equal, something changed parameters outside
