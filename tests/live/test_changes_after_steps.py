@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from syncheck.live.watching.last_steps import LastSteps, hold_last_step
 from syncheck.live.watching.layouts import Layout
 from syncheck.live.watching.records import CHANGED, find_changed
 from syncheck.live.witnesses.inputs import list_inputs
@@ -34,6 +35,33 @@ def test_a_change_that_follows_each_step_is_no_change_at_the_end(clips: bool) ->
     weight.detach().copy_(torch.zeros(3))
     assert layout.changes.has_new()
     assert layout.describe_change() < 0
+
+
+def test_a_layout_that_no_longer_steps_has_its_last_change_before_the_last_step() -> None:
+    """While another optimizer trains a part of a model, changes of the rest are no changes at the end of the training."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    layouts = [Layout(CLOCK, str(id(weight)), None, [weight], ["weight"], is_reduced=True) for weight in weights]
+    last_steps = LastSteps()
+
+    def step(layout: Layout) -> None:
+        layout.note_changes()
+        last_steps.note_before_step([layout], layouts)
+        layout.parameters[0].data.add_(1)
+        layout.changes.note_step()
+        last_steps.note_step()
+
+    # In turn, neither is idle.
+    for layout in layouts * 2:
+        step(layout)
+    weights[0].data = torch.zeros(3)
+    assert layouts[0].changes.has_new()
+    for _ in range(2):
+        step(layouts[1])
+    assert not layouts[0].changes.has_new()
+    assert hold_last_step(layouts, (0, 1))
+    weights[0].data = torch.zeros(3)
+    weights[0].detach().add_(1)
+    assert not hold_last_step(layouts, (0, 1))
 
 
 def test_steps_that_are_not_seen_are_no_changes() -> None:

@@ -61,6 +61,41 @@ def test_only_a_watched_run_is_in_sync(
 
 
 @pytest.mark.parametrize(
+    ("ending", "start", "end"),
+    [
+        (
+            {"last_comparison": 2},
+            "trained parameters in sync: ",
+            "; buffers and optimizer states last compared at step 2",
+        ),
+        ({"last_comparison": 2, "is_compared": True}, "in sync: ", "trained parameters equal at the end"),
+    ],
+)
+def test_a_comparison_before_the_end_says_nothing_of_buffers_at_the_end(
+    ending: dict[str, Any], start: str, end: str
+) -> None:
+    """The parameters were compared at the end, and all replicas some steps before."""
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(print_text=lambda text, _style: lines.append(text))
+    summary = Summary(reporter, WatchSettings())
+    summary.reports = [make_report("in_sync")]
+    summary.print_end(Ending(Counter(steps=5, comparisons=9, ends=1), **ending))
+    (last,) = lines
+    assert last.startswith(start)
+    assert last.endswith(end)
+
+
+def test_ranks_that_exchange_nothing_are_told_how_to_train_together() -> None:
+    """A script without a wrapper trains a model on each rank."""
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(print_text=lambda text, _style: lines.append(text))
+    for is_separate in (False, True):
+        ending = Ending(Counter(steps=5, ends=1), is_separate=is_separate)
+        Summary(reporter, WatchSettings()).print_end(ending)
+    assert ["DistributedDataParallel" in line for line in lines] == [False, True]
+
+
+@pytest.mark.parametrize(
     ("normally", "fails", "verdict"),
     [
         (True, False, "could not tell for reduction 4, "),

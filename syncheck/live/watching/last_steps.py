@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from syncheck.live.watching.layouts import Layout
 
@@ -26,16 +26,25 @@ class LastSteps:
         # The layouts that did not step since the last step of the layout that steps now.
         self._idle: list[Layout] = []
 
-    def note_before_step(self, layout: Layout, layouts: Iterable[Layout]) -> None:
-        """Note how the script changed idle layouts, before a step of a layout. layouts: all of this rank."""
-        last = self._last.get(layout, 0)
-        self._last[layout] = next(self._numbers)
+    def note_before_step(self, stepping: Sequence[Layout], layouts: Iterable[Layout]) -> None:
+        """Note how the script changed idle layouts, before a step.
+
+        stepping: the layouts of one optimizer.
+        layouts: all of this rank.
+        """
+        number = next(self._numbers)
+        last = 0
+        ranks = set()
+        for layout in stepping:
+            last = max(last, self._last.get(layout, 0))
+            self._last[layout] = number
+            ranks.add(layout.clock.ranks)
         self._idle = []
-        for other in layouts:
-            is_of_ranks = other.clock.reduces and other.clock.ranks == layout.clock.ranks
-            if is_of_ranks and self._last.get(other, last) < last:
-                other.note_changes()
-                self._idle.append(other)
+        for layout in layouts:
+            is_of_ranks = layout.clock.reduces and layout.clock.ranks in ranks
+            if is_of_ranks and self._last.get(layout, last) < last:
+                layout.note_changes()
+                self._idle.append(layout)
 
     def note_step(self) -> None:
         """Note the idle layouts after the step: it may train parameters that an earlier optimizer trained."""

@@ -371,7 +371,9 @@ class Watcher:
             self._guard(self.tell_skipped, clock)
 
     def _see_step(self, optimizer: Any, is_moved: bool) -> None:
-        for layout in self.find_layouts(optimizer):
+        layouts = self.find_layouts(optimizer)
+        self._last_steps.note_before_step(layouts, self.list_layouts())
+        for layout in layouts:
             layout.note_optimizer(optimizer)
             layout.scaler = self._scalers.current
             layout.is_moved = is_moved
@@ -382,7 +384,6 @@ class Watcher:
             if not layout.clock.reduces:
                 layout.clock.ticks += 1
             self.on_optimizer(layout, False)
-            self._last_steps.note_before_step(layout, self.list_layouts())
             self._observe(layout)
 
     def _observe(self, layout: Layout) -> None:
