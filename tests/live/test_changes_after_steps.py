@@ -38,7 +38,7 @@ def test_a_change_that_follows_each_step_is_no_change_at_the_end(clips: bool) ->
 
 
 def test_a_layout_that_no_longer_steps_has_its_last_change_before_the_last_step() -> None:
-    """While another optimizer trains a part of a model, changes of the rest are no changes at the end of the training."""
+    """While another optimizer trains a part of a model, changes of the rest come before the end of the training."""
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     layouts = [Layout(CLOCK, str(id(weight)), None, [weight], ["weight"], is_reduced=True) for weight in weights]
     last_steps = LastSteps()
