@@ -95,6 +95,14 @@ class Text(Sentence, topic=CODE):
         "similar schedulers with a number equal on all ranks: `dist.all_reduce(loss)`; `scheduler.step(loss / "
         "dist.get_world_size())`. Then resume from a checkpoint in which the ranks agree."
     )
+    CAUSE_UNCOUNTED = (
+        "The settings of the optimizer or its scheduler differ between ranks, or a rank skipped a step: then its steps "
+        "no longer have the numbers of the other ranks' steps, and a schedule gives other settings."
+    )
+    FIX_UNCOUNTED = (
+        "First look for a step that a rank skips on its own, see the findings before. If there is none, build the "
+        "optimizer and the scheduler from one configuration on every rank."
+    )
     CAUSE_ROUNDING = (
         "The ranks use different implementations of the optimizer (foreach, fused, capturable or differentiable), "
         "whose steps differ by rounding only."

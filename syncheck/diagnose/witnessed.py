@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from syncheck.records import Finding, TensorDiff, ValueDiff
 
 _SETTINGS_DIFFER = "SYN107"
-_OPTIMIZER = ("optimizer", "optimizer_step")
+_COUNTER = "optimizer_step"
+_OPTIMIZER = ("optimizer", _COUNTER)
 # After these faults, optimizers count different numbers of steps.
 _UNEQUAL_STEPS = ("SYN214", "SYN216", "SYN410")
 
@@ -49,6 +50,9 @@ def cover_witnessed(
         for diff in with_status(uncovered, "different"):
             if _is_of(diff, finding) and _sets_apart(diff, frozenset(finding.ranks)):
                 effects.append(diff)
+        if finding.code not in _UNEQUAL_STEPS and select_kinds(effects, _COUNTER):
+            # The fault changes no number of steps: the states were reset or loaded, which is a fault of its own.
+            effects = [diff for diff in effects if diff.kind not in _OPTIMIZER]
         if effects:
             uncovered = find_unexplained_tensors(uncovered, effects, (unsuspected,))
             # A step counter that differs by one says little.

@@ -215,7 +215,7 @@ def test_a_wrapper_that_was_used_before_hides_steps() -> None:
     step_once(counting.wrapper)
     assert counting.clock.numbers_all_steps()
     assert not Clock("1/0-1", (0, 1), counting.wrapper).numbers_all_steps()
-    counting.clock.has_joined = True
+    counting.clock.joined_at = 1
     assert not counting.clock.numbers_all_steps()
 
 

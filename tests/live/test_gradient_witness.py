@@ -67,7 +67,9 @@ def judge(*gradients_of_ranks: list[Any]) -> Disagreement | None:
     return compare_details(details, range(len(gradients_of_ranks[0])))
 
 
-GRADIENTS = [torch.arange(1.0, 25.0).reshape(4, 6) * (number + 1) for number in range(6)]
+GRADIENTS = [torch.arange(1.0, 25.0).reshape(4, 6) * (number + 1) for number in range(5)]
+# Of this tensor, every eighth element is compared.
+GRADIENTS.append(torch.arange(1.0, 289.0).reshape(12, 24))
 
 
 def scaled(factor: float, *numbers: int) -> list[torch.Tensor]:
@@ -157,6 +159,14 @@ def test_the_sign_of_zero_is_no_difference(first: Any, second: Any, is_found: bo
         details[rank] = witness.tell("step")
     layout = make_layout([first])
     assert bool(GradientWitness().judge(layout, observations, lambda: details)) == is_found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("factor", "variant"), [(0.5, "_SCALED"), (1.0001, "_SAMPLED"), (0.97, "_SAMPLED")])
+def test_a_factor_near_one_may_be_the_effect_of_another_change(factor: float, variant: str) -> None:
+    """A rank that clears some rows before a clip of all ranks has all other gradients times nearly one."""
+    disagreement = judge(GRADIENTS, GRADIENTS, scaled(factor, *range(6)))
+    assert disagreement is not None
+    assert describe_disagreement(make_layout(GRADIENTS), disagreement).variant == variant
 
 
 @pytest.mark.parametrize(

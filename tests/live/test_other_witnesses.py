@@ -17,7 +17,7 @@ from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.identity import identify_dataset
 from syncheck.live.witnesses.rng import RngWitness
 from syncheck.live.witnesses.rules import make_finding
-from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
+from syncheck.live.witnesses.settings import SettingsWitness, doubt_settings, refer_to_scales
 from syncheck.live.witnesses.witness import Suspicion
 
 if TYPE_CHECKING:
@@ -372,6 +372,17 @@ def test_the_model_itself_has_a_name() -> None:
     """The root of the modules has an empty one."""
     (suspicion,) = judge_settings(lambda layout: layout.model.eval())
     assert suspicion.facts[0].parameters["values"] == {0: "none", 1: "the model, 0, 1", 2: "none"}
+
+
+@pytest.mark.parametrize(
+    ("reduces", "code", "variant"),
+    [(False, "SYN214", "_UNCOUNTED"), (False, "SYN410", "_UNCOUNTED"), (False, "SYN401", ""), (True, "SYN410", "")],
+)
+def test_settings_of_other_steps_are_doubtful(reduces: bool, code: str, variant: str) -> None:
+    """Without a wrapper, a rank that has skipped a step has the learning rate of an earlier step."""
+    layout: Any = SimpleNamespace(clock=SimpleNamespace(reduces=reduces), hides_reductions=False)
+    doubted = doubt_settings([Suspicion(code, (1,), ()), *judge_settings(change_rate)], layout)
+    assert [(suspicion.code, suspicion.variant) for suspicion in doubted] == [(code, ""), ("SYN107", variant)]
 
 
 @pytest.mark.parametrize("is_cuda", [True, False])

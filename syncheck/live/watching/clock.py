@@ -48,8 +48,8 @@ class Clock:
         """The sets of ranks that hold the same part of the model."""
         self.is_new = not getattr(wrapper, "_lazy_init_ran", True)
         """Whether the wrapper is counted from its first forward pass on."""
-        self.has_joined = False
-        """Whether this rank has taken part in reductions without a step, because it had no data left."""
+        self.joined_at = 0
+        """The number of the last reduction in which this rank took part without a step, because it had no data left."""
         self.unit = "reduction" if self.reduces else "step"
         if not counts_steps:
             self.unit = "forward pass"
@@ -149,7 +149,7 @@ class Clock:
         """Whether each step since the wrapper was created has a number, so that a skipped step was seen."""
         conditions = (
             self.is_new,
-            not self.has_joined,
+            not self.joined_at,
             # The reductions of a compiled program are hidden.
             self.ticks > 0 or not has_compiled(),
         )

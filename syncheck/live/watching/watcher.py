@@ -158,7 +158,8 @@ class Watcher:
             match(wrapper)
             for clock in watcher.clocks:
                 if clock.wrapper is wrapper:
-                    clock.ticks, clock.has_joined = clock.ticks + 1, True
+                    clock.ticks += 1
+                    clock.joined_at = clock.ticks
                     watcher._guard(watcher.tell_skipped, clock, JOINED)
                     watcher._guard(watcher.on_tick, clock)
 
@@ -388,6 +389,9 @@ class Watcher:
 
     def _observe(self, layout: Layout) -> None:
         """Tell the other ranks about a step, before it is taken."""
+        # Without data, ZeroRedundancyOptimizer steps with the other ranks, for the parameters of this rank.
+        if 0 < layout.clock.joined_at == layout.clock.ticks:
+            return
         step = Step(layout)
         observations = {}
         layout.note_gradients(step.repeated)

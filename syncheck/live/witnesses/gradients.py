@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Each float32 gradient is rounded once by a factor.
 _ROUNDING = 1e-5
+# Within this part of one, a factor may be the effect of a common clip after a change of elements that are not compared.
+_NEAR = 0.05
 # The factor of tensors that differ in none of their compared elements.
 _UNKNOWN = 1.0
 # The suffix of the sentences for gradients that show no cause, by whether reductions number the steps.
@@ -306,7 +308,8 @@ def _choose_variant(disagreement: Disagreement, unknown: str) -> str:
         return "_ZERO"
     if not _is_scaled(disagreement):
         return _WITHIN if disagreement.groups else unknown
-    return "_SAMPLED" if disagreement.unsampled else "_SCALED"
+    is_near = math.isclose(disagreement.ratio or 0, 1, rel_tol=_NEAR)
+    return "_SAMPLED" if disagreement.unsampled or is_near else "_SCALED"
 
 
 def _is_scaled(disagreement: Disagreement) -> bool:

@@ -233,7 +233,7 @@ class UnequalGradients(Sentence, topic="SYN410"):
     )
     CAUSE_SAMPLED = (
         "All gradients of one rank whose elements were compared were multiplied by one factor: it clips or scales them "
-        "alone."
+        "alone, or it changed other elements before a clip of all ranks."
     )
     FIX_SAMPLED = FIX_SCALED
     CAUSE_ZERO = (
@@ -415,6 +415,7 @@ _CERTAINTIES: dict[tuple[str, str], Certainty] = {
     ("SYN410", "_UNCOUNTED"): "likely",
     ("SYN410", "_NEVER"): "likely",
     ("SYN410", "_WITHIN"): "likely",
+    ("SYN107", "_UNCOUNTED"): "likely",
     ("SYN214", "_UNEQUAL"): "likely",
     ("SYN214", "_TURN"): "likely",
     ("SYN410", "_NOT_FINITE"): "likely",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The number for each tensor.
-_ELEMENTS = 8
+# The number for each tensor: a change of a tenth of a tensor is seen in 97 of 100 cases.
+_ELEMENTS = 32
 # The distance of elements as a part of the tensor: by the golden ratio, they are in different columns.
-_STRIDE = (5**0.5 - 2) / 2
+_STRIDE = (5**0.5 - 2) / 8
 # A tensor with up to so many elements is summed: a bias gets the NaN of its layer.
 _MOST_SUMMED = 4096
 

@@ -58,6 +58,9 @@ _KIND_OF_NAMES = {
 _KINDS = (*dict.fromkeys(_KIND_OF_NAMES.values()), "_ROUNDING", "_PROGRAM")
 # The causes of unequal gradients that a division by unequal scales looks like.
 _CAUSES_OF_SCALES = {("SYN410", variant): _SCALER for variant in ("", "_SCALED", "_SAMPLED")}
+# What else is found if a rank is at another step.
+_OF_OTHER_STEPS = ("SYN214", "SYN410")
+_UNCOUNTED = "_UNCOUNTED"
 # Keys of groups that are no options.
 _NO_OPTIONS = frozenset({"params", "param_names"})
 # Values of groups that choose the implementation of a step.
@@ -172,6 +175,23 @@ def refer_to_scales(suspicions: Iterable[Suspicion]) -> list[Suspicion]:
         variant = causes.get((suspicion.code, suspicion.variant), suspicion.variant)
         referring.append(suspicion._replace(variant=variant))
     return referring
+
+
+def doubt_settings(suspicions: Sequence[Suspicion], layout: Any) -> list[Suspicion]:
+    """Return the suspicions of one step, with doubt in unequal settings if the ranks may be at different steps.
+
+    Without a reduction that numbers the steps, a rank that skips a step has settings of an earlier step from then on,
+    and also other gradients.
+    """
+    codes = {suspicion.code for suspicion in suspicions}
+    are_numbered = layout.clock.reduces and not layout.hides_reductions
+    if are_numbered or codes.isdisjoint(_OF_OTHER_STEPS):
+        return list(suspicions)
+    doubted = []
+    for suspicion in suspicions:
+        is_doubtful = (suspicion.code, suspicion.variant) == (SETTINGS_DIFFER, "")
+        doubted.append(suspicion._replace(variant=_UNCOUNTED) if is_doubtful else suspicion)
+    return doubted
 
 
 def _has_scales(suspicion: Suspicion) -> bool:
