@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from syncheck.live.watching.full_checks import FullChecks
+from syncheck.live.watching.full_checks import FullChecks, _sign
 from syncheck.live.watching.settings import WatchSettings
 
 RANKS = (0, 1, 2)
+MODEL = torch.nn.Linear(2, 3)
 
 
 class Records:
@@ -36,13 +37,29 @@ def test_a_rank_that_has_left_is_not_waited_for(
 ) -> None:
     """The ranks told the first rank that they had ended, and some left before it came: nothing is compared."""
     board = Records()
-    clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: torch.nn)
+    clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: MODEL)
     watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list)
     monkeypatch.setattr("syncheck.live.watching.full_checks.hold_last_step", lambda *_: True)
     checks = FullChecks(watcher, WatchSettings())  # type: ignore[arg-type]
     for rank in RANKS[1:]:
-        board.post("end/clock", {"rank": rank, "state": [0, 1, True]})
+        board.post("end/clock", {"rank": rank, "state": [0, True, _sign([MODEL])]})
     for _rank in present[1:]:
         board.post("end/clock/present", {})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     assert checks._agree_on_end(clock) is meets
+
+
+def test_a_model_that_one_rank_has_rebuilt_is_not_compared_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the training, one rank merges an adapter for its checkpoint; the line names the reason."""
+    board = Records()
+    clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: MODEL)
+    lines: list[str] = []
+    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list, print_line=lines.append)
+    monkeypatch.setattr("syncheck.live.watching.full_checks.hold_last_step", lambda *_: True)
+    checks = FullChecks(watcher, WatchSettings())  # type: ignore[arg-type]
+    for rank in RANKS[1:]:
+        board.post("end/clock", {"rank": rank, "state": [0, True, _sign([torch.nn.Sequential(MODEL)])]})
+        board.post("end/clock/present", {})
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert not checks._agree_on_end(clock)
+    assert "other tensors at the end" in lines[0]

@@ -7,6 +7,7 @@ rank completes that next reduction without it, so every rank reads the announcem
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -30,7 +31,7 @@ from syncheck.readers.metadata_block import metadata
 from syncheck.text import options_as_typed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from syncheck.live.watching.clock import Clock
     from syncheck.live.watching.layouts import Layout
@@ -68,6 +69,10 @@ _HOW_TO_CHOOSE = (
 )
 _IGNORED = "the parameters and buffers that DistributedDataParallel is told to ignore are not compared"
 _UNWATCHED = "not all of its ranks are watched; put `-m syncheck watch` in front of the script on every rank"
+_RESTRUCTURED = (
+    "the models of the ranks hold other tensors at the end, as after one rank has merged an adapter, so the end is not "
+    "compared"
+)
 _UNEQUAL_AVERAGES = "some ranks only have an averaged copy of the model, so averaged copies are not compared"
 
 _DIVIDED = (
@@ -187,14 +192,16 @@ class FullChecks:
         board: Any = self._watcher.board
         distributed: Any = sys.modules["torch.distributed"]
         rank, place = distributed.get_rank(), f"end/{clock.name}"
-        models = len(list_wrappers(self._watcher.clocks, clock.ranks))
-        holds_models = models > 0 and hold_last_step(self._watcher.list_layouts(), clock.ranks)
-        state = [self._reductions[clock.ranks], models, holds_models]
+        models = list(map(unwrap, list_wrappers(self._watcher.clocks, clock.ranks)))
+        holds_models = bool(models) and hold_last_step(self._watcher.list_layouts(), clock.ranks)
+        state = [self._reductions[clock.ranks], holds_models, _sign(models)]
         board.post(place, {"rank": rank, "state": state})
         if rank == clock.ranks[0]:
             rows = board.wait(place, len(clock.ranks), _END_SECONDS)
             states = [row["state"] for row in rows]
             is_agreed = holds_models and states == len(clock.ranks) * [state]
+            if len({signature for *_, signature in states}) > 1:
+                self._print_once(_RESTRUCTURED)
             # Without reductions, the steps of the first rank number the comparison on all ranks.
             number = self._reductions[clock.ranks] or self._steps[clock.ranks]
             board.post(f"{place}/decision", {"compares": is_agreed, "number": number})
@@ -390,6 +397,15 @@ class FullChecks:
                 torch.save(content, file)
 
         return save
+
+
+def _sign(models: Sequence[Any]) -> str:
+    """Return a digest of the names of all tensors of models."""
+    digest = hashlib.blake2b(digest_size=8)
+    for model in models:
+        for name, _ in (*model.named_parameters(), *model.named_buffers()):
+            digest.update(f"{name}\n".encode())
+    return digest.hexdigest()
 
 
 def _number_name(name: str, number: int) -> str:
