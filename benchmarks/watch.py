@@ -106,7 +106,7 @@ def measure_judge(ranks: int) -> tuple[float, float]:
     )
     layout = SimpleNamespace(
         key="0/0", clock=clock, is_reduced=True, number=0, names=["weight"], replicas=[tuple(range(ranks))],
-        hides_reductions=False, is_beside=False,
+        hides_reductions=False, numbers_steps=True, is_beside=False,
     )  # fmt: skip
     witnesses = {"gradients": GradientWitness(), "settings": SettingsWitness()}
     steps: list[Any] = []

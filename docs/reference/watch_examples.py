@@ -23,6 +23,7 @@ LAYOUT: Any = SimpleNamespace(
     clock=CLOCK,
     is_reduced=True,
     hides_reductions=False,
+    numbers_steps=True,
     signature="",
     names=NAMES,
     find_replicas=lambda _rank: CLOCK.ranks,

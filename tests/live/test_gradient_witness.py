@@ -44,6 +44,7 @@ def make_layout(gradients: list[Any], *, reduces: bool = True) -> Any:
         find_place=lambda: 1,
         find_replicas=lambda _rank: (0, 1, 2),
         hides_reductions=False,
+        numbers_steps=reduces,
         is_reduced=reduces,
         parameters=make_parameters(*gradients),
         names=[f"layer{number}" for number in range(len(gradients))],

@@ -380,7 +380,7 @@ def test_the_model_itself_has_a_name() -> None:
 )
 def test_settings_of_other_steps_are_doubtful(reduces: bool, code: str, variant: str) -> None:
     """Without a wrapper, a rank that has skipped a step has the learning rate of an earlier step."""
-    layout: Any = SimpleNamespace(clock=SimpleNamespace(reduces=reduces), hides_reductions=False)
+    layout: Any = SimpleNamespace(numbers_steps=reduces)
     doubted = doubt_settings([Suspicion(code, (1,), ()), *judge_settings(change_rate)], layout)
     assert [(suspicion.code, suspicion.variant) for suspicion in doubted] == [(code, ""), ("SYN107", variant)]
 

@@ -313,7 +313,7 @@ def test_the_last_line_names_the_filters(field: str, named: str) -> None:
     """What the options leave out may differ."""
     options: Any = {field: ("params",)}
     _, line = end_with_settings(WatchSettings(**options), (), REPORTS["in_sync"])
-    assert f"only what {named} selects was compared" in line
+    assert f"limited by {named}" in line
 
 
 def test_the_checks_of_a_monitor_are_counted() -> None:

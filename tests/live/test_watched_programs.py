@@ -108,7 +108,7 @@ EVERY_RANK = list(range(RANKS))
         ("manual", "fork", ("SYN410", 5, [1], ["2.bias"])),
         ("memory", "fork", ("SYN411", 8, [1], ["2.bias"])),
         ("own optimizer", "fork", ("SYN411", 8, [1], ["2.bias"])),
-        ("seeds", "fork", ("SYN411", 1, EVERY_RANK, ALL)),
+        ("seeds", "fork", ("SYN411", 8, EVERY_RANK, ALL)),
         ("skip", "fork", ("SYN214", 5, [1], [])),
         ("overflow", "fork", ("SYN216", 5, [1], [])),
         ("lr", "fork", ("SYN107", 1, [1], [])),

@@ -43,13 +43,13 @@ class _Cause:
     """A fault that a witness proved.
 
     finding: with the place where it was first.
-    parameters: the parameters that differ because of the fault, by layout and name.
+    parameters: the parameters that differ because of the fault, by identity: a later wrapper may contain them, too.
     clock: of its last step.
     number: of its last step.
     """
 
     finding: Finding
-    parameters: dict[tuple[str, str], weakref.ref[Any]] = field(default_factory=dict)
+    parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     clock: str = ""
     number: int = 0
 
@@ -63,8 +63,8 @@ class Causes:
     def __init__(self) -> None:
         self.is_judging: Callable[[bool], bool] = lambda _after_step: False
         self._causes: dict[tuple[str, tuple[int, ...]], _Cause] = {}
-        # The parameters that differed without a known cause, with the number of the step, by layout and name.
-        self._unexplained: dict[tuple[str, str], int] = {}
+        # The parameters that differed without a known cause, with the number of the step, by identity.
+        self._unexplained: dict[int, int] = {}
         # The number of the first step after the last comparison in sync, by clock.
         self._in_sync: dict[str, int] = {}
         self._is_late = False
@@ -75,17 +75,18 @@ class Causes:
         if layout is None:
             return
         if finding.code == PARAMETERS_DIFFER and not self.find(judgement):
-            for name in suspicion.names:
-                self._unexplained.setdefault((layout.key, name), judgement.number)
+            for parameter in _list_parameters(layout, suspicion.names):
+                self._unexplained.setdefault(id(parameter), judgement.number)
         if finding.code not in _CAUSES:
             return
         cause = self._causes.setdefault((finding.code, finding.ranks), _Cause(finding))
         cause.clock = layout.clock.name
         cause.number = judgement.number
-        for name, parameter in _list_affected(layout, judgement):
+        affected = suspicion.names or layout.names if suspicion.affected is None else suspicion.affected
+        for parameter in _list_parameters(layout, affected):
             # Parameters that differed before have another cause.
-            if not self._is_current(layout.clock.name, self._unexplained.get((layout.key, name), -1)):
-                cause.parameters[layout.key, name] = weakref.ref(parameter)
+            if not self._is_current(layout.clock.name, self._unexplained.get(id(parameter), -1)):
+                cause.parameters[id(parameter)] = weakref.ref(parameter)
 
     def _is_current(self, clock: str, number: int) -> bool:
         """Whether a step comes after the last comparison in sync. number: negative for no step."""
@@ -122,18 +123,17 @@ class Causes:
     def _list_explaining(self, judgement: Judgement) -> list[Finding]:
         """Return the faults that explain parameters that differ; none if they do not explain all of them."""
         explaining: list[Finding] = []
-        for name in judgement.suspicion.names:
-            findings = self._list_of_parameter(judgement.layout, name)
+        for parameter in _list_parameters(judgement.layout, judgement.suspicion.names):
+            findings = self._list_of_parameter(parameter)
             suspects = chain.from_iterable(map(attrgetter("ranks"), findings))
             if not judgement.suspicion.agrees_beside(suspects):
                 return []
             explaining += findings
         return explaining
 
-    def _list_of_parameter(self, layout: Any, name: str) -> list[Finding]:
+    def _list_of_parameter(self, parameter: Any) -> list[Finding]:
         """Return the faults that make a parameter differ."""
-        key = getattr(layout, "key", ""), name
-        return [cause.finding for cause in self._list_current() if key in cause.parameters]
+        return [cause.finding for cause in self._list_current() if id(parameter) in cause.parameters]
 
     def note_in_sync(self, watcher: Watcher, ranks: Iterable[int], *, after_step: bool) -> None:
         """Note that a comparison found some ranks in sync: earlier faults explain no later difference.
@@ -188,14 +188,12 @@ class Causes:
             time.sleep(PAUSE)
 
 
-def _list_affected(layout: Layout, judgement: Judgement) -> list[tuple[str, Any]]:
-    """Return the names and parameters that a fault makes differ."""
-    suspicion = judgement.suspicion
-    names = suspicion.affected
-    if names is None:
-        names = suspicion.names or tuple(layout.names)
+def _list_parameters(layout: Layout | None, names: Sequence[str]) -> list[Any]:
+    """Return the parameters with some names; none without a layout."""
+    if layout is None:
+        return []
     parameters = dict(zip(layout.names, layout.parameters, strict=True))
-    return [(name, parameters[name]) for name in names]
+    return list(map(parameters.__getitem__, names))
 
 
 def _locate(parameter: Any) -> int:

@@ -171,6 +171,11 @@ class Layout:
         )
         return all(conditions)
 
+    @property
+    def numbers_steps(self) -> bool:
+        """Whether reductions number the steps, so that the ranks are at the same step."""
+        return self.clock.reduces and not self.hides_reductions
+
     def find_place(self) -> int:
         """Return the number of the next step for the user: of its reduction, or of the step if none is counted."""
         return self.clock.ticks if self.clock.ticks else self.repeated + 1

@@ -159,7 +159,8 @@ class Session:
         has_failed = self.stop(normally=code == 0)
         if code != 0 or not self.settings.strict:
             return code
-        if has_failed:
+        # Comparisons have failed on all of their ranks.
+        if has_failed and self._judge is not None:
             self._reporter.print_text("the exit code is 1, because of findings (--strict)", "bold red")
         return int(has_failed or self._has_judge_failed)
 

@@ -318,7 +318,7 @@ class Summary:
             watched += f", {Seen.COMPARED_AT(step=ending.last_comparison)}"
         options = self._list_filters()
         if options:
-            watched += f", {Seen.SELECTED(options=options, count=len(options))}"
+            watched += f", {Seen.SELECTED(options=options)}"
         text, style = self._describe_sync(ending, watched)
         self._reporter.print_text(f"{prefix}{text}", style)
 

@@ -82,9 +82,7 @@ class GradientWitness(CopiesWitness):
     def judge(self, layout: Any, observations: Mapping[int, Any], ask: Ask) -> list[Suspicion]:
         """Return SYN410 if gradients differ; without a wrapper SYN214, if they are those of another step."""
         suspicions = super().judge(layout, observations, ask)
-        # Reductions number the steps of a wrapper.
-        are_numbered = layout.clock.reduces and not layout.hides_reductions
-        facts = () if are_numbered else self._histories[layout.key].add(observations)
+        facts = () if layout.numbers_steps else self._histories[layout.key].add(observations)
         if not facts:
             return suspicions
         return [Suspicion("SYN214", suspicion.ranks, facts, variant="_UNEQUAL") for suspicion in suspicions]
@@ -258,7 +256,7 @@ def describe_disagreement(layout: Any, disagreement: Disagreement) -> Suspicion:
         fact = Seen.NO_GRADIENT(ranks=disagreement.empty)
         return Suspicion("SYN214", disagreement.empty, (fact,), variant="_CLEARED")
     facts = [UnequalGradients.FACT(count=len(names), total=disagreement.total, names=names)]
-    variant = _choose_variant(disagreement, _UNKNOWN_CAUSES[layout.clock.reduces and not layout.hides_reductions])
+    variant = _choose_variant(disagreement, _UNKNOWN_CAUSES[layout.numbers_steps])
     if disagreement.not_finite:
         # It counts more than how many gradients differ.
         facts.insert(

@@ -373,7 +373,7 @@ class Seen(Sentence, topic="watch"):
     IN_COMPARISONS = "in {count:count comparison}"
     EQUAL_AT_END = "trained parameters equal at the end"
     EQUAL_BEFORE = "trained parameters last compared before step {step}"
-    SELECTED = "only what {options:list} {count:verb selects|select} was compared"
+    SELECTED = "limited by {options:list}"
     COMPARED_AT = "replicas last compared at step {step}"
     INFINITE = (
         "the scaler of {ranks:ranks} found infinite gradients after reduction {reduction}, the other ranks did not"

@@ -184,13 +184,11 @@ def doubt_settings(suspicions: Sequence[Suspicion], layout: Any) -> list[Suspici
     and also other gradients.
     """
     codes = {suspicion.code for suspicion in suspicions}
-    are_numbered = layout.clock.reduces and not layout.hides_reductions
-    if are_numbered or codes.isdisjoint(_OF_OTHER_STEPS):
-        return list(suspicions)
+    is_doubtful = SETTINGS_DIFFER in codes and not codes.isdisjoint(_OF_OTHER_STEPS) and not layout.numbers_steps
     doubted = []
     for suspicion in suspicions:
-        is_doubtful = (suspicion.code, suspicion.variant) == (SETTINGS_DIFFER, "")
-        doubted.append(suspicion._replace(variant=_UNCOUNTED) if is_doubtful else suspicion)
+        has_settings = (suspicion.code, suspicion.variant) == (SETTINGS_DIFFER, "")
+        doubted.append(suspicion._replace(variant=_UNCOUNTED * is_doubtful) if has_settings else suspicion)
     return doubted
 
 
