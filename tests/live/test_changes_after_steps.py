@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncheck.live.watching.last_steps import LastSteps, hold_last_step
+from syncheck.live.watching.last_steps import LastSteps
 from syncheck.live.watching.layouts import Layout
 from syncheck.live.watching.records import CHANGED, find_changed
 from syncheck.live.witnesses.inputs import list_inputs
@@ -58,10 +58,10 @@ def test_a_layout_that_no_longer_steps_has_its_last_change_before_the_last_step(
     for _ in range(2):
         step(layouts[1])
     assert not layouts[0].changes.has_new()
-    assert hold_last_step(layouts, (0, 1))
+    assert last_steps.hold(layouts, (0, 1))
     weights[0].data = torch.zeros(3)
     weights[0].detach().add_(1)
-    assert not hold_last_step(layouts, (0, 1))
+    assert not last_steps.hold(layouts, (0, 1))
 
 
 def test_steps_that_are_not_seen_are_no_changes() -> None:

@@ -14,6 +14,11 @@ from syncheck.live.watching.settings import WatchSettings
 
 RANKS = (0, 1, 2)
 MODEL = torch.nn.Linear(2, 3)
+# A rank whose model is as the last step left it, without an optimizer.
+HOLDING: dict[str, Any] = {
+    "last_steps": SimpleNamespace(hold=lambda *_: True),
+    "list_optimizers": lambda _ranks: [],
+}
 
 
 class Records:
@@ -38,11 +43,10 @@ def test_a_rank_that_has_left_is_not_waited_for(
     """The ranks told the first rank that they had ended, and some left before it came: nothing is compared."""
     board = Records()
     clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: MODEL)
-    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list)
-    monkeypatch.setattr("syncheck.live.watching.full_checks.hold_last_step", lambda *_: True)
+    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list, **HOLDING)
     checks = FullChecks(watcher, WatchSettings())  # type: ignore[arg-type]
     for rank in RANKS[1:]:
-        board.post("end/clock", {"rank": rank, "state": [0, True, _sign([MODEL])]})
+        board.post("end/clock", {"rank": rank, "state": [0, True, 0, _sign([MODEL])]})
     for _rank in present[1:]:
         board.post("end/clock/present", {})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -54,11 +58,10 @@ def test_a_model_that_one_rank_has_rebuilt_is_not_compared_at_the_end(monkeypatc
     board = Records()
     clock: Any = SimpleNamespace(ranks=RANKS, name="clock", find_model=lambda: MODEL)
     lines: list[str] = []
-    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list, print_line=lines.append)
-    monkeypatch.setattr("syncheck.live.watching.full_checks.hold_last_step", lambda *_: True)
+    watcher = SimpleNamespace(board=board, clocks=[clock], list_layouts=list, **HOLDING, print_line=lines.append)
     checks = FullChecks(watcher, WatchSettings())  # type: ignore[arg-type]
     for rank in RANKS[1:]:
-        board.post("end/clock", {"rank": rank, "state": [0, True, _sign([torch.nn.Sequential(MODEL)])]})
+        board.post("end/clock", {"rank": rank, "state": [0, True, 0, _sign([torch.nn.Sequential(MODEL)])]})
         board.post("end/clock/present", {})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     assert not checks._agree_on_end(clock)

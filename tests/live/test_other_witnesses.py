@@ -436,7 +436,7 @@ def test_a_step_has_the_scaler_that_takes_it() -> None:
     scalers: list[Any] = []
     watcher.find_layouts = lambda _optimizer: [layout]  # type: ignore[method-assign]
     watcher._observe = lambda layout: scalers.append(layout.scaler)  # type: ignore[method-assign]
-    watcher._last_steps = SimpleNamespace(note_before_step=lambda *_: None, note_step=lambda: None)  # type: ignore[assignment]
+    watcher.last_steps = SimpleNamespace(note_before_step=lambda *_: None, note_step=lambda: None)  # type: ignore[assignment]
     watcher._scalers.install(Scaler)
     layout.optimizer.register_step_pre_hook(watcher._before_step)
     scaler = Scaler("cpu")

@@ -7,6 +7,7 @@ out.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from operator import ne, sub
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,14 +51,23 @@ def _read_address(content: Any) -> int:
 
 
 class ParameterChanges:
-    """The changes of some parameters that this rank has seen."""
+    """The changes of some parameters that this rank has seen. The parameters may end before."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters = parameters
+        self._references = list(map(weakref.ref, parameters))
         # After the last step, or at the last reduction for an optimizer that is not torch's.
         self._states: States | None = None
         # The kinds of changes since then, each time before the next step.
         self._usual: deque[int] = deque(maxlen=_MOST_KINDS)
+
+    def list_parameters(self) -> list[Any]:
+        """Return the parameters that have not ended."""
+        parameters = []
+        for reference in self._references:
+            parameter = reference()
+            if parameter is not None:
+                parameters.append(parameter)
+        return parameters
 
     @property
     def are_known(self) -> bool:
@@ -66,14 +76,14 @@ class ParameterChanges:
 
     def note_before_step(self) -> None:
         """Note how the script changed the parameters since the last step, or at a reduction."""
-        states = read_states(self._parameters)
+        states = read_states(self.list_parameters())
         if self._states is not None:
             self._add(self._find_kind(states))
         self._states = states
 
     def note_step(self) -> None:
         """Note the parameters as they are after a step, which the script then need not change."""
-        self._states = read_states(self._parameters)
+        self._states = read_states(self.list_parameters())
         self._add(_UNCHANGED)
 
     def has_new(self) -> bool:
@@ -82,7 +92,7 @@ class ParameterChanges:
 
     def find_last(self) -> int:
         """Return the kind of the change after the last step: 0 for none, else a number, equal on all ranks."""
-        return self._find_kind(read_states(self._parameters))
+        return self._find_kind(read_states(self.list_parameters()))
 
     def _find_kind(self, states: States) -> int:
         if self._states is None or states == self._states:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
@@ -24,7 +25,7 @@ from syncheck.live.watching.board import Unusable
 from syncheck.live.watching.clock import list_wrappers, unwrap
 from syncheck.live.watching.divided import list_undivided
 from syncheck.live.watching.ignored import list_ignored
-from syncheck.live.watching.last_steps import hold_last_step
+from syncheck.live.watching.last_steps import watch_sent_states
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.watching.settings import SAVE_FOLDER, name_file_of_judge
 from syncheck.readers.metadata_block import metadata
@@ -112,9 +113,19 @@ class FullChecks:
         # The wrappers whose training has ended; a script may train again, with another process group.
         self._ended: set[Clock] = set()
 
+    def install(self) -> None:
+        """Watch what sends the parameters of the first rank to all ranks."""
+        watch_sent_states(partial(self._watcher._guard, self._note_sent))  # noqa: SLF001 - errors stay from the script
+
+    def _note_sent(self, group: Any) -> None:
+        distributed: Any = sys.modules["torch.distributed"]
+        ranks = tuple(distributed.get_process_group_ranks(group))
+        self._watcher.last_steps.note_wrapper(self._watcher.list_layouts(), ranks)
+
     def add(self, clock: Clock) -> None:
         """Create a process group for the checks. The ranks of a wrapper create it together, and may wait here too."""
         self._watcher.comparing.after_step = False
+        self._watcher.last_steps.note_wrapper(self._watcher.list_layouts(), clock.ranks)
         # A model of FSDP2 is in its first backward pass.
         if clock.module is not clock.wrapper:
             self._changes.note_start(clock)
@@ -193,8 +204,10 @@ class FullChecks:
         distributed: Any = sys.modules["torch.distributed"]
         rank, place = distributed.get_rank(), f"end/{clock.name}"
         models = list(map(unwrap, list_wrappers(self._watcher.clocks, clock.ranks)))
-        holds_models = bool(models) and hold_last_step(self._watcher.list_layouts(), clock.ranks)
-        state = [self._reductions[clock.ranks], holds_models, _sign(models)]
+        holds_models = bool(models) and self._watcher.last_steps.hold(self._watcher.list_layouts(), clock.ranks)
+        # The optimizers of a rank end when Python collects them.
+        optimizers = len(self._watcher.list_optimizers(clock.ranks))
+        state = [self._reductions[clock.ranks], holds_models, optimizers, _sign(models)]
         board.post(place, {"rank": rank, "state": state})
         if rank == clock.ranks[0]:
             rows = board.wait(place, len(clock.ranks), _END_SECONDS)

@@ -84,6 +84,9 @@ class Checks(Protocol):
     reports: list[Report]
     compared: dict[str, float]
 
+    def install(self) -> None:
+        """Install hooks."""
+
     def add(self, clock: Clock) -> None:
         """Prepare the comparisons of a new wrapper."""
 
@@ -195,6 +198,7 @@ class Session:
         self.watcher.comparing = Comparing(self.watcher, self._summary.causes)
         if self.settings.every and self._make_checks is not None:
             self._checks = self._make_checks(self.watcher, self.settings)
+            self._checks.install()
             self._summary.reports = self._checks.reports
             self._summary.compared = self._checks.compared
             self.watcher.on_wrapper = self._checks.add

@@ -108,7 +108,7 @@ class Watcher:
         self._reductions: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self._optimizers = Optimizers()
-        self._last_steps = LastSteps()
+        self.last_steps = LastSteps()
         self.outdated: set[str] = set()
         """The keys of layouts whose parameters a clock has taken over."""
         self.averages = Averages()
@@ -184,7 +184,7 @@ class Watcher:
         self._guard(self._note_step, optimizer)
 
     def _note_step(self, optimizer: Any) -> None:
-        self._last_steps.note_step()
+        self.last_steps.note_step()
         for layout in self.find_layouts(optimizer):
             layout.changes.note_step()
             self.on_optimizer(layout, True)
@@ -213,6 +213,7 @@ class Watcher:
 
     def _see_end(self, layouts: Sequence[Layout]) -> None:
         """See the end of an optimizer, which is no end of training if another optimizer replaces it."""
+        self.last_steps.note_end(layouts)
         self._tell_end(list(filterfalse(self._optimizers.is_trained, layouts)))
 
     def _tell_end_with(self, owner: Any, *layouts: Layout) -> None:
@@ -337,7 +338,6 @@ class Watcher:
         clock.watch_output(output, tell_of(self.tell_skipped, clock), tell_of(self._see_reduction, clock))
 
     def _see_preparation(self, wrapper: Any, output: Any) -> None:
-        """See that a trainer has prepared a backward pass within the forward pass of a wrapper."""
         for clock in self.clocks:
             if clock.wrapper is wrapper:
                 self._guard(self._watch_output, clock, output)
@@ -360,11 +360,9 @@ class Watcher:
 
     def tell_skipped(self, clock: Clock, reason: str = SKIPPED) -> None:
         """Tell the other ranks that no step followed the last reduction: a rank that skips one goes on to the next."""
-        for layouts in list(self._layouts.values()):
-            for layout in layouts:
-                is_behind = layout.posted < clock.ticks
-                if layout.clock is clock and is_behind:
-                    self._post(Step(layout), {NO_STEP: reason})
+        for layout in list(chain(*self._layouts.values())):
+            if layout.clock is clock and layout.posted < clock.ticks:
+                self._post(Step(layout), {NO_STEP: reason})
 
     def tell_last_skipped(self) -> None:
         """Tell of steps that did not follow the last reductions, at the end of training."""
@@ -373,7 +371,7 @@ class Watcher:
 
     def _see_step(self, optimizer: Any, is_moved: bool) -> None:
         layouts = self.find_layouts(optimizer)
-        self._last_steps.note_before_step(layouts, self.list_layouts())
+        self.last_steps.note_before_step(layouts, self.list_layouts())
         for layout in layouts:
             layout.note_optimizer(optimizer)
             layout.scaler = self._scalers.current
@@ -389,7 +387,7 @@ class Watcher:
 
     def _observe(self, layout: Layout) -> None:
         """Tell the other ranks about a step, before it is taken."""
-        # Without data, ZeroRedundancyOptimizer steps with the other ranks, for the parameters of this rank.
+        # Without data, ZeroRedundancyOptimizer steps on this rank with the other ranks.
         if 0 < layout.clock.joined_at == layout.clock.ticks:
             return
         step = Step(layout)

@@ -22,7 +22,7 @@ _EQUAL_STEPS = 3
 # The two steps in a row whose tensors are compared one by one, if not all ranks were equal before.
 _COMPARED_STEPS = (_EQUAL_STEPS + 1, _EQUAL_STEPS + 2)
 
-# The first steps whose messages are counted, for the last line.
+# The first steps whose messages are counted.
 _MOST_STEPS = 16
 
 
