@@ -92,22 +92,23 @@ def measure_hooks(steps: int, warm_up: int) -> None:
 
 def measure_judge(ranks: int) -> tuple[float, float]:
     """Judge steps in sync of simulated ranks. Returns milliseconds and kB per step."""
+    import torch
     import torch.distributed as dist
 
     from syncheck.live.watching.board import Board
+    from syncheck.live.watching.clock import Clock
     from syncheck.live.watching.judge import Judge
+    from syncheck.live.watching.layouts import Layout
     from syncheck.live.witnesses.gradients import GradientWitness
     from syncheck.live.witnesses.settings import SettingsWitness
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board = Board(dist.PrefixStore("watch", store), store)
-    clock: Any = SimpleNamespace(
-        name="0", ranks=tuple(range(ranks)), reduces=True, counts_steps=True, keeps_gradients_local=bool
-    )
-    layout = SimpleNamespace(
-        key="0/0", clock=clock, is_reduced=True, number=0, names=["weight"], replicas=[tuple(range(ranks))],
-        hides_reductions=False, numbers_steps=True, is_beside=False,
-    )  # fmt: skip
+    everyone = tuple(range(ranks))
+    clock = Clock("0", everyone)
+    # As with a wrapper, which is on no rank here.
+    clock.reduces, clock.ticks = True, 1
+    layout = Layout(clock, "0", None, [torch.nn.Parameter(torch.ones(1))], ["weight"], is_reduced=True)
     witnesses = {"gradients": GradientWitness(), "settings": SettingsWitness()}
     steps: list[Any] = []
     for number in range(JUDGED):
