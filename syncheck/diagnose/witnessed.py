@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.optimizer_names import is_setting, parameter_of, split_number
 from syncheck.diagnose.remainder import find_unexplained_tensors
-from syncheck.diagnose.selection import list_names, ranks_outside, select_kinds, with_status
+from syncheck.diagnose.selection import exclude_kinds, list_names, ranks_outside, select_kinds, with_status
 from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 
@@ -52,7 +52,8 @@ def cover_witnessed(
                 effects.append(diff)
         if finding.code not in _UNEQUAL_STEPS and select_kinds(effects, _COUNTER):
             # The fault changes no number of steps: the states were reset or loaded, which is a fault of its own.
-            effects = [diff for diff in effects if diff.kind not in _OPTIMIZER]
+            settings = [diff for diff in effects if is_setting(diff.name)]
+            effects = [*exclude_kinds(effects, *_OPTIMIZER), *settings]
         if effects:
             uncovered = find_unexplained_tensors(uncovered, effects, (unsuspected,))
             # A step counter that differs by one says little.

@@ -92,6 +92,20 @@ def test_a_setting_that_is_a_tensor_is_the_setting_of_the_witness() -> None:
     assert ("SYN299", (1,)) in list_tensors(case, witness("SYN214", (1,), "fc.weight"))
 
 
+@pytest.mark.parametrize("code", ["SYN107", "SYN214"])
+def test_settings_change_no_number_of_steps(code: str) -> None:
+    """With other numbers of steps beside other settings, one rank has loaded its state; a skipped step explains it."""
+    state = ("optimizer.fc.weight.exp_avg", "optimizer.fc.weight.step")
+    case = group(
+        diff("fc.weight", "parameter", THREE),
+        diff(state[0], "optimizer", THREE),
+        diff(state[1], "optimizer_step", THREE, max_abs=8),
+        ranks=3,
+    )
+    tensors = list_tensors(case, witness(code, (1,), "fc.weight"))[code, (1,)]
+    assert tensors == ("fc.weight", *(state if code == "SYN214" else ()))
+
+
 @pytest.mark.parametrize(
     ("impossible", "is_outside"), [((), False), (("SYN214",), False), (("SYN211", "SYN213", "SYN214"), True)]
 )

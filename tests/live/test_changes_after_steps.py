@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from syncheck.live.watching.last_steps import LastSteps
+from syncheck.live.watching.clock import Clock
+from syncheck.live.watching.last_steps import LastSteps, watch_sent_states
 from syncheck.live.watching.layouts import Layout
 from syncheck.live.watching.records import CHANGED, find_changed
+from syncheck.live.watching.watcher import Watcher
 from syncheck.live.witnesses.inputs import list_inputs
 
 CLOCK: Any = SimpleNamespace(name="clock", ranks=(0, 1), reduces=True, ticks=0, local_passes=0)
@@ -62,6 +65,67 @@ def test_a_layout_that_no_longer_steps_has_its_last_change_before_the_last_step(
     weights[0].data = torch.zeros(3)
     weights[0].detach().add_(1)
     assert not last_steps.hold(layouts, (0, 1))
+
+
+def make_ended(last_steps: LastSteps) -> torch.nn.Parameter:
+    """Return a parameter whose optimizer has stepped and ended."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    layout = Layout(CLOCK, "0", None, [weight], ["weight"], is_reduced=True)
+    layout.changes.note_step()
+    last_steps.note_end([layout])
+    return weight
+
+
+def test_the_end_of_an_optimizer_is_no_end_of_the_parameters() -> None:
+    """Without any optimizer, the parameters still show whether the script has changed them."""
+    last_steps = LastSteps()
+    weight = make_ended(last_steps)
+    assert last_steps.hold([], (0, 1))
+    assert not last_steps.hold([], (0, 2))
+    weight.detach().zero_()
+    assert not last_steps.hold([], (0, 1))
+    # A new wrapper makes the ranks equal.
+    last_steps.note_wrapper([], (0, 1))
+    assert last_steps.hold([], (0, 1))
+    del weight
+    assert not last_steps.hold([], (0, 1))
+
+
+def test_an_optimizer_continues_the_parameters_of_an_ended_one() -> None:
+    """A script may create an optimizer for each epoch: the steps of the last one count."""
+    last_steps = LastSteps()
+    weight = make_ended(last_steps)
+    layout = Layout(CLOCK, "1", None, [weight], ["weight"], is_reduced=True)
+    last_steps.note_before_step([layout], [layout])
+    weight.data = torch.zeros(3)
+    layout.changes.note_step()
+    last_steps.note_step()
+    assert last_steps.hold([layout], (0, 1))
+    # Ended optimizers of many epochs would slow each step down.
+    assert not last_steps._ended[0, 1]
+
+
+def test_sending_the_states_of_a_module_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's function still runs, and the process group is noted after it."""
+    calls: list[Any] = []
+    utilities = sys.modules["torch.distributed.utils"]
+    monkeypatch.setattr(utilities, "_sync_module_states", lambda *_arguments, **named: calls.append(named))
+    watch_sent_states(calls.append)
+    utilities._sync_module_states("module", "group", src=0)  # type: ignore[attr-defined]
+    assert calls == [{"src": 0}, "group"]
+
+
+def test_a_rank_without_data_takes_no_step_of_its_own() -> None:
+    """Within `Join`, ZeroRedundancyOptimizer steps on this rank for the others, after a reduction that it joins."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    clock = Clock("clock", (0, 1))
+    layout = Layout(clock, "0", None, [weight], ["weight"], is_reduced=True)
+    watcher = Watcher({}, print, lambda *_: None)
+    posted: list[int] = []
+    watcher._post = lambda step, _observations: posted.append(step.number)  # type: ignore[method-assign]
+    for clock.ticks, clock.joined_at in ((0, 0), (1, 0), (2, 2), (3, 2)):
+        watcher._observe(layout)
+    assert posted == [0, 1, 3]
 
 
 def test_steps_that_are_not_seen_are_no_changes() -> None:

@@ -9,9 +9,11 @@ import torch
 
 from syncheck.live.watching.causes import Causes, Comparing
 from syncheck.live.watching.clock import Clock
+from syncheck.live.watching.judge import Judgement
 from syncheck.live.watching.layouts import Layout, Optimizers, make_layouts
 from syncheck.live.watching.passing_changes import PassingChanges
 from syncheck.live.witnesses.parameters import ParameterWitness
+from syncheck.live.witnesses.witness import Suspicion
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
 
@@ -156,3 +158,19 @@ def test_replicas_are_known_to_be_equal_after_a_comparison_or_from_the_start() -
     causes.note_in_sync(watcher, (0, 1), after_step=False)
     known.append(Comparing(watcher, causes)._were_equal((0, 1)))
     assert known == [False, False, True, False, True]
+
+
+def test_a_fault_explains_its_parameters_in_each_wrapper() -> None:
+    """A model that is wrapped again has the same parameters: at the end, those of the first wrapper have the cause."""
+    clock = SimpleNamespace(name="clock", ranks=(0, 1))
+    first, second, other = [SimpleNamespace(key=key, clock=clock, names=["weight"]) for key in ("0", "1", "2")]
+    first.parameters = second.parameters = [torch.ones(2)]
+    other.parameters = [torch.ones(2)]
+    causes = Causes()
+    skipped: Any = Judgement(6, "reduction", Suspicion("SYN214", (1,), ()), second)  # type: ignore[arg-type]
+    causes.add(skipped, causes.make_finding(skipped, frozenset()))
+    explained = []
+    for layout in (first, other):
+        differing = Suspicion("SYN411", (0, 1), (), names=("weight",), clusters=((0,), (1,)))
+        explained.append(causes.find(Judgement(8, "the end", differing, layout)))  # type: ignore[arg-type]
+    assert explained == ["SYN214", ""]

@@ -273,7 +273,8 @@ class Comparing:
             self._watcher.tell_last_skipped()
         parts = [part for part in objects if part is not None]
         (group,) = report.groups
-        told = _Told(*zip(*channel.gather(self._tell(group, channel.ranks, parts), "causes").values(), strict=True))
+        told_by_rank = channel.gather(self._tell(group, channel.ranks, parts), "causes")
+        told = _Told(*zip(*told_by_rank.values(), strict=True))
         witnessed = tuple(chain.from_iterable(told.findings))
         impossible, excluded = self._find_impossible(told, {finding.code for finding in witnessed}, allow)
         diagnosed = group.findings

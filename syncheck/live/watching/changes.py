@@ -13,7 +13,7 @@ from operator import ne, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any
 
 # Kinds of changes that are remembered.
@@ -50,6 +50,16 @@ def _read_address(content: Any) -> int:
     return 0 if content.is_sparse else content.data_ptr()
 
 
+def list_existing(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    """Return the objects that have not ended."""
+    existing = []
+    for reference in references:
+        content = reference()
+        if content is not None:
+            existing.append(content)
+    return existing
+
+
 class ParameterChanges:
     """The changes of some parameters that this rank has seen. The parameters may end before."""
 
@@ -62,12 +72,7 @@ class ParameterChanges:
 
     def list_parameters(self) -> list[Any]:
         """Return the parameters that have not ended."""
-        parameters = []
-        for reference in self._references:
-            parameter = reference()
-            if parameter is not None:
-                parameters.append(parameter)
-        return parameters
+        return list_existing(self._references)
 
     @property
     def are_known(self) -> bool:

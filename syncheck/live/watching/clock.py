@@ -18,6 +18,7 @@ import weakref
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from syncheck.live.watching.changes import list_existing
 from syncheck.loaded import find_loaded
 
 if TYPE_CHECKING:
@@ -235,12 +236,7 @@ class Clock:
 
     def list_reduced(self) -> list[Any]:
         """Return the parameters that required a gradient when the wrapper was created, and have not ended."""
-        parameters = []
-        for reference in self._reduced:
-            parameter = reference()
-            if parameter is not None:
-                parameters.append(parameter)
-        return parameters
+        return list_existing(self._reduced)
 
 
 def _register(tensors: Sequence[Any], handle_gradient: Callable[[Any], None]) -> None:

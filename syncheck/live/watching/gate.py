@@ -18,7 +18,7 @@ from syncheck.live.witnesses.batches import BatchWitness
 from syncheck.live.witnesses.copies import let_gradients_lead
 from syncheck.live.witnesses.gradients import GradientWitness
 from syncheck.live.witnesses.parameters import ParameterWitness
-from syncheck.live.witnesses.settings import SettingsWitness, refer_to_scales
+from syncheck.live.witnesses.settings import SettingsWitness, relate
 from syncheck.records import OutOfSync, Report
 
 if TYPE_CHECKING:
@@ -123,4 +123,4 @@ class Gate:
             # Parameters are not observed at every step.
             observations = {number: row[witness.key] for number, row in sorted(records.items()) if witness.key in row}
             suspicions += witness.compare(step.layout, observations, exchange_details)
-        return refer_to_scales(suspicions)
+        return relate(suspicions, step.layout)

@@ -29,7 +29,7 @@ from syncheck.live.watching.records import (
 )
 from syncheck.live.witnesses.parameters import ParameterWitness
 from syncheck.live.witnesses.rules import CHANGED_AT_THE_END, PARAMETERS_DIFFER
-from syncheck.live.witnesses.settings import doubt_settings, refer_to_scales
+from syncheck.live.witnesses.settings import relate
 from syncheck.text import group_ranks, ranks_text
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Judge(threading.Thread):
             ranks = self._counts.list_stepping(step.layout) if step.layout.is_reduced else tuple(records)
             suspicions += self._turns.explain(step.layout.key, ranks, compare_steps(step.number, ranks, records))
         suspicions += self._ask_witnesses(step, stepping)
-        for found in refer_to_scales(doubt_settings(suspicions, step.layout)):
+        for found in relate(suspicions, step.layout):
             suspicion = name_optimizer(found, step.layout) if self._has_several(step.layout) else found
             self._report(Judgement(step.place, step.unit, suspicion, step.layout))
         # Parameters outside of the wrapper step together with the parameters inside.

@@ -167,6 +167,11 @@ def _find_kind(name: str) -> str:
     return _KIND_OF_NAMES.get(name.split(".")[0], "_PROGRAM")
 
 
+def relate(suspicions: Sequence[Suspicion], layout: Any) -> list[Suspicion]:
+    """Return the suspicions of one step of a layout, which may be causes of each other."""
+    return refer_to_scales(doubt_settings(suspicions, layout))
+
+
 def refer_to_scales(suspicions: Iterable[Suspicion]) -> list[Suspicion]:
     """Return the suspicions of one step, unequal scales first: they are a cause of unequal gradients."""
     causes = _CAUSES_OF_SCALES if any(map(_has_scales, suspicions)) else {}
