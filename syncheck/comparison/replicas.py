@@ -12,7 +12,7 @@ from syncheck.comparison.runs import find_claimed_twice, find_differing_settings
 from syncheck.comparison.selection import classify, merge_metadata
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
 from syncheck.layout.alignment import align
-from syncheck.layout.copies import broken_ties, common_ties
+from syncheck.layout.copies import broken_ties, common_ties, list_ties_by_rank
 from syncheck.layout.replica_groups import mesh_of
 from syncheck.messages import Grouping, Note, note_if
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica
@@ -51,6 +51,7 @@ def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison
     )
     counts = tally.count_kinds()
     claimed_twice = _find_claimed_twice(replicas, snapshots)
+    ties_by_rank = list_ties_by_rank(snapshots, alignment.names)
     name = replicas.run
     if replicas.step is not None:
         name = f"{replicas.run} step {replicas.step}"
@@ -74,7 +75,7 @@ def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison
         replicas=tuple(_make_replica(rank, snapshot) for rank, snapshot in snapshots.items()),
         counts=sum(counts.values(), Counts()),
         tensors=tuple(tally.diffs),
-        ties=broken_ties(snapshots, alignment.names),
+        ties=broken_ties(ties_by_rank, alignment.names),
         shards=tally.summarize_shards(),
         values=tuple(values),
         kinds=counts,
@@ -85,7 +86,8 @@ def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison
             replicas,
             alignment,
             tally,
-            claimed_twice,
+            claimed_twice=claimed_twice,
+            tied=common_ties(ties_by_rank, alignment.ranks),
         ),
         not_finite=tally.list_not_finite(),
     )
@@ -111,9 +113,18 @@ def _compare_values(
 
 
 def _collect_evidence(
-    replicas: CheckpointGroup, alignment: Alignment, tally: Tally, claimed_twice: tuple[int, ...]
+    replicas: CheckpointGroup,
+    alignment: Alignment,
+    tally: Tally,
+    *,
+    claimed_twice: tuple[int, ...],
+    tied: tuple[tuple[str, ...], ...],
 ) -> GroupEvidence:
-    """Return what rules need to know about the files. claimed_twice: ranks that several files claim."""
+    """Return what rules need to know about the files.
+
+    claimed_twice: ranks that several files claim.
+    tied: the names that share memory on every rank.
+    """
     snapshots = alignment.snapshots
     first = next(iter(snapshots.values()))
     differing_settings = {}
@@ -133,7 +144,7 @@ def _collect_evidence(
         repeated_ranks=find_repeated_ranks(snapshots),
         claimed_twice=claimed_twice,
         absent_shards=_find_absent_shards(alignment, tally),
-        tied=common_ties(snapshots, alignment.names),
+        tied=tied,
         equal_shards=tally.equal_shards,
         unclear_parts=tally.unclear_parts,
     )

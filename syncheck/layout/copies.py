@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
 # several stages may be different tensors.
-_EMBEDDING = re.compile(
+_EMBEDDING = (
     r"(?:[^.\d]+\.)*(?:word_embeddings?|embed_tokens|tok_embeddings?|token_embeddings?|tok_emb|wte|embed|embeddings?)"
     r"\.weight"
 )
@@ -40,12 +40,15 @@ _NUMBER = r"(?:^|\.)\d+(?:\.|$)"
 _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
-def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
+# By rank, the sets of normalized names that share memory. Ranks in a format without ties are left out.
+TiesByRank = dict[int, set[frozenset[str]]]
+
+
+def broken_ties(ties_by_rank: TiesByRank, names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
     """Return the ties present on some ranks only.
 
     names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
-    ties_by_rank = _list_ties_by_rank(snapshots, names)
     all_ties = set[frozenset[str]]().union(*ties_by_rank.values())
     broken: list[Tie] = []
     for tie in all_ties:
@@ -65,13 +68,10 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
     return tuple(sorted(broken, key=attrgetter("names")))
 
 
-def common_ties(
-    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names that share memory on every rank. names: by rank, from stored to normalized names."""
-    ties_by_rank = _list_ties_by_rank(snapshots, names)
+def common_ties(ties_by_rank: TiesByRank, ranks: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the names that share memory on every rank. ranks: all of them."""
     # A rank in a format without ties may have any.
-    if len(ties_by_rank) < len(snapshots):
+    if len(ties_by_rank) < len(ranks):
         return ()
 
     common = set.intersection(*ties_by_rank.values())
@@ -79,11 +79,9 @@ def common_ties(
     return tuple(sorted(sorted_ties))
 
 
-def _list_ties_by_rank(
-    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
-) -> dict[int, set[frozenset[str]]]:
-    """Return the sets of normalized names that share memory, by rank. Ranks in a format without ties are left out."""
-    ties_by_rank: dict[int, set[frozenset[str]]] = {}
+def list_ties_by_rank(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> TiesByRank:
+    """Return the names that share memory. names: by rank, from stored to normalized names."""
+    ties_by_rank: TiesByRank = {}
     for rank, snapshot in snapshots.items():
         if snapshot.format not in _FORMATS_WITH_TIES:
             continue
@@ -250,7 +248,7 @@ def find_second_copies(
 def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
     # The names first: most tensors are no embeddings.
-    if not _EMBEDDING.fullmatch(get_parameter(name)):
+    if not re.fullmatch(_EMBEDDING, get_parameter(name)):
         return False
 
     shapes: set[tuple[int, ...]] = set()

@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 
 _EXPERT_PARALLEL = DIFFERENT_PARAMETERS - PIPELINE
 # Weights that tensor parallelism divides in all libraries, by the last modules of their names.
-_DIVIDED = re.compile(
+_DIVIDED = (
     r"(?:.*\.)?(?:word_embeddings|output_layer|linear_qkv|linear_proj|linear_fc1|linear_fc2|query_key_value"
     r"|(?:self_)?attention\.dense|dense_h_to_4h|dense_4h_to_h|qkv_proj|q_proj|o_proj|gate_up_proj|gate_proj|up_proj"
     r"|down_proj|wq|wo|w1|w2|w3)\.weight"
 )
 
 # The last layer of an attention, whose inputs tensor parallelism divides.
-_ATTENTION_OUTPUT = re.compile(
-    r"(?:.*\.)?(?:o_proj|wo|out_proj|linear_proj|(?:self_)?attention\.dense|attn\.proj)\.weight"
-)
+_ATTENTION_OUTPUT = r"(?:.*\.)?(?:o_proj|wo|out_proj|linear_proj|(?:self_)?attention\.dense|attn\.proj)\.weight"
 
 
 def find_distinct_shards(name: str, tensors: Mapping[int, Tensor], alignment: Alignment) -> list[Sets]:
@@ -76,12 +74,12 @@ def find_distinct_shards(name: str, tensors: Mapping[int, Tensor], alignment: Al
 
 def is_attention_output(name: str) -> bool:
     """Whether a name is that of the weight of the last layer of an attention."""
-    return _ATTENTION_OUTPUT.fullmatch(name) is not None
+    return re.fullmatch(_ATTENTION_OUTPUT, name) is not None
 
 
 def is_always_divided(name: str) -> bool:
     """Whether tensor parallelism divides the weight of this name in all libraries."""
-    return _DIVIDED.fullmatch(name) is not None
+    return re.fullmatch(_DIVIDED, name) is not None
 
 
 def _find_dividing_dimensions(name: str) -> frozenset[str]:

@@ -13,6 +13,7 @@ from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, Usa
 from syncheck.readers.formats import EXTENSIONS, SETTINGS, is_recognizable
 from syncheck.readers.open import describe_unread, read, sniff_folder
 from syncheck.readers.opened import NOTES, Opened
+from syncheck.readers.torch_zip import keep_last_content
 from syncheck.readers.untrusted import open_regular_file
 from syncheck.records import Alias, Unreadable
 from syncheck.text import names_text
@@ -40,6 +41,12 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
+    with keep_last_content():
+        _open_all(paths, opened)
+    return opened
+
+
+def _open_all(paths: Sequence[str], opened: Opened) -> None:
     # By absolute path, because a path can be given in several spellings.
     is_checkpoint: dict[str, bool] = {}
     for path in _expand_globs(paths):
@@ -52,7 +59,6 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
         elif _absolute_path(path) not in is_checkpoint:
             _open_checkpoint(path, opened)
             is_checkpoint[_absolute_path(path)] = True
-    return opened
 
 
 def _no_checkpoint_error(folder: str, skipped: int) -> UsageError:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
 from syncheck.readers import torchscript
-from syncheck.readers.pickles.tree import flatten
+from syncheck.readers.pickles.tree import Flat, flatten
 from syncheck.readers.untrusted import open_regular_file
 from syncheck.readers.zip_archive import MAGIC, Archive, Directory, is_pickle
 from syncheck.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FORMAT = "torch-zip"
 
@@ -27,25 +33,65 @@ def read(path: str) -> Snapshot:
         if not any(is_pickle(name) for name in directory.records):
             return _read_several(directory)
         archive = Archive(directory)
-        pickled = archive.unpickle()
-        flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
+        content = _read_content(archive)
+        flat = content.flat
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
         snapshot = Snapshot(
             path=path,
             format=FORMAT,
             bytes=directory.size,
             tensors=tensors,
-            values=flat.values,
-            stubs=pickled.stubs,
+            values=dict(flat.values),
+            stubs=content.stubs,
             metadata=flat.metadata,
             numbered=flat.numbered,
             matched=flat.matched,
-            model_values=flat.model_values,
+            model_values=dict(flat.model_values),
         )
         if torchscript.is_script(archive):
             snapshot = torchscript.add_script(archive, snapshot)
         directory.check_overlaps()
     return snapshot
+
+
+class _Content(NamedTuple):
+    """The named content of a pickle."""
+
+    pickle: bytes
+    flat: Flat
+    stubs: tuple[str, ...]
+
+
+# The content of the last pickle, or None, while several files are opened; otherwise empty.
+_kept: list[_Content | None] = []
+
+
+@contextmanager
+def keep_last_content() -> Iterator[None]:
+    """Read equal pickles that follow each other once.
+
+    Replicas whose values are equal have equal pickles, because the bytes of tensors are in other records.
+    """
+    _kept[:] = [None]
+    try:
+        yield
+    finally:
+        _kept.clear()
+
+
+def _read_content(archive: Archive) -> _Content:
+    """Return the named content of the pickle in an archive. Raises as `read`."""
+    data = archive.read_pickle()
+    last = _kept[0] if _kept else None
+    if last is not None and last.pickle == data:
+        return last
+
+    pickled = archive.unpickle(data)
+    flat = flatten(pickled.tree, archive.path, pickled.size, pickled.rebuilt)
+    content = _Content(data, flat, pickled.stubs)
+    if _kept:
+        _kept[0] = content
+    return content
 
 
 def _read_several(directory: Directory) -> Snapshot:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 MAGIC = b"PK\x03\x04"
+_PICKLE = "data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # Flag bits of records: encrypted, patched, strongly encrypted, masked.
 _NOT_STORED = 0x2061
@@ -277,7 +278,6 @@ class Archive:
 
     def __init__(self, directory: Directory) -> None:
         self.directory, self.path = directory, directory.path
-        self.big_endian = False
         self._key_prefix = ""
         pickles = [name for name in directory.records if is_pickle(name)]
         if len(pickles) != 1:
@@ -287,13 +287,15 @@ class Archive:
                 needed="one, as torch.save writes",
             )
 
-        self.stem = pickles[0].removesuffix("data.pkl")
+        self.stem = pickles[0].removesuffix(_PICKLE)
         for name in _NUMBERS:
             self._check_number(name)
 
         for name in _BESIDE:
             if self.stem + name in directory.records:
                 directory.locate(self.stem + name)
+
+        self.big_endian = self._is_big_endian()
 
     def _check_number(self, name: str) -> None:
         """Check a record that torch.load reads as a number, if it is present."""
@@ -310,20 +312,29 @@ class Archive:
                 next_step=_AGAIN,
             )
 
-    def unpickle(self, key_prefix: str = "") -> Pickled:
-        """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile.
+    def read_pickle(self) -> bytes:
+        """Return the bytes of the pickle. Raises MalformedFile."""
+        return self.directory.read_record(self.stem + _PICKLE)
 
+    def unpickle(self, data: bytes | None = None, key_prefix: str = "") -> Pickled:
+        """Read the pickle. Raises as `pickles.unpickle`, and MalformedFile.
+
+        data: its bytes, if they have been read.
         key_prefix: distinguishes the storages of several archives.
         """
         self._key_prefix = key_prefix
-        pickled = self.unpickle_record("data.pkl")
-        self.big_endian = self._is_big_endian()
-        return pickled
+        return self.unpickle_record(_PICKLE, data)
 
-    def unpickle_record(self, name: str) -> Pickled:
-        """Read the pickle in a record. name: without the stem. Raises as `pickles.unpickle`, and MalformedFile."""
+    def unpickle_record(self, name: str, data: bytes | None = None) -> Pickled:
+        """Read the pickle in a record. Raises as `pickles.unpickle`, and MalformedFile.
+
+        name: without the stem.
+        data: the bytes of the record, if they have been read.
+        """
         name = self.stem + name
-        return unpickle(self.directory.read_record(name), self.path, name, key_prefix=self._key_prefix)
+        if data is None:
+            data = self.directory.read_record(name)
+        return unpickle(data, self.path, name, key_prefix=self._key_prefix)
 
     def read_text(self, name: str) -> str:
         """Return the text in a record, which may be compressed. name: with the stem. Raises as `zipfile` does."""
@@ -365,7 +376,7 @@ class Archive:
 
 def is_pickle(name: str) -> bool:
     """Whether a record is the pickle of a torch.save zip."""
-    return name == "data.pkl" or name.endswith("/data.pkl")
+    return name == _PICKLE or name.endswith(f"/{_PICKLE}")
 
 
 class _Fault(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from itertools import islice
 from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -169,7 +170,9 @@ def is_plain(tensor: Tensor) -> bool:
     return is_native and is_contiguous(tensor.shape, tensor.strides)
 
 
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+# Replicas and layers have the same few shapes, and each block that is read asks for its tensor.
+@lru_cache(maxsize=1024)
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether elements are contiguous in C order. Strides of dimensions of size 0 or 1 are ignored."""
     if 0 in shape:
         return True

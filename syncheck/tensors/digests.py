@@ -248,4 +248,4 @@ def _is_dense(tensor: Tensor) -> bool:
         sizes.append(size)
         strides.append(stride)
 
-    return is_contiguous(sizes, strides)
+    return is_contiguous(tuple(sizes), tuple(strides))

@@ -127,6 +127,7 @@ class TensorBytes:
 class MemoryTensor(TensorLocation):
     """A tensor in memory, with the interface of a tensor in a file that `readers.pickles.tree` expects."""
 
+    __slots__ = ("content",)
     content: TensorBytes | None
 
     def __init__(
@@ -137,11 +138,16 @@ class MemoryTensor(TensorLocation):
         refused: Message | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        # Without the constructor of the base class: a live check creates hundreds of instances.
-        self.__dict__.update(
-            storage=None, dtype=dtype, offset=0, shape=shape, strides=contiguous_strides(shape), refused=refused,
-            sharding=sharding, content=content,
-        )  # fmt: skip
+        super().__init__(
+            None,
+            dtype,
+            0,
+            shape,
+            contiguous_strides(shape),
+            refused=refused,
+            sharding=sharding,
+        )
+        object.__setattr__(self, "content", content)
 
     def refuse(self, reason: Message) -> MemoryTensor:
         """Return the tensor with a reason not to compare it."""

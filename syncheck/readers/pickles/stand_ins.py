@@ -7,9 +7,10 @@ one file set on a function would affect the next file.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any
 
+from syncheck.frozen import record
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.limits import check_nesting, require
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 
 
 class _Immutable:
-    """An object that cannot change after construction, although BUILD can try to set its attributes.
+    """An object that cannot change after construction, although BUILD can try to set its attributes."""
 
-    Subclasses have no slots, because frozen dataclasses with slots have a `__setstate__` that sets fields.
-    """
+    __slots__ = ()
 
     def __repr__(self) -> str:
         # Without an address, which differs between ranks.
@@ -41,7 +41,19 @@ class _Immutable:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, repr=False)
+class _Distinct(_Immutable):
+    """An object that equals itself only, so that it can be a key of a pickled dictionary, whatever it contains."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@record
 class Storage(_Immutable):
     """A storage, which may be a view of its record."""
 
@@ -72,8 +84,8 @@ class Storage(_Immutable):
         return TensorLocation(self, DTYPES["uint8"], start, (size,), (1,))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class TensorLocation(_Immutable):
+@record
+class TensorLocation(_Distinct):
     """The location of a tensor's bytes within a storage."""
 
     storage: Storage | None
@@ -110,7 +122,7 @@ def _fields(location: TensorLocation) -> dict[str, Any]:
     return {field.name: getattr(location, field.name) for field in fields(TensorLocation)}
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@record
 class Compound(TensorLocation):
     """A tensor that contains more than its bytes."""
 
@@ -156,8 +168,8 @@ def _is_state_with_slots(state: Any) -> bool:
     return all(isinstance(part, (dict, type(None))) for part in state)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class StandIn(_Immutable):
+@record
+class StandIn(_Distinct):
     """A callable for a name in a pickle."""
 
     call: Callable[..., Any]
@@ -175,8 +187,8 @@ class StandIn(_Immutable):
         return result
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class StorageType(_Immutable):
+@record
+class StorageType(_Distinct):
     """A storage class like torch.FloatStorage, as named by the persistent id of a storage."""
 
     dtype: DType | None
@@ -193,8 +205,8 @@ class StorageType(_Immutable):
         return f"torch storage of {dtype_name or 'bytes'}"
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class TypeName(_Immutable):
+@record
+class TypeName(_Distinct):
     """A class that describes a tensor, like torch.Tensor."""
 
     name: str
