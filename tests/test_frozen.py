@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, asdict, astuple, dataclass, field, 
 
 import pytest
 
-from syncheck.frozen import record
+from syncheck.frozen import mutable_record, record
 
 
 @record
@@ -124,11 +124,54 @@ def test_own_methods_are_kept() -> None:
 
 
 def test_a_field_without_a_default_cannot_follow_one_with_a_default() -> None:
-    """The class is refused, as by `dataclass`."""
+    """The first use of such a class is refused."""
 
+    @record
     class Wrong:
         x: int = 0
-        y: int
+        y: int  # type: ignore[misc]
 
     with pytest.raises(TypeError, match=r"Wrong\.y"):
-        record(Wrong)
+        Wrong(1, 2)  # type: ignore[call-arg]
+
+
+@mutable_record
+class Counter:
+    """A mutable record."""
+
+    name: str
+    count: int = 0
+    labels: list[str] = field(default_factory=list)
+
+
+def test_a_mutable_record_can_change() -> None:
+    """Its fields can change, and it has no hash; otherwise it behaves as a record."""
+    counter, other = Counter("a"), Counter("a")
+    assert (counter == other, counter.labels is other.labels) == (True, False)
+    counter.count += 1
+    assert repr(counter) == "Counter(name='a', count=1, labels=[])"
+    assert counter != other
+    assert pickle.loads(pickle.dumps(counter)) == replace(other, count=1) == counter
+    with pytest.raises(AttributeError):
+        counter.total = 1  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(counter)
+
+
+def test_the_first_use_of_a_record_may_be_through_a_subclass() -> None:
+    """Each class has a constructor of its own, whichever is used first."""
+
+    @record
+    class Base:
+        x: int
+
+    @record
+    class Derived(Base):
+        y: int = 2
+
+    class Plain(Base):
+        def __init__(self) -> None:
+            super().__init__(5)
+
+    assert (Plain().x, astuple(Derived(1)), astuple(Base(3))) == (5, (1, 2), (3,))
+    assert list(inspect.signature(Derived).parameters) == ["x", "y"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.comparison.mismatches import skip_tensor
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.tensors import BlockComparison, compare_tensor
+from syncheck.frozen import mutable_record
 from syncheck.layout.dtensors import assemble_copies
 from syncheck.layout.optimizer_shards import find_lost_state
 from syncheck.layout.replica_groups import is_mixed
@@ -42,7 +43,7 @@ class _ShardLayout(NamedTuple):
 _PARTITIONED = _ShardLayout("optimizer", "partitioned over the ranks")
 
 
-@dataclass
+@mutable_record
 class Tally:
     """Running results of the comparison of a group."""
 

@@ -6,10 +6,10 @@ One pass over the first `MEASURED` elements of a replica of each set of equal re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.findings import FIRST_MOMENTS, MEASURED, SECOND_MOMENTS
+from syncheck.frozen import mutable_record
 from syncheck.records import sets_within
 from syncheck.tensors.dtypes import DTYPES
 
@@ -103,7 +103,7 @@ def _add_zeros(zeroed: dict[int, float], ranks: Sequence[int], share: float) -> 
             zeroed[rank] = share
 
 
-@dataclass
+@mutable_record
 class _Sums:
     """Sums over the elements of one tensor, and beside the elements of the first tensor of its replica group.
 

@@ -22,7 +22,7 @@ Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -40,6 +40,7 @@ from syncheck.diagnose.selection import (
     list_names,
 )
 from syncheck.diagnose.stored_forms import list_parts
+from syncheck.frozen import mutable_record
 from syncheck.messages import Detail, Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
@@ -103,7 +104,7 @@ _COUNTS = {
 }
 
 
-@dataclass(slots=True)
+@mutable_record
 class _Loss:
     """What some ranks lack."""
 

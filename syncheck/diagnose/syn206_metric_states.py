@@ -18,7 +18,7 @@ Incidents: Lightning-AI/pytorch-lightning#3728 and #4482 (states of metrics in c
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match
@@ -26,6 +26,7 @@ from syncheck.diagnose.conditions import requires, select_codes, state_if
 from syncheck.diagnose.features import with_reason
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.selection import ends_with_number, last_part, list_names, module_of
+from syncheck.frozen import mutable_record
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Text(Sentence, topic=CODE):
     LENGTHS = "{count:count state} {count:verb is|are} in the files of some ranks only, which had more batches"
 
 
-@dataclass(slots=True)
+@mutable_record
 class _States:
     """The names of the states of a module."""
 

@@ -16,11 +16,11 @@ import math
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
-from syncheck.frozen import record
+from syncheck.frozen import mutable_record, record
 from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_model_values, split_chunk, unfuse
 from syncheck.layout.replica_groups import find_replicated
 from syncheck.messages import Refusal
@@ -46,7 +46,7 @@ class _Position(NamedTuple):
     tensor: int
 
 
-@dataclass(slots=True)
+@mutable_record
 class _RankFile:
     """The contents of the file of one rank."""
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from syncheck.frozen import record
+from syncheck.frozen import mutable_record, record
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LostState:
     states: States
 
 
-@dataclass(slots=True)
+@mutable_record
 class Owners:
     """The optimizer state that each rank must hold. Parameters have the names of tensors: `optimizer.<parameter>`.
 
@@ -72,7 +72,7 @@ class Owners:
         return any(parameter in parameters for parameters in self.by_rank.values())
 
 
-@dataclass(slots=True)
+@mutable_record
 class _Class:
     """Parameters of one parameter group whose states have equal names.
 
@@ -126,7 +126,7 @@ def _are_of_optimizers(parameters: Iterable[str], groups: Iterable[str]) -> bool
     return all(f"{parameter}.".startswith(optimizers) for parameter in parameters)
 
 
-@dataclass(slots=True)
+@mutable_record
 class _State:
     """The state of one parameter.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
+from syncheck.frozen import mutable_record
 from syncheck.messages import Note
 from syncheck.readers.formats import read_file
 from syncheck.snapshots import Metadata, Snapshot, Tensor
@@ -53,7 +54,7 @@ def _numeric_order(match: re.Match[str]) -> tuple[int, ...]:
     return list_numbers(match.string)
 
 
-@dataclass
+@mutable_record
 class Assembly:
     """A checkpoint made of several files. folder: its path. format: of the whole folder."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from syncheck.frozen import mutable_record
 
 if TYPE_CHECKING:
     from syncheck.records import Alias, Unreadable
@@ -17,7 +19,7 @@ NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .
 _COMPANIONS = (*NOTES, ".json", ".jinja", "tokenizer.model", "license", ".gitattributes", "latest")
 
 
-@dataclass
+@mutable_record
 class Opened:
     """Checkpoints found under the given paths."""
 

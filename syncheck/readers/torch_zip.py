@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.readers import torchscript
 from syncheck.readers.pickles.tree import Flat, flatten
 from syncheck.readers.untrusted import open_regular_file
-from syncheck.readers.zip_archive import MAGIC, Archive, Directory, is_pickle
+from syncheck.readers.zip_archive import MAGIC, PICKLE, Archive, Directory, is_pickle
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def keep_last_content() -> Iterator[None]:
 
 def _read_content(archive: Archive) -> _Content:
     """Return the named content of the pickle in an archive. Raises as `read`."""
-    data = archive.read_pickle()
+    data = archive.read_record(PICKLE)
     last = _kept[0] if _kept else None
     if last is not None and last.pickle == data:
         return last

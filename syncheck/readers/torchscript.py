@@ -64,7 +64,7 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
     if archive.stem + _RECORD not in archive.directory.records:
         return {}, {}
 
-    pickled = archive.unpickle_record(_RECORD)
+    pickled = archive.unpickle(archive.read_record(_RECORD), _RECORD)
     if not isinstance(pickled.tree, tuple):
         kind = type(pickled.tree).__name__
         raise MalformedFile(

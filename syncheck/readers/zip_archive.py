@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 MAGIC = b"PK\x03\x04"
-_PICKLE = "data.pkl"
+PICKLE = "data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # Flag bits of records: encrypted, patched, strongly encrypted, masked.
 _NOT_STORED = 0x2061
@@ -274,11 +274,14 @@ class Directory:
 
 
 class Archive:
-    """A torch.save zip, of which only the directory has been read. Raises NotACheckpoint for another kind of zip."""
+    """A torch.save zip, of which only the directory has been read. Raises NotACheckpoint for another kind of zip.
 
-    def __init__(self, directory: Directory) -> None:
+    key_prefix: distinguishes the storages of several archives.
+    """
+
+    def __init__(self, directory: Directory, key_prefix: str = "") -> None:
         self.directory, self.path = directory, directory.path
-        self._key_prefix = ""
+        self._key_prefix = key_prefix
         pickles = [name for name in directory.records if is_pickle(name)]
         if len(pickles) != 1:
             raise NotACheckpoint(
@@ -287,7 +290,7 @@ class Archive:
                 needed="one, as torch.save writes",
             )
 
-        self.stem = pickles[0].removesuffix(_PICKLE)
+        self.stem = pickles[0].removesuffix(PICKLE)
         for name in _NUMBERS:
             self._check_number(name)
 
@@ -312,29 +315,13 @@ class Archive:
                 next_step=_AGAIN,
             )
 
-    def read_pickle(self) -> bytes:
-        """Return the bytes of the pickle. Raises MalformedFile."""
-        return self.directory.read_record(self.stem + _PICKLE)
+    def read_record(self, name: str) -> bytes:
+        """Return the bytes of a record. name: without the stem. Raises MalformedFile."""
+        return self.directory.read_record(self.stem + name)
 
-    def unpickle(self, data: bytes | None = None, key_prefix: str = "") -> Pickled:
-        """Read the pickle. Raises as `pickles.unpickle`, and MalformedFile.
-
-        data: its bytes, if they have been read.
-        key_prefix: distinguishes the storages of several archives.
-        """
-        self._key_prefix = key_prefix
-        return self.unpickle_record(_PICKLE, data)
-
-    def unpickle_record(self, name: str, data: bytes | None = None) -> Pickled:
-        """Read the pickle in a record. Raises as `pickles.unpickle`, and MalformedFile.
-
-        name: without the stem.
-        data: the bytes of the record, if they have been read.
-        """
-        name = self.stem + name
-        if data is None:
-            data = self.directory.read_record(name)
-        return unpickle(data, self.path, name, key_prefix=self._key_prefix)
+    def unpickle(self, data: bytes, name: str = PICKLE) -> Pickled:
+        """Read the pickle in a record. name: without the stem. Raises as `pickles.unpickle`."""
+        return unpickle(data, self.path, self.stem + name, key_prefix=self._key_prefix)
 
     def read_text(self, name: str) -> str:
         """Return the text in a record, which may be compressed. name: with the stem. Raises as `zipfile` does."""
@@ -376,7 +363,7 @@ class Archive:
 
 def is_pickle(name: str) -> bool:
     """Whether a record is the pickle of a torch.save zip."""
-    return name == _PICKLE or name.endswith(f"/{_PICKLE}")
+    return name == PICKLE or name.endswith(f"/{PICKLE}")
 
 
 class _Fault(NamedTuple):

@@ -13,7 +13,7 @@ from syncheck.messages import Note
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.unread import NEEDED, Unread, describe_zip
 from syncheck.readers.untrusted import FileRange
-from syncheck.readers.zip_archive import MAGIC, Archive, Directory
+from syncheck.readers.zip_archive import MAGIC, PICKLE, Archive, Directory
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -122,9 +122,10 @@ class _Files:
         """Read the pickle of a torch.save file."""
         offset, size = self.directory.locate(name)
         view = io.BufferedReader(FileRange(self.directory.file, offset, size))
-        archive = Archive(Directory(view, self.directory.path, offset))
         # Storages of all files have numbers from 0 as keys.
-        pickled = archive.unpickle(key_prefix=f"{len(self._archives)}{_SEPARATOR}")
+        key_prefix = f"{len(self._archives)}{_SEPARATOR}"
+        archive = Archive(Directory(view, self.directory.path, offset), key_prefix)
+        pickled = archive.unpickle(archive.read_record(PICKLE))
         self._archives.append(archive)
         self.names.add(name)
         stem = name.rpartition(".")[0]

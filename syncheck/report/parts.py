@@ -7,10 +7,10 @@ and neither interprets them as markup.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
-from syncheck.frozen import record
+from syncheck.frozen import mutable_record, record
 from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Labels:
     indent: int = 0
 
 
-@dataclass
+@mutable_record
 class Grid:
     """A table. right: columns aligned to the right."""
 

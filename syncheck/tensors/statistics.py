@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.frozen import mutable_record
 from syncheck.snapshots import unravel_index
 
 if TYPE_CHECKING:
     from syncheck.records import Extent
 
 
-@dataclass
+@mutable_record
 class Statistics:
     """Differences between the representatives of clusters; fields as in `records.TensorDiff`.
 

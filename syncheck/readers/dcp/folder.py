@@ -11,10 +11,11 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
+from syncheck.frozen import mutable_record
 from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
@@ -23,7 +24,7 @@ from syncheck.readers.formats import read_file
 from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.untrusted import FileRange, open_regular_file
-from syncheck.readers.zip_archive import MAGIC, Archive, Directory
+from syncheck.readers.zip_archive import MAGIC, PICKLE, Archive, Directory
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 from syncheck.text import brief
 
@@ -135,7 +136,7 @@ def _record_order(named_chunk: _NamedChunk) -> tuple[str, int]:
     return named_chunk.chunk.file, named_chunk.chunk.offset
 
 
-@dataclass
+@mutable_record
 class _Records:
     """Reads the records of a folder."""
 
@@ -217,7 +218,7 @@ class _Records:
         path = os.path.join(self.folder, chunk.file)
         # Each record is a complete zip, whose offsets count from its own start.
         archive = Archive(Directory(view, path, chunk.offset))
-        pickled = archive.unpickle()
+        pickled = archive.unpickle(archive.read_record(PICKLE))
         if entry.shape is None:
             self._add_object(name, archive, pickled)
         else:

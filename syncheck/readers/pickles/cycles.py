@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
+
+from syncheck.frozen import mutable_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ class ContainsItself(Exception):
     """A container was reached from within itself."""
 
 
-@dataclass
+@mutable_record
 class Owners:
     """The only entry of each container on a cycle, by its `id`, which is unique while the tree exists."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
+from syncheck.frozen import mutable_record
 from syncheck.messages import Refusal
 from syncheck.readers import untrusted
 from syncheck.readers.metadata_block import KEY, parse_metadata
@@ -57,7 +58,7 @@ _SHAPES = ("param_shapes.", "frozen_param_shapes.")
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
-@dataclass
+@mutable_record
 class Flat:
     """The flattened content of a checkpoint, by dotted name."""
 
