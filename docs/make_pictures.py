@@ -51,7 +51,7 @@ def draw_comparison() -> str:
     )
     console.print(Text("$ syncheck compare -n 4 fixtures/desync/bn_local_stats/*.pth", style="bold"))
     with options_as_typed():
-        parts = text.comparison(report, 4)
+        parts = text.draw_comparison(report, 4)
     for part in parts:
         console.print(terminal.make_renderable(part))
     drawn = console.export_svg(title="syncheck", unique_id="syncheck")
@@ -64,7 +64,7 @@ def list_constant_texts() -> list[str]:
     os.chdir(HERE.parent)
     texts = []
     with options_as_typed():
-        for part in text.comparison(syncheck.compare(COMPARED), 4):
+        for part in text.draw_comparison(syncheck.compare(COMPARED), 4):
             if isinstance(part, Labels):
                 texts += [unmark(str(content)) for label, content in part.rows if label in ("why", "fix", "more")]
             elif isinstance(part, Grid):

@@ -23,7 +23,8 @@ from syncheck.messages import Note
 from syncheck.options import DiffOptions, build_selection
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.readers import find as finder
-from syncheck.readers.find import find_shared_files, open_checkpoints, remove_aliases, unify_paths
+from syncheck.readers.find import open_checkpoints, unify_paths
+from syncheck.readers.links import find_shared_files, remove_aliases
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files

@@ -13,8 +13,8 @@
     +-- DemoFailed               the demo failed
     +-- records.OutOfSync        exit 1; also an AssertionError, with the report
 
-The text of an error is one line, except that of OutOfSync. Only `assert_in_sync` and a monitor raise OutOfSync; other
-functions return the verdict.
+The text of an error is one line, except that of OutOfSync. The assertions of `syncheck.testing`, a monitor, and a
+watched program with `--on-desync raise` raise OutOfSync; other functions return the verdict.
 """
 
 from __future__ import annotations

@@ -47,3 +47,12 @@ INTEGER = Kind("a whole number", (int,), int)
 NUMBER = Kind("a number", (float, int), float)
 FLAG = Kind("true or false", (bool,))
 TABLE = Kind("a table by kind or glob of names", (Mapping,), holds_strings=True)
+
+
+def make_tuple(value: Any) -> Any:
+    """Return a text or a collection as the tuple of an option. Other values are returned: their error comes later."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, set, frozenset)):
+        return tuple(value)
+    return value

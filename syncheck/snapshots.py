@@ -249,6 +249,11 @@ class Snapshot:
     """Values that belong to the model, by name: scales of quantized tensors, numbers in a state dict, extra states."""
 
 
+def are_in_memory(snapshots: Iterable[Snapshot]) -> bool:
+    """Whether all replicas are objects in memory: of a running job, or compared by one process."""
+    return {snapshot.format for snapshot in snapshots} == {"memory"}
+
+
 def get_metadata(snapshot: Snapshot) -> Metadata:
     """Return the metadata of a checkpoint; without metadata, the metadata of a model without a description."""
     return snapshot.metadata or Metadata()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck import api
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.frozen import record
+from syncheck.option_kinds import make_tuple
 from syncheck.options import PYTHON, DiffOptions, Options, RunOptions, list_options, replace_fields
 from syncheck.parity.case import ParityCase, sampler_order
 from syncheck.records import OutOfSync
@@ -293,15 +294,6 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
             expected = f"must be one of {', '.join(declarations)}"
             raise UsageError(f"{name}=: no such option; {expected}{suggest(name, declarations)}")
         if declarations[name].kind.is_list:
-            value = _make_tuple(value)
+            value = make_tuple(value)
         changes[name] = value
     return replace_fields(options or kind(), **changes)
-
-
-def _make_tuple(value: Any) -> Any:
-    """Return the value of an option that takes several values as a tuple; another value is reported later."""
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, (list, set, frozenset)):
-        return tuple(value)
-    return value

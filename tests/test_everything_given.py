@@ -181,7 +181,7 @@ def test_every_given_file_is_reported(row: str, tmp_path: Path, monkeypatch: pyt
 
 def render_all(report: syncheck.Report) -> list[str]:
     """Return a report in every text format."""
-    drawn = [plain.render(source_value(report, 0)) for source_value in (text.comparison, text.overview)]
+    drawn = [plain.render(source_value(report, 0)) for source_value in (text.draw_comparison, text.draw_overview)]
     return [
         *drawn,
         github.render(report),

@@ -33,7 +33,7 @@ def compare(arguments: argparse.Namespace) -> int:
         if ranks.names_rank(arguments.paths):
             return _compare_across_ranks(arguments)
     options, run = _read_options(arguments, Options, *_load_project(arguments))
-    return _compare(options, run, "comparison")
+    return _compare(options, run)
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def diff(arguments: argparse.Namespace) -> int:
         report = compare_models(arguments.a, arguments.b, options=options, histograms=histograms)
     if options.write_map is not None and not _lacks_map(report):
         output.confirm_file(options.write_map, quiet=run.quiet)
-    return _print_errors_and_report(report, options, run, "comparison")
+    return _print_errors_and_report(report, options, run)
 
 
 def _lacks_map(report: Report) -> bool:
@@ -74,7 +74,7 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
         if output.is_first_process():
             _check_baseline(options, run)
         histograms = formats.needs_histograms(run.output)
-        return ranks.Task(options, histograms, lambda report: write_report(report, options, run, "comparison"))
+        return ranks.Task(options, histograms, lambda report: write_report(report, options, run))
 
     ranks.run(arguments.paths, prepare)
 
@@ -90,11 +90,11 @@ def report(arguments: argparse.Namespace) -> int:
         values = {name: value for name, value in values.items() if name in list_fields(RunOptions)}
         options, run = _read_options(arguments, Options, project, values)
         _check_baseline(options, run)
-        return write_report(events.read_events(run.checkpoints), options, run, "overview")
+        return write_report(events.read_events(run.checkpoints), options, run, is_overview=True)
     if not arguments.paths and "checkpoints" not in values and not os.path.exists("ckpts"):
         raise UsageError("ckpts: no such folder; train with --save-per-rank, or pass the paths of checkpoints")
     options, run = _read_options(arguments, Options, project, values)
-    return _compare(options, run, "overview")
+    return _compare(options, run, is_overview=True)
 
 
 def _refuse_comparison_options(arguments: argparse.Namespace) -> None:
@@ -198,7 +198,7 @@ def _check_baseline(options: Options, run: RunOptions) -> None:
     api.check_baseline(options, update=run.update_baseline)
 
 
-def _compare(options: Options, run: RunOptions, layout: str) -> int:
+def _compare(options: Options, run: RunOptions, *, is_overview: bool = False) -> int:
     from syncheck import api
     from syncheck.cli.progress import show_progress
 
@@ -206,16 +206,16 @@ def _compare(options: Options, run: RunOptions, layout: str) -> int:
     with show_progress(quiet=run.quiet):
         checkpoints = api.find(*run.checkpoints, options=options)
         report = api.judge(checkpoints, options, histograms=formats.needs_histograms(run.output))
-    return _print_errors_and_report(report, options, run, layout)
+    return _print_errors_and_report(report, options, run, is_overview=is_overview)
 
 
-def _print_errors_and_report(report: Report, options: Options, run: RunOptions, layout: str) -> int:
+def _print_errors_and_report(report: Report, options: Options, run: RunOptions, *, is_overview: bool = False) -> int:
     for broken in report.unreadable:
         output.print_message(f"error: {broken.path}: {broken.reason}")
-    return write_report(report, options, run, layout)
+    return write_report(report, options, run, is_overview=is_overview)
 
 
-def write_report(report: Report, options: Options, run: RunOptions, layout: str) -> int:
+def write_report(report: Report, options: Options, run: RunOptions, *, is_overview: bool = False) -> int:
     """Apply the baseline, print the report and write it to the output files; return the exit code.
 
     A file that cannot be written is reported and makes the exit code 2; all other output is still written.
@@ -234,7 +234,7 @@ def write_report(report: Report, options: Options, run: RunOptions, layout: str)
             exit_codes.append(error.exit_code)
             output.print_error(error)
     if not run.quiet:
-        _print_report(report, run, layout)
+        _print_report(report, run, is_overview=is_overview)
     if any(exit_codes):
         return max(exit_codes)
     if run.exit_zero and report.exit_code == 1:
@@ -258,15 +258,16 @@ def _update_baseline(report: Report, options: Options, run: RunOptions) -> int:
     return 0
 
 
-def _print_report(report: Report, run: RunOptions, layout: str) -> None:
-    """Print a report on stdout. layout: the function of `report.text`, `comparison` or `overview`."""
+def _print_report(report: Report, run: RunOptions, *, is_overview: bool) -> None:
+    """Print a report on stdout. is_overview: of all runs and steps, instead of each comparison."""
     if run.format != "text":
         output.print_text(formats.render_format(run.format, report))
     elif report.groups:
         from syncheck.report import summary, text
 
         width = max(output.terminal_width() or 0, summary.WIDTH)
-        parts = getattr(text, layout)(report, run.limit, width=width, verbose=run.verbose)
+        draw = text.draw_overview if is_overview else text.draw_comparison
+        parts = draw(report, run.limit, width=width, verbose=run.verbose)
         output.print_parts(parts, run.color)
 
 

@@ -42,10 +42,10 @@ def run(color: str) -> int:
 
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _print(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth -n 5\n")
-    output.print_parts(text.comparison(compared, 5), color)
+    output.print_parts(text.draw_comparison(compared, 5), color)
     overview = api.compare(str(FOLDER / "ckpts"), histograms=True)
     _print(f"\n$ syncheck report {FOLDER}/ckpts -n 3 -o {FOLDER}/index.html\n")
-    output.print_parts(text.overview(overview, 3), color)
+    output.print_parts(text.draw_overview(overview, 3), color)
     page = FOLDER / "index.html"
     formats.write_file(str(page), overview)
     output.confirm_file(str(page), quiet=False)

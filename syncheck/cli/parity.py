@@ -53,9 +53,7 @@ def _check_across_ranks(arguments: argparse.Namespace) -> NoReturn:
             output.print_error(error)
             sys.stderr.flush()
             os._exit(error.exit_code)
-        return ranks.write_on_leader(
-            channel, report, lambda report: write_report(report, Options(), options, "comparison")
-        )
+        return ranks.write_on_leader(channel, report, lambda report: write_report(report, Options(), options))
 
     ranks.leave(channel, ranks.work_together(channel, work))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.mismatches import skip_tensor
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.tensors import BlockComparison, compare_tensor
+from syncheck.comparison.tensors import ComparisonMethod, compare_tensor
 from syncheck.frozen import mutable_record
 from syncheck.layout.dtensors import assemble_copies
 from syncheck.layout.optimizer_shards import find_lost_state
@@ -206,16 +206,16 @@ class GroupTensors:
                 tensors = self._tensors[name]
                 replica_groups = self._alignment.find_replica_groups(name, tensors)
                 is_partitioned = self._is_partitioned(name, kind, tensors)
-                blocks = self._choose_comparison(name, kind, tensors, files)
+                method = self._choose_method(name, kind, tensors, files)
                 diff = compare_tensor(
                     name,
                     kind,
                     tensors,
                     replica_groups,
-                    blocks,
+                    method,
                     sharded=is_partitioned,
                 )
-                is_not_finite = blocks.scan.found if diff is None else _is_not_finite(diff)
+                is_not_finite = method.scan.found if diff is None else _is_not_finite(diff)
                 if is_not_finite:
                     self._tally.not_finite.append(name)
 
@@ -260,10 +260,10 @@ class GroupTensors:
 
         return None
 
-    def _choose_comparison(self, name: str, kind: str, tensors: Mapping[int, Tensor], files: Files) -> BlockComparison:
+    def _choose_method(self, name: str, kind: str, tensors: Mapping[int, Tensor], files: Files) -> ComparisonMethod:
         """Return how to compare the bytes of a tensor."""
         first = next(iter(tensors.values()))
-        return BlockComparison(
+        return ComparisonMethod(
             files,
             tolerance=self._selection.tolerance.of(name, kind, first.dtype),
             scan=FiniteScan(first.dtype, nan_only=kind == "buffer"),

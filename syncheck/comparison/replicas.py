@@ -10,13 +10,13 @@ from syncheck.comparison.group_tensors import GroupTensors
 from syncheck.comparison.model_values import note_unknown_values
 from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
 from syncheck.comparison.selection import classify, merge_metadata
-from syncheck.comparison.values import compare_values, in_memory, note_absent_values
+from syncheck.comparison.values import compare_values, note_absent_values
 from syncheck.layout.alignment import align
 from syncheck.layout.copies import broken_ties, common_ties, list_ties_by_rank
 from syncheck.layout.replica_groups import mesh_of
 from syncheck.messages import Grouping, Note, note_if
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica
-from syncheck.snapshots import get_metadata
+from syncheck.snapshots import are_in_memory, get_metadata
 from syncheck.tensors.value_kinds import counts_updates, stores_progress
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _compare_values(
     """Return the diffs of values, and of the attributes of modules in memory."""
     snapshots = alignment.snapshots
     # A running job holds all values, but files of other formats may lack some.
-    is_strict = in_memory(snapshots) and not replicas.two_models
+    is_strict = are_in_memory(snapshots.values()) and not replicas.two_models
     values = compare_values(
         alignment,
         classification.is_selected,
@@ -153,7 +153,7 @@ def _collect_evidence(
 def _find_absent_shards(alignment: Alignment, tally: Tally) -> Message | None:
     """Return why shards without a file leave the verdict open; None for the ranks of a running job."""
     # A check may compare some of the ranks only, and replicas without shards need no search.
-    if in_memory(alignment.snapshots) or not tally.shard_sets:
+    if are_in_memory(alignment.snapshots.values()) or not tally.shard_sets:
         return None
     from syncheck.layout.absent_shards import find_absent_shards  # only for shards
 
@@ -177,7 +177,7 @@ def _are_files_of_ranks(replicas: CheckpointGroup) -> bool:
 
 def _find_claimed_twice(replicas: CheckpointGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
-    if in_memory(snapshots) or not _are_files_of_ranks(replicas):
+    if are_in_memory(snapshots.values()) or not _are_files_of_ranks(replicas):
         return ()
 
     codes = [message.code for message in replicas.grouping]
@@ -214,7 +214,7 @@ def _count_prefixes(alignment: Alignment) -> dict[int, int]:
             counts[rank] = count
 
     are_all_wrapped = len(counts) == len(alignment.ranks)
-    if are_all_wrapped and in_memory(alignment.snapshots):
+    if are_all_wrapped and are_in_memory(alignment.snapshots.values()):
         return {}
 
     return counts
@@ -277,7 +277,7 @@ def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
         return [Note.RANKS_ABSENT(ranks=absent_ranks, world_size=world_size)]
 
     # In memory, each rank describes itself alone.
-    is_too_many = len(snapshots) > world_size and not in_memory(snapshots)
+    is_too_many = len(snapshots) > world_size and not are_in_memory(snapshots.values())
     note = Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world_size)
     return note_if(is_too_many, note)
 

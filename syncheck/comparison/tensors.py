@@ -33,7 +33,7 @@ _DIFFERENT_PARTS = {
 }
 
 
-class BlockComparison(NamedTuple):
+class ComparisonMethod(NamedTuple):
     """How to compare the bytes of one tensor.
 
     files: open files.
@@ -53,7 +53,7 @@ def compare_tensor(
     kind: str,
     tensors: Mapping[int, Tensor],
     replica_groups: ReplicaGroups,
-    blocks: BlockComparison,
+    method: ComparisonMethod,
     *,
     sharded: bool,
 ) -> TensorDiff | None:
@@ -61,7 +61,7 @@ def compare_tensor(
 
     tensors: by rank.
     replica_groups: the ranks that must hold equal bytes, and the ranks required to have the tensor.
-    blocks: how to compare the bytes.
+    method: how to compare the bytes.
     sharded: whether each rank holds different tensors by design, so missing tensors are no difference.
     Raises CheckpointError if a file can no longer be read.
     """
@@ -80,7 +80,7 @@ def compare_tensor(
             bare,
             tensors,
             ranks,
-            blocks,
+            method,
         )
         if diff_of_group is not None:
             diffs.append(diff_of_group)
@@ -230,7 +230,7 @@ def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[
 
 
 def _compare_replicas(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], blocks: BlockComparison
+    bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], method: ComparisonMethod
 ) -> TensorDiff | None:
     """Compare the replicas of one replica group. Return None if they are identical. ranks: of the group."""
     members = tensors
@@ -250,13 +250,13 @@ def _compare_replicas(
         return mismatch
 
     replicas = list(members.values())
-    result = _compare_without_bytes(replicas, blocks)
+    result = _compare_without_bytes(replicas, method)
     if result is not None:
         return _describe_digests(bare, tuple(members), result)
 
     # Replicas of other dtypes than the first one differ from it, so they need no search.
-    scan = blocks.scan if bare.dtype == blocks.scan.dtype else None
-    clusters = cluster_replicas(replicas, blocks.files, scan)
+    scan = method.scan if bare.dtype == method.scan.dtype else None
+    clusters = cluster_replicas(replicas, method.files, scan)
     if len(clusters) == 1:
         return None
 
@@ -264,7 +264,7 @@ def _compare_replicas(
         bare,
         members,
         clusters,
-        blocks,
+        method,
     )
 
 
@@ -304,18 +304,18 @@ def _join_diffs(diffs: Sequence[TensorDiff], replica_groups: ReplicaGroups) -> T
 
 
 def _measure_clusters(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], clusters: Sequence[Sequence[int]], blocks: BlockComparison
+    bare: TensorDiff, tensors: Mapping[int, Tensor], clusters: Sequence[Sequence[int]], method: ComparisonMethod
 ) -> TensorDiff:
     """Return the diff of replicas with different bytes. clusters: of positions in `tensors`."""
     from syncheck.tensors.differences import measure_differences  # needs numpy
 
     replicas = list(tensors.values())
-    tolerance = blocks.tolerance
+    tolerance = method.tolerance
     sets = _name_ranks(clusters, tuple(tensors))
     has_majority = bool(minority_of(sets))
     statistics = measure_differences(
         [replicas[positions[0]] for positions in clusters],
-        blocks.files,
+        method.files,
         tolerance,
         majority=has_majority,
     )
@@ -357,17 +357,17 @@ def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, in
     return dict(sorted(by_rank.items()))
 
 
-def _compare_without_bytes(members: Sequence[Tensor], blocks: BlockComparison) -> DigestResult | None:
+def _compare_without_bytes(members: Sequence[Tensor], method: ComparisonMethod) -> DigestResult | None:
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = [tensor for tensor in members if tensor.digest is not None]
     are_all_fingerprints = len(fingerprints) == len(members)
     # Digests of files are computed from their bytes, which takes longer than to compare checksums.
-    if fingerprints and (not blocks.quick or are_all_fingerprints):
+    if fingerprints and (not method.quick or are_all_fingerprints):
         from syncheck.tensors.digests import compare_digests
 
-        return compare_digests(members, blocks.files)
+        return compare_digests(members, method.files)
 
-    if blocks.quick and any(tensor.data is None for tensor in members):
+    if method.quick and any(tensor.data is None for tensor in members):
         from syncheck.tensors.digests import compare_checksums
 
         return compare_checksums(members)

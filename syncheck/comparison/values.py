@@ -338,11 +338,6 @@ def _container_differs(name: str, present: Mapping[str, set[str]], absent: Colle
     return False
 
 
-def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
-    """Whether all replicas are objects in memory."""
-    return _list_formats(snapshots) == {"memory"}
-
-
 def _list_formats(snapshots: Mapping[int, Snapshot]) -> set[str]:
     return {snapshot.format for snapshot in snapshots.values()}
 

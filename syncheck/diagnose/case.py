@@ -64,7 +64,7 @@ class Case:
     # The replicas.
 
     @property
-    def in_memory(self) -> bool:
+    def in_running_job(self) -> bool:
         """Whether the replicas are ranks of a running job, without files.
 
         Objects compared by one process are in memory too, but have no host.

@@ -259,7 +259,7 @@ def may_be_old(case: Case) -> bool:
     """
     exceptions = (
         case.group.evidence.stores_progress,
-        case.in_memory,
+        case.in_running_job,
         # With checkpoints of several steps, an older file of a rank is a stale rank.
         len(case.steps()) != 1,
     )

@@ -85,7 +85,7 @@ def holds_other_tensor(case: Case) -> bool:
     return False
 
 
-def has_blocks(case: Case) -> bool:
+def has_ranks_of_two_nodes(case: Case) -> bool:
     """Whether there are enough ranks for two nodes with two ranks each."""
     return case.number_of_ranks > 3
 

@@ -55,7 +55,7 @@ REPLICA_RULES = (
     RuleModule("syn224_contents_exchanged", needs.holds_other_tensor),
     RuleModule("syn226_masked_on_some_ranks", needs.differs("parameter", "buffer"), every_rank=True),
     RuleModule("syn231_tensor_parallel_replicated", needs.has_mesh, every_rank=True),
-    RuleModule("syn230_differs_by_node", needs.has_blocks),
+    RuleModule("syn230_differs_by_node", needs.has_ranks_of_two_nodes),
     RuleModule("syn240_rounding_only", needs.any_difference, every_rank=True),
     RuleModule("syn205_buffer_local_state", needs.any_difference, every_rank=True),
     RuleModule("syn203_bn_count_mismatch", needs.differs("bn_count")),

@@ -81,7 +81,7 @@ def _name_fix(sentences: Mapping[str, Sentence], case: Case) -> str:
     conditions = (
         ("FIX_NO_SYNC", bool(case.group.evidence.metadata.no_sync)),
         ("FIX_SHARDED", is_sharded(case.group)),
-        ("IN_A_JOB", case.in_memory),
+        ("IN_A_JOB", case.in_running_job),
         # The whole checkpoint of another rank has the shards of that rank.
         ("FIX_PARTS", bool(case.group.shards)),
         # Every rule has this fix.

@@ -134,7 +134,7 @@ def _synchronization_facts(case: Case) -> list[Message]:
     """State whether buffers are synchronized once per step, from the metadata and from the steps of the run."""
     are_synchronized = case.group.evidence.metadata.buffers_synced
     # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
-    words = _IN_MEMORY if case.in_memory else _IN_FILES
+    words = _IN_MEMORY if case.in_running_job else _IN_FILES
     intention = state_if(are_synchronized, words.synchronized())
 
     course = case.group.evidence.free_running

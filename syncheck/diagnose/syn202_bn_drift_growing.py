@@ -116,7 +116,7 @@ def _find_signs(case: Case) -> list[Message]:
     """State what shows missing synchronization: the metadata, or else the steps of the run; empty without signs."""
     are_synchronized = case.group.evidence.metadata.buffers_synced
     if are_synchronized is False:
-        sentence = Text.NOT_SYNCHRONIZED if case.in_memory else Text.NOT_SYNCHRONIZED_BY_METADATA
+        sentence = Text.NOT_SYNCHRONIZED if case.in_running_job else Text.NOT_SYNCHRONIZED_BY_METADATA
         return [sentence()]
 
     # The metadata records the intention, so the checkpoints outweigh it.

@@ -109,7 +109,7 @@ def apply(case: Case) -> Match | None:
         *state_if(have_equal, Text.SOME_EQUAL()),
     ]
     match = Match((*parameters, *state, *statistics), case.group.ranks, facts)
-    saved_after_average = averaging.just_averaged and not case.in_memory
+    saved_after_average = averaging.just_averaged and not case.in_running_job
     if saved_after_average:
         match = match.with_cause(Text.CAUSE_STATE, Text.FIX_STATE)
     return match.as_consistent("SYN211", "SYN213") if have_equal else match

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from syncheck.layout.groups import rank_of
 from syncheck.layout.path_numbers import split_path
 from syncheck.messages import Grouping, Note
-from syncheck.snapshots import get_metadata
+from syncheck.snapshots import are_in_memory, get_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -69,6 +69,9 @@ def _get_folder(path: str) -> str:
 
 def _has_known_ranks(group: CheckpointGroup) -> bool:
     """Whether a group of several files has the ranks of its metadata or names. A single file has no replica at all."""
+    # A check of a running job may concern some of its ranks.
+    if are_in_memory(snapshot for _, snapshot in group.ranks):
+        return False
     codes = {message.code for message in group.grouping}
     return len(group.ranks) > 1 and codes.isdisjoint(_POSITIONS)
 

@@ -51,7 +51,7 @@ def have_equal_names(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) ->
             return False
 
         names.add(os.path.basename(snapshot.path))
-        moments.add(numbers.fixed())
+        moments.add(numbers.list_common())
         texts.add(numbers.texts)
 
     has_one_name = len(names) == len(moments) == 1

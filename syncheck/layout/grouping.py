@@ -63,19 +63,19 @@ def group_replicas(
     snapshots: Sequence[Snapshot],
     group_by: str | None = None,
     roots: Mapping[str, str] = _NO_PATHS,
-    alike: Mapping[str, str] = _NO_PATHS,
+    spellings: Mapping[str, str] = _NO_PATHS,
 ) -> tuple[CheckpointGroup, ...]:
     """Group the snapshots of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path. Files with equal captured groups, or equal matches without
     captured groups, form one group.
     roots: the folder in which a file was found, if the user passed a folder.
-    alike: a uniform spelling of each path, if relative and absolute paths are mixed.
+    spellings: a uniform spelling of each path, if relative and absolute paths are mixed.
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
-    are_uniform = [*alike] == [*alike.values()]
+    are_uniform = [*spellings] == [*spellings.values()]
     if group_by is None and not are_uniform:
-        return _group_by_uniform_paths(snapshots, roots, alike)
+        return _group_by_uniform_paths(snapshots, roots, spellings)
 
     ordered = []
     for snapshot in sorted(snapshots, key=_make_natural_key):
@@ -100,18 +100,18 @@ def group_replicas(
 
 
 def _group_by_uniform_paths(
-    snapshots: Sequence[Snapshot], roots: Mapping[str, str], alike: Mapping[str, str]
+    snapshots: Sequence[Snapshot], roots: Mapping[str, str], spellings: Mapping[str, str]
 ) -> tuple[CheckpointGroup, ...]:
     """Group by uniform paths, but return the user's paths. Parameters as in `group_replicas`."""
     uniform: list[Snapshot] = []
     uniform_roots: dict[str, str] = {}
     user_paths: dict[str, str] = {}
     for snapshot in snapshots:
-        path = alike[snapshot.path]
+        path = spellings[snapshot.path]
         uniform.append(replace(snapshot, path=path))
         user_paths[path] = snapshot.path
         if snapshot.path in roots:
-            uniform_roots[path] = alike[roots[snapshot.path]]
+            uniform_roots[path] = spellings[roots[snapshot.path]]
 
     groups = []
     for group in group_replicas(uniform, None, uniform_roots):
@@ -342,9 +342,9 @@ def _make_rankless_group(files: Sequence[File]) -> CheckpointGroup:
     moments: set[tuple[tuple[Role, int], ...]] = set()
     for snapshot, numbers in files:
         members.append(snapshot)
-        moments.add(numbers.fixed())
+        moments.add(numbers.list_common())
 
-    first_moment = files[0].numbers.fixed()
+    first_moment = files[0].numbers.list_common()
     step: int | None = None
     grouping = Grouping.NO_RANKS()
     if first_moment and moments == {first_moment}:

@@ -233,4 +233,4 @@ def _belong_together(group: CheckpointGroup, candidate: CheckpointGroup) -> bool
 def _get_moment(group: CheckpointGroup) -> tuple[tuple[Role, int], ...]:
     """Return the step and the part of the checkpoint in the path of a group."""
     _, first = group.ranks[0]
-    return split_path(first.path).fixed()
+    return split_path(first.path).list_common()

@@ -125,7 +125,7 @@ class PathNumbers:
         """Return the key of the file: replicas have equal keys."""
         steps: list[int] = []
         part: list[tuple[Role, int]] = []
-        for role, number in self.fixed():
+        for role, number in self.list_common():
             if role == "step":
                 steps.append(number)
             else:
@@ -159,7 +159,7 @@ class PathNumbers:
 
         return replace(self, roles=tuple(roles))
 
-    def fixed(self) -> tuple[tuple[Role, int], ...]:
+    def list_common(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers with equal values for all replicas: step, part and shard."""
         positions = self.list_positions("step", "part")
         return tuple((self.roles[position], self.numbers[position]) for position in positions)

@@ -33,9 +33,9 @@ MAX_VALUES = 8  # distinct values in an error
 _FEW = 4
 _MARK = b"syncheck:"
 _DONE = "done"
-# The groups of each set of ranks that were created in this process.
 # Names of process groups of syncheck begin so.
 _PREFIX = "syncheck-"
+# The number of groups of each set of ranks that were created in this process.
 _groups_created: Counter[tuple[int, ...]] = Counter()
 
 

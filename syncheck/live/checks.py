@@ -13,6 +13,7 @@ from syncheck.api import Options
 from syncheck.errors import UsageError
 from syncheck.live.exchange import BUDGET, compare_across_ranks
 from syncheck.loaded import find_loaded
+from syncheck.option_kinds import make_tuple
 from syncheck.options import check_codes
 from syncheck.text import ranks_text
 
@@ -127,7 +128,7 @@ def run_check(
         parts,
         members,
         check_options,
-        mesh=lambda: _get_mesh_coordinates(mesh, members),
+        find_mesh=lambda: _get_mesh_coordinates(mesh, members),
         alone=True,
         budget=budget,
         cache=cache,
@@ -157,7 +158,7 @@ def make_options(**arguments: Any) -> Options:
 
     The codes of witnesses, which no comparison finds, are left out of `allow`.
     """
-    options = {name: _make_tuple(value) for name, value in arguments.items()}
+    options = {name: _list_given(value) for name, value in arguments.items()}
     allow = options.get("allow")
     if isinstance(allow, tuple):
         from syncheck.live.witnesses.rules import WITNESS_CODES, WITNESS_RULES
@@ -172,18 +173,12 @@ def make_options(**arguments: Any) -> Options:
 def list_allowed(allow: Any) -> tuple[str, ...]:
     """Return the codes of the argument `allow`, also of witnesses, as findings spell them. Raises UsageError."""
     make_options(allow=allow)
-    return tuple(map(str.upper, _make_tuple(allow)))
+    return tuple(map(str.upper, _list_given(allow)))
 
 
-def _make_tuple(value: Any) -> Any:
-    """Return an argument as a tuple; values of other types are invalid or need no tuple."""
-    if value is None:
-        return ()
-
-    if isinstance(value, str):
-        return (value,)
-
-    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
+def _list_given(value: Any) -> Any:
+    """Return the tuple of an argument of `check`."""
+    return make_tuple(() if value is None else value)
 
 
 def _get_mesh_coordinates(mesh: Any, group: Any) -> dict[str, int]:

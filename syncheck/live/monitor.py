@@ -79,7 +79,7 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
 
 
 ACTIONS = ("raise", "warn", "resync")
-SEVERITIES = ("error", "warning")
+_STOPPING = ("error", "warning")
 _HOW_TO_CHOOSE = "pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
 _ALONE = "the process group has no other rank to compare with"
 _NO_GROUP = "no process group to compare across; call torch.distributed.init_process_group() on every rank"
@@ -134,8 +134,8 @@ class SyncMonitor:
     ) -> None:
         self._checking = checking
         _check_arguments(every, on_desync, start, writer, console, checking)
-        if stop_at not in SEVERITIES:
-            raise UsageError(f"stop_at={brief(stop_at)}: must be {' or '.join(SEVERITIES)}")
+        if stop_at not in _STOPPING:
+            raise UsageError(f"stop_at={brief(stop_at)}: must be {' or '.join(_STOPPING)}")
         self.checks = 0
         """The number of checks so far."""
         self.last: Report | None = None

@@ -79,17 +79,12 @@ def read_with(reader: ModuleType, path: str) -> Snapshot:
         raise UnreadableFile.because(path, error) from None
 
 
-def sniff(path: str) -> ModuleType | None:
-    """Return the reader for a file's first bytes, or None.
+def is_recognizable(path: str) -> bool:
+    """Whether the first bytes of a file show that it is a checkpoint.
 
     Raises UnreadableFile if they cannot be read. Only regular files are opened, because a FIFO would block.
     """
-    return find_reader(read_head(path))
-
-
-def is_recognizable(path: str) -> bool:
-    """Whether the first bytes of a file show that it is a checkpoint. Raises as `sniff`."""
-    reader = sniff(path)
+    reader = find_reader(read_head(path))
     return reader is not None and not getattr(reader, "NEEDS_EXTENSION", False)
 
 

@@ -145,7 +145,7 @@ def _render_html(report: Report, settings: Any) -> str:
 def _render_text(report: Report, _settings: Any) -> str:
     from syncheck.report import plain, text
 
-    return plain.render(text.comparison(report, 0, verbose=True))
+    return plain.render(text.draw_comparison(report, 0, verbose=True))
 
 
 _RENDERERS: dict[str, Callable[[Report, Any], str]] = {

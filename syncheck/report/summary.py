@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from syncheck.report.parts import Part
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
-_SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 # Columns of the narrowest terminal, and of pipes and files, whose readers have some terminal too.
 WIDTH = 80
 _MOST_FINDINGS = 8
@@ -122,7 +122,7 @@ def _draw_row(finding: Finding, cells: Sequence[str], widths: Sequence[int], wid
     code, *facts = map(str.ljust, cells, widths)
     text = "  ".join(["", *facts, one_line(str(finding.cause)[:_MOST_CAUSE])])
     room = width - _INDENT - len(code)
-    return Line((Span(code, _SEVERITY_STYLES[finding.severity]), Span(_cut(text, room))), _INDENT)
+    return Line((Span(code, SEVERITY_STYLES[finding.severity]), Span(_cut(text, room))), _INDENT)
 
 
 def _collect_rows(findings: Iterable[Finding]) -> list[_Row]:

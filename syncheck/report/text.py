@@ -18,7 +18,7 @@ from syncheck.report.selections import (
     split_groups,
     write_first,
 )
-from syncheck.report.summary import STYLES, WIDTH
+from syncheck.report.summary import SEVERITY_STYLES, STYLES, WIDTH
 from syncheck.report.unbroken import escape_marked, write_unbroken
 from syncheck.text import names_text, one_line, ranges_text
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group, History, HistoryPoint, Report, TensorDiff
 
-SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _MOST_REPLICAS = 8
 _MOST_TITLES = 8
 _MOST_RUNS = 3
@@ -40,7 +39,7 @@ _PEAK = 1.1
 _STATISTICS = ("min", "max", "mean", "std")
 
 
-def comparison(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
+def draw_comparison(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
     """Return the groups that are not in sync with their findings and worst tensors, then the summary.
 
     limit: tensors listed per group, 0 for all. width: columns of the summary. verbose: whether to print all groups, and
@@ -103,7 +102,7 @@ def _paragraph(texts: Sequence[str], style: str) -> list[Part]:
     return [*lines(texts, style), BLANK]
 
 
-def overview(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
+def draw_overview(report: Report, limit: int, *, width: int = WIDTH, verbose: bool = False) -> list[Part]:
     """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the summary.
 
     limit: tensors listed per group, 0 for all. width: columns of the summary. verbose: whether to print all columns of
@@ -225,7 +224,7 @@ def _finding(finding: Finding, group: Group, printed: _Printed, *, curve: bool =
 
     rows.append(("more", finding_text.more_text(finding)))
     return [
-        line(finding_text.finding_title(finding), SEVERITIES[finding.severity], 2),
+        line(finding_text.finding_title(finding), SEVERITY_STYLES[finding.severity], 2),
         Labels(tuple(rows), indent=4),
         BLANK,
     ]

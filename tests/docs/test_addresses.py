@@ -21,7 +21,7 @@ SHOW_FINDING = """\
 import syncheck
 from syncheck.report import html, plain, text
 report = syncheck.compare("desync/bn_local_stats")
-print(plain.render(text.comparison(report, 1)))
+print(plain.render(text.draw_comparison(report, 1)))
 print(html.render(report, "0"))
 """
 

@@ -69,7 +69,7 @@ def test_the_checks_of_a_run_are_its_steps(syncheck_rank: Rank, tmp_path: Path) 
     assert last.counts.tensors == last.counts.identical + last.counts.different > 0
     assert all(diff.minority == (2,) and diff.max_abs for diff in last.tensors)
     assert '<article class="finding error"' in html.render(report, "0")
-    assert "in sync until step 2, out of sync from step 4" in plain.render(text.overview(report, 5))
+    assert "in sync until step 2, out of sync from step 4" in plain.render(text.draw_overview(report, 5))
 
 
 def test_events_of_version_0_1(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_reports_omit_unknown_numbers(tmp_path: Path) -> None:
     state = changed(network(), *BN)
     report = compare(*replicas(tmp_path, [network(), state, changed(state, "fc.weight")], {0, 1}))
     for drawn in (
-        plain.render(text.comparison(report, 0)),
-        plain.render(text.overview(report, 0)),
+        plain.render(text.draw_comparison(report, 0)),
+        plain.render(text.draw_overview(report, 0)),
         html.render(report, "1"),
         markdown.render(report),
     ):

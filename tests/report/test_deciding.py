@@ -88,7 +88,7 @@ def test_every_surface_has_the_decision() -> None:
     """Terminal, Markdown, GitHub and page print it; a sparse SGD run with plain momentum names `syncheck watch`."""
     finding = make_finding("SYN211", "SYN213")
     report = Report("out_of_sync", (make_group(finding),))
-    texts = [plain.render(text.comparison(report, 3)), failure.message(report), github.render(report)]
+    texts = [plain.render(text.draw_comparison(report, 3)), failure.message(report), github.render(report)]
     texts += [markdown.render(report), html.render(report, "0", [])]
     for rendered in texts:
         assert "torchrun --nproc-per-node 2 -m syncheck watch train.py" in rendered
@@ -115,11 +115,11 @@ def test_equal_advice_is_printed_once(tmp_path: Path) -> None:
         save(tmp_path / f"{run}_rank1.pth", changed(network(), "running_mean"))
     report = syncheck.compare(tmp_path)
     fix = str(report.groups[0].findings[0].fix)
-    printed = plain.render(text.comparison(report, 3))
+    printed = plain.render(text.draw_comparison(report, 3))
     assert printed.count(fix) == 1
     assert printed.count("as for SYN201 of ") == 2
-    assert plain.render(text.overview(report, 3)).count(fix) == 1
-    single = plain.render(text.comparison(replace(report, groups=report.groups[1:2]), 3))
+    assert plain.render(text.draw_overview(report, 3)).count(fix) == 1
+    single = plain.render(text.draw_comparison(replace(report, groups=report.groups[1:2]), 3))
     assert single.count(fix) == 1
     assert "as for" not in single
 
@@ -129,7 +129,7 @@ def test_other_advice_is_printed_in_full() -> None:
     first, second = make_finding("SYN211"), make_finding("SYN213")
     other = replace(second, fix=Decision.WATCH(codes=("SYN301",)))
     report = Report("out_of_sync", (make_group(first, second, other),))
-    printed = plain.render(text.comparison(report, 3))
+    printed = plain.render(text.draw_comparison(report, 3))
     assert printed.count("fix   save") == 1
     assert printed.count("fix   as for SYN211 of ") == 1
     assert printed.count("fix   run ") == 1

@@ -52,7 +52,7 @@ def hostile() -> Report:
 
 def test_plain_text_keeps_names_on_one_line(hostile: Report) -> None:
     """Without a terminal a name of 200 characters is on one line, escaped, without boxes."""
-    drawn = plain.render(text.comparison(hostile, 0))
+    drawn = plain.render(text.draw_comparison(hostile, 0))
     escaped = "a\\x1b[31m<script>alert(1)</script>[bold]&\\n$x$" + "n" * 150
     assert f"  {escaped}  bn_mean  0 | 1" in drawn
     assert "\x1b" not in drawn
@@ -62,7 +62,7 @@ def test_plain_text_keeps_names_on_one_line(hostile: Report) -> None:
 @pytest.mark.parametrize("width", [80, 200])
 def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> None:
     """On terminals of 80 and 200 columns no line is too long, and all names of tensors are complete."""
-    drawn = terminal.render(text.comparison(report, 0), width, color=False)
+    drawn = terminal.render(text.draw_comparison(report, 0), width, color=False)
     assert measure_width(drawn.splitlines()) <= width
     assert "…" not in drawn
     names = set(list_names(report.tensors))
@@ -72,14 +72,14 @@ def test_terminal_text_fits_and_nothing_is_cut(report: Report, width: int) -> No
 
 def test_terminal_ignores_markup_from_files(hostile: Report) -> None:
     """Names with markup of rich and escape sequences are printed as text."""
-    drawn = terminal.render(text.comparison(hostile, 0), None, color=True)
+    drawn = terminal.render(text.draw_comparison(hostile, 0), None, color=True)
     assert "[bold]" in drawn
     assert "\x1b[31m<script>" not in drawn
 
 
 def test_plain_and_terminal_text_are_equal(report: Report) -> None:
     """Plain and terminal output have the same words and curves in the same order."""
-    parts = text.overview(report, 3)
+    parts = text.draw_overview(report, 3)
     wide = re.sub("\\|\\S+\\|", "|curve|", terminal.render(parts, 400, color=False))
     simple = re.sub("\\|\\S+\\|", "|curve|", plain.render(parts))
     assert "drift  step 2: 0" in simple
@@ -92,7 +92,7 @@ def test_verdicts_are_not_wrapped(report: Report) -> None:
     crowded = {name: replace(count, not_compared=23) for name, count in group.kinds.items()}
     groups = tuple(replace(group, run=f"a-long-name-{i}", name=f"a-long-name-{i} step 6", kinds=crowded) for i in "12")
     for width in (70, 76, 80):
-        drawn = terminal.render(text.overview(Report("out_of_sync", groups), 1), width, color=False)
+        drawn = terminal.render(text.draw_overview(Report("out_of_sync", groups), 1), width, color=False)
         table = drawn.split("\n\n")[0]
         assert table.count("OUT OF SYNC") == 2, drawn
 
@@ -104,9 +104,9 @@ def test_shards_are_listed_without_a_limit_only(report: Report) -> None:
         "a.shard", "parameter", "float32", (2,), "not_compared", Reason.SHARDED, Detail.SHARDED(layout="no copy")
     )
     group = replace(report.groups[0], tensors=(bn, *[replace(shard, name=f"shard.{i}") for i in range(7)]))
-    selected = plain.render(text.comparison(Report("out_of_sync", (group,)), 3))
+    selected = plain.render(text.draw_comparison(Report("out_of_sync", (group,)), 3))
     assert ("shard.0" in selected, "... and 7 sharded; " in selected) == (False, True)
-    everything = plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
+    everything = plain.render(text.draw_comparison(Report("out_of_sync", (group,)), 0))
     assert (everything.count("no copy"), "7 sharded; " in everything) == (7, False)
 
 
@@ -114,9 +114,9 @@ def test_columns_without_numbers_are_dropped(report: Report) -> None:
     """Tensors compared by digest have no columns of differences."""
     group = next(group for group in report.groups if group.tensors)
     by_digest = [replace(d, max_abs=None, mismatched=None, reason="digest", detail="mean 1 | 2") for d in group.tensors]
-    drawn = plain.render(text.comparison(Report("out_of_sync", (replace(group, tensors=tuple(by_digest)),)), 0))
+    drawn = plain.render(text.draw_comparison(Report("out_of_sync", (replace(group, tensors=tuple(by_digest)),)), 0))
     assert ("by digest: mean 1 | 2" in drawn, "max abs" in drawn) == (True, False)
-    assert "max abs" in plain.render(text.comparison(Report("out_of_sync", (group,)), 0))
+    assert "max abs" in plain.render(text.draw_comparison(Report("out_of_sync", (group,)), 0))
 
 
 def test_page_escapes_names(hostile: Report) -> None:
@@ -139,7 +139,7 @@ def test_long_names_of_runs_have_their_own_line(report: Report, width: int) -> N
     group = report.groups[0]
     name = "ddp-fault-optimizer-on-one-rank"
     runs = [replace(group, run=f"{name}-{i}", name=f"{name}-{i} step {i}", step=i) for i in (1, 2)]
-    drawn = terminal.render(text.overview(Report("out_of_sync", tuple(runs)), 1), width, color=False)
+    drawn = terminal.render(text.draw_overview(Report("out_of_sync", tuple(runs)), 1), width, color=False)
     table = drawn.split("\n\n")[0].splitlines()
     assert measure_width(table) <= width
     starts = find_texts(table, start=name)
@@ -158,7 +158,7 @@ def test_numbers_and_kinds_are_not_wrapped(report: Report, color: bool) -> None:
         max_abs=1.49, max_rel=1.9774, max_ulp=2120711899,
     )  # fmt: skip
     group = replace(report.groups[0], tensors=(outlier, replace(outlier, name="fc.weight")))
-    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=color)
+    drawn = terminal.render(text.draw_comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=color)
     bare = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
     assert measure_width(bare.splitlines()) <= 80
     assert f"\n  {name}" in bare
@@ -170,7 +170,7 @@ def test_names_are_wrapped_after_a_dot(report: Report) -> None:
     bn = find_first(report.tensors, kind="bn_mean")
     renamed = [replace(bn, name=name) for name in ("layer10.0.shortcut.1.running_mean", "n" * 33)]
     group = replace(report.groups[0], tensors=tuple(renamed))
-    drawn = terminal.render(text.comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=False)
+    drawn = terminal.render(text.draw_comparison(Report("out_of_sync", (group,)), 5, verbose=True), 80, color=False)
     assert re.search(r"\n  layer10.0.shortcut.1.  +bn_mean .*\n  running_mean *\n", drawn)
     assert re.search(r"\n  n{20,32}  +bn_mean .*\n  n+ *\n", drawn)
 
@@ -197,8 +197,8 @@ def test_the_table_of_steps_contains_the_findings(report: Report) -> None:
 def test_no_table_of_drift_without_running_statistics() -> None:
     """A run of several steps without BatchNorm has no table of drift."""
     without_statistics = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
-    assert "running statistic" not in plain.render(text.overview(without_statistics, 3))
-    assert "running statistic" in plain.render(text.overview(syncheck.compare(REAL[1]), 3))
+    assert "running statistic" not in plain.render(text.draw_overview(without_statistics, 3))
+    assert "running statistic" in plain.render(text.draw_overview(syncheck.compare(REAL[1]), 3))
 
 
 def test_long_names_do_not_widen_tables(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_long_names_do_not_widen_tables(tmp_path: Path) -> None:
         tensors = {name: np.full((4, 4), rank + 1.0, np.float32) for name in names}
         paths.append(save_pth(tmp_path / f"rank{rank}.pth", {"model": tensors}))
     for report in (syncheck.compare(*paths), syncheck.diff(*paths)):
-        drawn = plain.render(text.comparison(report, 0))
+        drawn = plain.render(text.draw_comparison(report, 0))
         assert max(map(len, drawn.splitlines())) < 2000
         assert stem not in drawn
         assert "head.weight" in drawn

@@ -81,9 +81,9 @@ def test_every_format_contains_the_history() -> None:
     """Text, terminal, Markdown, HTML, JUnit, annotations and failed assertions contain an existing history."""
     history = make_history(0.0, 0.0, 1.2e-3, 0.4, agreed=200, trend="growing")
     for drawn in (
-        lambda shown: plain.render(text.comparison(shown, 0)),
-        lambda shown: plain.render(text.overview(shown, 0)),
-        lambda shown: terminal.render(text.overview(shown, 0), 200, color=False),
+        lambda shown: plain.render(text.draw_comparison(shown, 0)),
+        lambda shown: plain.render(text.draw_overview(shown, 0)),
+        lambda shown: terminal.render(text.draw_overview(shown, 0), 200, color=False),
         markdown.render,
         lambda shown: html.render(shown, "0"),
         lambda shown: "".join(ET.fromstring(junit.render(shown)).itertext()),
@@ -99,8 +99,8 @@ def test_every_format_contains_the_history() -> None:
 def test_names_in_a_history_are_escaped(name: str) -> None:
     """A hostile name of the first tensor adds no lines or control characters, and failures stay short."""
     output = report(make_history(0.5, 0.5, names=(name,)))
-    drawn = plain.render(text.overview(output, 0))
-    calm = plain.render(text.overview(report(make_history(0.5, 0.5)), 0))
+    drawn = plain.render(text.draw_overview(output, 0))
+    calm = plain.render(text.draw_overview(report(make_history(0.5, 0.5)), 0))
     assert drawn.count("\n") == calm.count("\n")
     assert is_printable(drawn)
     assert len(failure.message(output)) < 5_000

@@ -43,7 +43,7 @@ NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for n
 def test_no_name_is_a_command(name: str) -> None:
     """No format, width of terminal, color setting or assertion message turns a name into a command."""
     output = hostile(name)
-    parts = [*text.comparison(output, 0), *text.overview(output, 0)]
+    parts = [*text.draw_comparison(output, 0), *text.draw_overview(output, 0)]
     assert find_commands(plain.render(parts)) == []
     for width, color in ((None, True), (30, True), (80, False)):
         assert find_commands(terminal.render(parts, width, color)) == []

@@ -74,8 +74,8 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Report]:
 def test_text(case: tuple[str, Report]) -> None:
     """`syncheck compare` and `syncheck report` print the texts of the snapshots."""
     name, report = case
-    check(f"{name}.compare.txt", plain.render(text.comparison(report, 5)))
-    check(f"{name}.report.txt", plain.render(text.overview(report, 5)))
+    check(f"{name}.compare.txt", plain.render(text.draw_comparison(report, 5)))
+    check(f"{name}.report.txt", plain.render(text.draw_overview(report, 5)))
 
 
 def test_markdown(case: tuple[str, Report]) -> None:

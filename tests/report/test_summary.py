@@ -26,7 +26,7 @@ def read_summary(report: Report, *, width: int = 80, verbose: bool = False) -> l
 
 def draw(report: Report, limit: int = 10, *, verbose: bool = False) -> str:
     """Return a report as `syncheck compare` prints it."""
-    return plain.render(text.comparison(report, limit, verbose=verbose))
+    return plain.render(text.draw_comparison(report, limit, verbose=verbose))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_one_group_prints_its_verdict_once(name: str) -> None:
     """The verdict of the only group is in the summary only, of `compare` and of `report`."""
     single = syncheck.compare(FIXTURES / name)
     assert draw(single).count("SYNC") == 1
-    assert plain.render(text.overview(single, 3)).count("SYNC") == 1
+    assert plain.render(text.draw_overview(single, 3)).count("SYNC") == 1
 
 
 def test_findings_come_before_files_and_tables_last(report: Report) -> None:

@@ -150,7 +150,7 @@ def test_names_of_the_baseline_are_escaped() -> None:
         (line,) = words.fixed_lines(fixed.groups)
         assert len(line) < 1500
         assert line.isprintable()
-        for parts in (text.comparison, text.overview):
+        for parts in (text.draw_comparison, text.draw_overview):
             assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
         before = formats.render_format("github", report).splitlines()
         after = formats.render_format("github", fixed).splitlines()
@@ -185,7 +185,7 @@ def test_nan_in_one_model_comes_first(tmp_path: Path, side: str, change: str) ->
     report = syncheck.diff(*(paths if side == "B" else paths[::-1]))
     (line,) = words.one_sided_lines(report)
     assert [word in line for word in ("second.weight", "16 in " + side, "of 128", "[3, 0]")] == [True] * 4
-    summary = plain.render(text.comparison(report, 5)).partition("\nOUT OF SYNC")[2]
+    summary = plain.render(text.draw_comparison(report, 5)).partition("\nOUT OF SYNC")[2]
     assert summary.index(line[:40]) < summary.index("SYN")
     for name in ("github", "markdown", "html"):
         assert "more NaN or infinite elements in one model" in formats.render_format(name, report)

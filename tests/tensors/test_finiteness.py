@@ -74,7 +74,7 @@ def test_reports_say_since_when_the_model_is_not_finite(run_of_three_steps: Path
         ("a.weight",), 1, 20, 10, ("a.weight",)
     )  # fmt: skip
     (fact,) = words.not_finite_lines(report)
-    for parts in (text.comparison(report, 5), text.overview(report, 5)):
+    for parts in (text.draw_comparison(report, 5), text.draw_overview(report, 5)):
         assert fact in select_summary(plain.render(parts))
     document = json.loads(json_document.render(report, "0"))
     assert document["groups"][2]["not_finite"]["since"] == 20

@@ -53,9 +53,9 @@ START = 1 << 16
 def compare_across_ranks(
     things: Sequence[Any],
     group: Any = None,
-    options: Callable[[], Options] = Options,
+    make_options: Callable[[], Options] = Options,
     *,
-    mesh: Callable[[], Mapping[str, int]] = dict,
+    find_mesh: Callable[[], Mapping[str, int]] = dict,
     alone: bool = False,
     budget: int = BUDGET,
     cache: dict[Any, Report] | None = None,
@@ -66,8 +66,8 @@ def compare_across_ranks(
 
     things: the parts of this rank's replica, as in `memory.snapshot`; they may differ between ranks.
     group: a process group of a backend with `all_gather_object`, all ranks by default.
-    options, mesh: functions that return the options and this rank's coordinate by mesh dimension; if one raises, all
-        ranks raise.
+    make_options: returns the options.
+    find_mesh: returns this rank's coordinate by mesh dimension. If it or `make_options` raises, all ranks raise.
     alone: whether a group of one rank is undecided instead of an error.
     budget: maximum bytes to fetch.
     cache: the last report about ranks in sync. Between the checks of one monitor usually only tensor bytes and plain
@@ -81,8 +81,8 @@ def compare_across_ranks(
     channel = Channel(group)
 
     def work() -> Report:
-        chosen = options()
-        coordinates = mesh()
+        options = make_options()
+        coordinates = find_mesh()
         if len(channel.ranks) < 2 and not alone:
             raise UsageError("the process group has a single rank, so there is no other replica to compare with")
 
@@ -94,11 +94,11 @@ def compare_across_ranks(
         report = compare_snapshots(
             channel,
             local,
-            chosen,
+            options,
             budget,
             cache=cache,
         )
-        return finish(report, chosen)
+        return finish(report, options)
 
     # Garbage collection stays enabled: pausing it would affect the whole process, and saves only about 3 % of a check
     # of 2,400 small tensors (62 instead of 64 ms for snapshot, digests and manifest).
@@ -117,7 +117,7 @@ def _check_objects(things: Sequence[Any]) -> None:
         raise UsageError(NO_OBJECTS)
 
 
-class _Judgement(NamedTuple):
+class _Settings(NamedTuple):
     """How the replicas of a group are judged.
 
     name: of the group in the report.
@@ -167,7 +167,7 @@ def compare_snapshots(
     """
     contents = exchange_manifests(channel, local, options)
     grouping = _describe_grouping(contents, how or Grouping.LIVE())
-    judgement = _Judgement(
+    settings = _Settings(
         options=options,
         name=name,
         grouping=grouping,
@@ -177,9 +177,9 @@ def compare_snapshots(
     has_attributes = any(contents.attributes.values())
     # With a reference, the report also has its rank.
     if contents.are_equal and not has_attributes and options.reference is None:
-        report = _report_in_sync(contents, judgement, {} if cache is None else cache)
+        report = _report_in_sync(contents, settings, {} if cache is None else cache)
     else:
-        report = _report_differences(channel, local, contents, judgement)
+        report = _report_differences(channel, local, contents, settings)
 
     return _add_not_finite(report, contents)
 
@@ -206,16 +206,16 @@ def _add_not_finite(report: Report, contents: GroupContents) -> Report:
     return replace(report, groups=(replace(group, not_finite=not_finite),))
 
 
-def _report_differences(channel: Channel, local: Snapshot, contents: GroupContents, judgement: _Judgement) -> Report:
+def _report_differences(channel: Channel, local: Snapshot, contents: GroupContents, settings: _Settings) -> Report:
     """Return the report about ranks that differ, or that hold different parts of the model."""
-    to_fetch = _find_differing(contents, judgement.options)
+    to_fetch = _find_differing(contents, settings.options)
     if not to_fetch:
-        return judgement.judge(contents.snapshots(), contents.step)
+        return settings.judge(contents.snapshots(), contents.step)
 
     local_bytes = _list_local_bytes(channel, local, contents)
 
     def measure() -> Report:
-        beyond = _find_beyond_budget(to_fetch, local_bytes, judgement.budget)
+        beyond = _find_beyond_budget(to_fetch, local_bytes, settings.budget)
         readable = _attach_bytes(
             contents,
             channel,
@@ -223,14 +223,14 @@ def _report_differences(channel: Channel, local: Snapshot, contents: GroupConten
             to_fetch,
             beyond,
         )
-        grouping = judgement.grouping
+        grouping = settings.grouping
         if beyond:
-            grouping += (Grouping.OVER_BUDGET(tensors=len(beyond), budget=judgement.budget),)
+            grouping += (Grouping.OVER_BUDGET(tensors=len(beyond), budget=settings.budget),)
 
-        return judgement._replace(grouping=grouping).judge(
+        return settings._replace(grouping=grouping).judge(
             readable,
             contents.step,
-            histograms=judgement.histograms,
+            histograms=settings.histograms,
         )
 
     return channel.run_on_leader(measure, lambda pieces: read_pieces(local_bytes, pieces))
@@ -248,22 +248,22 @@ def _list_local_bytes(channel: Channel, local: Snapshot, contents: GroupContents
     return local_bytes
 
 
-def _report_in_sync(contents: GroupContents, judgement: _Judgement, cache: dict[Any, Report]) -> Report:
+def _report_in_sync(contents: GroupContents, settings: _Settings, cache: dict[Any, Report]) -> Report:
     """Return the report about equal ranks. Judges two ranks only, so the time does not grow with their number."""
     ranks = list(contents.rank_infos)
     manifest = contents.of_rank(ranks[0])
     infos = tuple((info.path, rank, info.host, info.size) for rank, info in contents.rank_infos.items())
     key = (
         manifest.hash_layout(),
-        repr(judgement.options),
+        repr(settings.options),
         infos,
         contents.is_world,
-        judgement.name,
-        judgement.grouping,
+        settings.name,
+        settings.grouping,
     )
     report = cache.get(key)
     if report is None:
-        report = judgement.judge(contents.snapshots(ranks[:2]), contents.step)
+        report = settings.judge(contents.snapshots(ranks[:2]), contents.step)
         first = report.groups[0].replicas[0]
         replicas = []
         for path, rank, host, size in infos:

@@ -75,27 +75,27 @@ def locate_tensor(
             sharding=location.sharding,
         )
 
-    record = record_of(location.storage)
+    stored = record_of(location.storage)
     extent = _measure(location, dtype)
-    _check_record(name, location, dtype, extent, record, path)
-    if extent.size > max(record.size, _MOST_VIEWED):
-        refused = Refusal.HUGE_VIEW(stored=record.size, shown=extent.size)
+    _check_record(name, location, dtype, extent, stored, path)
+    if extent.size > max(stored.size, _MOST_VIEWED):
+        refused = Refusal.HUGE_VIEW(stored=stored.size, shown=extent.size)
         return _describe_refused(name, location, path, refused, location.strides)
 
-    is_in_file = record.data is None
+    is_in_file = stored.data is None
     return Tensor(
         name=name,
         dtype=dtype.name,
         shape=location.shape,
         strides=location.strides,
         path=path,
-        offset=record.start + extent.start,
+        offset=stored.start + extent.start,
         big_endian=big_endian,
         lazy=location.lazy,
-        data=record.data,
+        data=stored.data,
         opened=opened if is_in_file else None,
         sharding=location.sharding if is_in_file else None,
-        **_list_checksums(record, extent),
+        **_list_checksums(stored, extent),
     )
 
 

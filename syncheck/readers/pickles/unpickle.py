@@ -76,18 +76,18 @@ class Stream:
         return self.read(line_end - self.position)
 
 
-class _Options(NamedTuple):
+class _StorageOptions(NamedTuple):
     """Optional arguments of `unpickle`."""
 
     key_prefix: str
     load_storage: Callable[[bytes], Storage] | None
 
 
-class _Rules:
+class _SafeUnpickling:
     """Handling of globals and storages, shared by both unpicklers."""
 
     def __init__(
-        self, source: Stream, path: str, label: str, storages: dict[str, Storage] | None, options: _Options
+        self, source: Stream, path: str, label: str, storages: dict[str, Storage] | None, options: _StorageOptions
     ) -> None:
         # Byte strings of Python 2 become text, as in torch.load. Other bytes survive the conversion back.
         super().__init__(source, encoding="utf-8", errors="surrogateescape")  # type: ignore[call-arg]  # of the subclass
@@ -215,7 +215,7 @@ class _Rules:
         return storage
 
 
-class _Unpickler(_Rules, pickle.Unpickler):
+class _Unpickler(_SafeUnpickling, pickle.Unpickler):
     pass
 
 
@@ -230,7 +230,7 @@ _HASHED = {
 }
 
 
-class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # the base has type Any
+class _CheckedUnpickler(_SafeUnpickling, _Slow):  # type: ignore[misc]  # the base has type Any
     """Checks each key before it is hashed."""
 
     keys: Keys
@@ -295,7 +295,7 @@ def unpickle(
             next_step="no library writes this; check the origin of the file",
         )
 
-    options = _Options(key_prefix, load_storage)
+    options = _StorageOptions(key_prefix, load_storage)
     kind = _CheckedUnpickler if scanned.slow else _Unpickler
     unpickler: Any = kind(source, path, label, storages, options)
     if scanned.slow:
