@@ -106,7 +106,10 @@ def _compile_init(cls: Any) -> Any:
 
 
 def _values(instance: Any) -> tuple[Any, ...]:
-    return tuple(getattr(instance, item.name) for item in fields(instance))
+    values = []
+    for item in fields(instance):
+        values.append(getattr(instance, item.name))
+    return tuple(values)
 
 
 def _equals(self: Any, other: object) -> Any:
