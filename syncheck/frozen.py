@@ -1,8 +1,8 @@
 """Records, most of them frozen: dataclasses that take a fifth of the time to create.
 
 `dataclass(frozen=True, slots=True)` compiles six methods for each class, which takes half a millisecond in Python 3.11.
-A comparison imports 80 such classes: this was a fifth of its time. `record` compiles only `__init__`, and only for the
-classes of which an instance is created; all records share the other methods. This module imports nothing of syncheck.
+A comparison needs 80 such classes: this was a fifth of its time. `record` compiles only `__init__`, and all records
+share the other methods. This module imports nothing of syncheck.
 """
 
 from __future__ import annotations
@@ -47,21 +47,10 @@ def _make_record(cls: _Class, methods: dict[str, Any]) -> _Class:
     namespace["__slots__"] = tuple(name for name in cls.__annotations__ if name in described.__dataclass_fields__)
     namespace["__qualname__"] = cls.__qualname__
     # Slots and methods belong into a new class: to set each method of a finished class takes longer.
-    namespace["__init__"] = _LateInit()
-    result: _Class = type(cls)(cls.__name__, cls.__bases__, namespace)
+    created: Any = type(cls)(cls.__name__, cls.__bases__, namespace)
+    created.__init__ = _compile_init(created)
+    result: _Class = created
     return result
-
-
-class _LateInit:
-    """The method `__init__` of a record until the first use, which replaces it by the compiled one."""
-
-    def __set_name__(self, owner: Any, name: str) -> None:
-        self._record = owner
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        # A subclass may be the first that uses it.
-        self._record.__init__ = _compile_init(self._record)
-        return self._record.__init__.__get__(instance, owner)
 
 
 def _compile_init(cls: Any) -> Any:

@@ -11,15 +11,14 @@ import os
 import struct
 import zipfile
 import zlib
-from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
 from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.unpickle import Pickled, unpickle
+from syncheck.readers.zip_end import IN_ZIP_64, find_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
     from syncheck.snapshots import Tensor
 
@@ -35,15 +34,7 @@ _MOST_DIRECTORY = 1 << 27
 _IS_FOLDER = 0x10
 # Records that torch.load reads besides the pickle and the data, if present. _NUMBERS contain an integer.
 _NUMBERS, _BESIDE = ("version", ".data/version", ".storage_alignment"), (".data/serialization_id", ".format_version")
-_END = struct.Struct("<4s4H2LH")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<28x3H12x")  # the lengths of name, extra field and comment
-_UTF_8 = 0x800
-_LOCATOR = struct.Struct("<4sLQL")
-# Values of the old 2- and 4-byte fields if the number is in the zip64 record.
-_SHORT, _LONG = 0xFFFF, 0xFFFFFFFF
 _LABEL = "zip directory"
-_END_MAGIC, _END_64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; check the origin of the file"
 
@@ -77,7 +68,7 @@ class Directory:
         """Return the records by name. Raises MalformedFile for a directory that torch.save would not write."""
         try:
             infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(self.file))).infolist()
-            fault = _find_fault(self.file, infos)
+            fault = find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
             raise self.malformed(
@@ -192,7 +183,7 @@ class Directory:
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         self._check_stored(name, method, flags)
         # The sizes are 0 if they follow the data, and the maximum if the extra field contains them.
-        if not {size, compressed} <= {0, _LONG, info.file_size}:
+        if not {size, compressed} <= {0, IN_ZIP_64, info.file_size}:
             problem = f"{info.file_size} bytes in the directory, {size} before the record"
             raise self.malformed(
                 name,
@@ -364,131 +355,3 @@ class Archive:
 def is_pickle(name: str) -> bool:
     """Whether a record is the pickle of a torch.save zip."""
     return name == PICKLE or name.endswith(f"/{PICKLE}")
-
-
-class _Fault(NamedTuple):
-    """The fault of a directory, and the expectation."""
-
-    problem: str
-    needed: str
-
-
-_ONE_DISK = _Fault("a multi-disk zip", "a single file")
-
-
-class _End(NamedTuple):
-    """The numbers in an end record of a zip."""
-
-    disk: int
-    first_disk: int
-    entries_on_disk: int
-    entries: int
-    size: int
-    """Of the directory, in bytes, as its offset."""
-    offset: int
-
-
-def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | None:
-    """Return the first fault of a zip's directory or its end records, or None.
-
-    zipfile trusts the directory size in the end records and ignores the number of entries; torch reads exactly this
-    number of entries. If they disagree, torch would load other tensors than syncheck compares.
-    Layout: PKWARE's APPNOTE.TXT, 4.3.14 to 4.3.16. torch's checks are in mz_zip_reader_read_central_dir of miniz.
-    infos: zipfile's entries of this file.
-    Raises ValueError or struct.error if the file became shorter.
-    """
-    # Unless zip64 records follow the directory.
-    directory_end = _find_end(file)
-    start_64 = directory_end - _LOCATOR.size - _END_64.size
-    file.seek(max(0, start_64))
-    before_end = file.read(min(directory_end, _LOCATOR.size + _END_64.size))
-    _, *numbers, _ = _END.unpack(file.read(_END.size))
-    end = _End(*numbers)
-    has_further_disks = any(info.volume for info in infos)
-    if has_further_disks or (end.disk, end.first_disk) != (0, 0):
-        return _ONE_DISK
-
-    locator = before_end[-_LOCATOR.size :]
-    if locator.startswith(_LOCATOR_MAGIC):
-        fault = _find_fault_64(locator, before_end, start_64)
-        if fault is not None:
-            return fault
-        _, _, _, _, *numbers = _END_64.unpack_from(before_end)
-        end_64 = _End(*numbers)
-        fault = _compare_ends(end, end_64, len(infos))
-        if fault is not None:
-            return fault
-        # The zip64 record replaces the numbers that the old record cannot hold.
-        end, directory_end = end_64, start_64
-    # zipfile finds entries by the size of the directory, torch by their number.
-    for count in (end.entries_on_disk, end.entries):
-        if count != len(infos):
-            return _Fault(f"{len(infos)} records in a directory that lists {count}", "equal numbers")
-
-    if end.size + end.offset != directory_end:
-        problem = f"a directory of {end.size} bytes at byte {end.offset}"
-        return _Fault(problem, f"an end at byte {directory_end}")
-    return _check_last_entry(file, infos[-1], directory_end) if infos else None
-
-
-def _find_fault_64(locator: bytes, before_end: bytes, start_64: int) -> _Fault | None:
-    """Return the first fault of the zip64 records themselves, or None.
-
-    before_end: the zip64 end record and its locator.
-    start_64: where they must begin.
-    """
-    _, disk, start, disk_count = _LOCATOR.unpack(locator)
-    if (disk, disk_count) != (0, 1):
-        return _ONE_DISK
-    if start != start_64 or not before_end.startswith(_END_64_MAGIC):
-        return _Fault(f"a zip64 record at byte {start}", f"one at byte {start_64}, before its locator")
-
-    _, length, _, _, disk, first_disk, *_ = _END_64.unpack_from(before_end)
-    if (disk, first_disk) != (0, 0):
-        return _ONE_DISK
-
-    # The length excludes the signature and itself.
-    expected_length = _END_64.size - 12
-    if length != expected_length:
-        return _Fault(f"a zip64 record of {length} bytes", str(expected_length))
-    return None
-
-
-def _compare_ends(end: _End, end_64: _End, count: int) -> _Fault | None:
-    """Return the first field of an end record that differs from its zip64 record and does not refer to it, or None."""
-    fields = (
-        (end.entries_on_disk, count, _SHORT),
-        (end.entries, count, _SHORT),
-        (end.size, end_64.size, _LONG),
-        (end.offset, end_64.offset, _LONG),
-    )
-    for number, expected, reference in fields:
-        if number not in (expected, reference):
-            return _Fault(f"{number} in the record before zip64", f"{expected}, or {reference}")
-    return None
-
-
-def _check_last_entry(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> _Fault | None:
-    """Check the length of the last entry, which zipfile does not. end: of the directory."""
-    encoding = "utf-8" if info.flag_bits & _UTF_8 else "cp437"
-    name = info.orig_filename.encode(encoding)
-    lengths = len(name), len(info.extra), len(info.comment)
-    file.seek(end - _ENTRY.size - sum(lengths))
-    stated_lengths = _ENTRY.unpack(file.read(_ENTRY.size))
-    if stated_lengths == lengths:
-        return None
-    return _Fault(f"an entry of {sum(stated_lengths)} bytes with {sum(lengths)} left", "the length of the entry")
-
-
-def _find_end(file: BinaryIO) -> int:
-    """Return the offset of the last end record, as zipfile finds it; a comment can follow the record."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(size - _END.size)
-    last_bytes = file.read()
-    has_no_comment = last_bytes.endswith(b"\0\0")
-    if has_no_comment and last_bytes.startswith(_END_MAGIC):
-        return size - _END.size
-
-    start = max(0, size - _SHORT - 1 - _END.size)
-    file.seek(start)
-    return start + file.read().rindex(_END_MAGIC)
