@@ -165,14 +165,14 @@ def test_any_failure_is_raised_on_all_ranks(syncheck_rank: Rank, monkeypatch: py
 
 def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Make a change after all digests were exchanged."""
-    real = manifest.exchange_manifests
+    real = manifest.exchange_contents
 
     def exchanged(*args: Any) -> Any:
         result = real(*args)
         change()
         return result
 
-    monkeypatch.setattr(across_ranks, "exchange_manifests", exchanged)
+    monkeypatch.setattr(across_ranks, "exchange_contents", exchanged)
 
 
 @pytest.mark.syncheck(ranks=2)

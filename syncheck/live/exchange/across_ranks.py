@@ -24,7 +24,7 @@ from syncheck.layout.groups import CheckpointGroup
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.contents import with_digest_only
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
-from syncheck.live.exchange.manifest import exchange_manifests
+from syncheck.live.exchange.manifest import exchange_contents
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
@@ -165,7 +165,7 @@ def compare_snapshots(
     histograms: as in `api.judge`.
     cache: as in `compare_across_ranks`.
     """
-    contents = exchange_manifests(channel, local, options)
+    contents = exchange_contents(channel, local, options)
     grouping = _describe_grouping(contents, how or Grouping.LIVE())
     settings = _Settings(
         options=options,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     K = TypeVar("K")
 
 
-def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> GroupContents:
+def exchange_contents(channel: Channel, local: Snapshot, options: Options) -> GroupContents:
     """Exchange manifests and digests, and return the contents of all ranks. Equal contents are sent once.
 
     To be called within `channel.run_together` on all ranks. Raises UsageError if the options differ between ranks.
