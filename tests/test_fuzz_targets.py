@@ -117,7 +117,7 @@ def test_acts_are_stopped(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_other_errors_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any other error is a fault; its kind is the class and the raising function of syncheck."""
     monkeypatch.setattr(torch_zip, "flatten", lambda *_: {}["missing"])
-    assert broken(tmp_path).kind == "KeyError at torch_zip.py:read"
+    assert broken(tmp_path).kind == "KeyError at torch_zip.py:_read_content"
 
 
 @pytest.mark.parametrize("text", ["", "two\nlines"])
