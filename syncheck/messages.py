@@ -26,6 +26,7 @@ class Grouping(Sentence):
     COUNTED_OVER_NODES = "counted over all nodes"
     NUMBERED_BY_ORDER = "numbered in order, because several files have the same rank in their names"
     FOLDERS_ARE_RUNS = "each given folder has replicas of its own"
+    PERHAPS_HOSTS = "the folders have equal local ranks, so that they may be hosts of one run, or runs"
     FOLDERS_ARE_HOSTS = "folders with different ranks are hosts of one run"
     SOME_BY_NAME = "{ranks:ranks} by file name, without metadata"
     SHARDS_ALONE = "no replica: files differ in their model-parallel or ZeRO rank and hold different shards"

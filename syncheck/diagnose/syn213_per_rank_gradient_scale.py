@@ -292,7 +292,8 @@ def _match_scaled_squares(
     if lengths.fit(SURE):
         ranks, summary = lengths.ranks, _summarize(case, lengths)
     else:
-        ranks, summary = _summarize_sides(case, shares, is_smaller=is_smaller)
+        is_certain = lengths.fit(STEADY) and not case.agrees("parameter")
+        ranks, summary = _summarize_sides(case, shares, is_smaller=is_smaller, is_certain=is_certain)
     match = _make_match(
         case,
         ranks=ranks,
@@ -306,7 +307,8 @@ def _match_scaled_squares(
     if lengths.fit(STEADY):
         return match
     # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
-    return match.as_consistent() if is_smaller else match.as_consistent("SYN211")
+    # A state that was reset or loaded some steps before has other moments from then on.
+    return match.as_consistent("SYN215") if is_smaller else match.as_consistent("SYN211", "SYN215")
 
 
 def _has_lengths(diff: TensorDiff) -> bool:
@@ -314,16 +316,21 @@ def _has_lengths(diff: TensorDiff) -> bool:
     return min(evidence_of(diff).norms.values(), default=1.0) > 0
 
 
-def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], Message]:
-    """Return the ranks with scaled gradients, and the statement about their second moments."""
+def _summarize_sides(
+    case: Case, shares: dict[int, float], *, is_smaller: bool, is_certain: bool
+) -> tuple[tuple[int, ...], Message]:
+    """Return the ranks with scaled gradients, and the statement about their second moments.
+
+    is_certain: whether only a scale explains them.
+    """
     ranks = tuple(sorted(shares))
     reference_ranks = ranks_outside(case.group.ranks, shares)
     # Of two ranks, the rank with smaller moments is suspect.
     if case.number_of_ranks == 2 and not is_smaller:
         ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
     side = Text.SMALLER() if is_smaller else Text.LARGER()
-    sentences = {True: Text.SCALED_CONSISTENT, False: Text.SCALED}
-    summary = sentences[case.is_in_sync("parameter")](
+    sentence = Text.SCALED if is_certain else Text.SCALED_CONSISTENT
+    summary = sentence(
         ranks=ranks,
         others=reference_ranks,
         side=side,

@@ -27,7 +27,7 @@ from syncheck.diagnose.counters import FEW, is_optimizer_behind
 from syncheck.diagnose.loss_scales import scales_of
 from syncheck.diagnose.measures import is_at_least
 from syncheck.diagnose.rank_values import are_unequal
-from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, list_names, select_kinds
+from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, last_part, list_names, select_kinds
 from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
 from syncheck.diagnose.stale_ranks import only_skipped, ran_forward, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
@@ -84,9 +84,19 @@ def apply(case: Case) -> Match | None:
         return _match_set_back(case)
     has_skipped = _skipped_step(case.group)
     # The other optimizers of a stale rank would be old too.
-    if has_skipped or is_optimizer_behind(case):
+    if has_skipped or is_optimizer_behind(case) or _have_zero_rates(case):
         return None
     return _match_stale(case)
+
+
+def _have_zero_rates(case: Case) -> bool:
+    """Whether the files of the stale ranks state a learning rate of 0, with which no step changes a parameter."""
+    ranks = case.group.evidence.stale
+    for value in case.of_values():
+        is_rate = value.kind == "setting" and last_part(value.name) == "lr"
+        if is_rate and all(value.by_rank.get(rank) == 0 for rank in ranks):
+            return True
+    return False
 
 
 def _match_set_back(case: Case) -> Match | None:

@@ -26,7 +26,7 @@ from syncheck.frozen import record
 from syncheck.layout.copies import find_copies, find_second_copies, is_embedding_in_stages
 from syncheck.layout.optimizer_shards import OptimizerShards, detect_partitioning
 from syncheck.layout.replica_groups import Positions, find_positions, find_replica_groups, find_replicated
-from syncheck.tensors.names import normalize
+from syncheck.tensors.names import normalize_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +91,7 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
     snapshots: by rank, in the order of the ranks.
     """
     snapshots, optimizer = detect_partitioning(snapshots)
-    names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
+    names = normalize_ranks({rank: snapshot.tensors for rank, snapshot in snapshots.items()})
     tensors: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in snapshots.items():
         names_of_rank = names[rank]

@@ -8,6 +8,7 @@ they are no copies.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -37,6 +38,8 @@ _EMBEDDING = (
 
 # The number of a layer in the name of a tensor.
 _NUMBER = r"(?:^|\.)\d+(?:\.|$)"
+# A pipeline stage in the name of a file.
+_STAGE = r"(?i)(?:^|[^a-z])(?:stage|pp|pipe|pipeline)(?:[-_]?(?:stage|rank))?[-_]?\d"
 _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
 
@@ -332,9 +335,10 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
     if len(differing) < 2 or copies.counts.compared > len(differing):
         return
 
-    # Files with the same names are replicas, whose differences are findings.
+    # Files with the same tensors are replicas, whose differences are findings, unless their paths name stages.
     name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
-    if len(name_sets) < 2:
+    are_stages = all(re.search(_STAGE, os.path.basename(snapshot.path)) for snapshot in snapshots)
+    if len(name_sets) < 2 and not are_stages:
         return
 
     for name in differing:

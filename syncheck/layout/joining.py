@@ -6,6 +6,8 @@ Separate groups would each be in sync, and the hosts would not be compared with 
 from __future__ import annotations
 
 import os
+import re
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from syncheck.layout.path_numbers import Role
     from syncheck.snapshots import Snapshot
 
+_LOCAL_RANK = r"(?i)(?:^|[^a-z])local[-_]?rank"
+
 
 def join_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     """Join groups with known ranks if no rank repeats.
@@ -46,7 +50,26 @@ def join_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     for level in range(depth):
         groups = _join_by_path(groups, level)
 
-    return _join_leftovers(groups)
+    return _mark_possible_hosts(_join_leftovers(groups))
+
+
+def _mark_possible_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
+    """State that groups in several folders may be of several hosts: their files have the same local ranks."""
+    marked = list(groups)
+    positions_by_names: dict[tuple[tuple[str, ...], int | None], list[int]] = defaultdict(list)
+    for position, group in enumerate(groups):
+        names = tuple(os.path.basename(snapshot.path) for _, snapshot in group.ranks)
+        if all(re.search(_LOCAL_RANK, name) for name in names):
+            positions_by_names[names, group.step].append(position)
+
+    for positions in positions_by_names.values():
+        # One host has each local rank once.
+        if len(positions) > 1:
+            for position in positions:
+                grouping = (*groups[position].grouping, Grouping.PERHAPS_HOSTS())
+                marked[position] = replace(groups[position], grouping=grouping)
+
+    return marked
 
 
 def _get_template(group: CheckpointGroup) -> str:

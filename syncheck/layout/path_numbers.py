@@ -37,7 +37,7 @@ _START = r"(?:^|[^a-z])"
 _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]?\d)")
 # Coordinates in a mesh of ranks: dp0_tp1, and NeMo's tp_rank_00_pp_rank_001. The pp in DeepSpeed's zero_pp_rank stands
 # for its data-parallel ranks.
-_MESH = rf"(?i){_START}(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$"
+_MESH = rf"(?i){_START}(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|pipeline_stage|cp|sp|ep))([-_]?rank)?[-_=]?$"
 # Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
 _AMBIGUOUS: Mapping[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
 # Roles of numbers whose words leave no doubt that they are ranks.

@@ -13,9 +13,10 @@
 
 A file does not record whether a plain tensor is a shard or a replica in a tensor-parallel mesh, and to compare shards
 as replicas would be a false alarm. Only names used by Megatron, transformers and torchtitan for replicated tensors are
-accepted: norms over the hidden size, routers, biases that row-parallel layers add after their reduction, and step
-counters of the optimizer. Norms of queries and keys and norms within a layer (state-space mixers, experts, attention,
-MLP) are excluded because some models shard them, and biases of column-parallel layers because they are sharded.
+accepted: norms over the hidden size and over a latent vector, routers, biases that row-parallel layers add after their
+reduction, learned positions, and step counters of the optimizer. Norms of queries and keys and norms within a layer
+(state-space mixers, experts, attention, MLP) are excluded because some models shard them, and biases of column-parallel
+layers because they are sharded.
 """
 
 from __future__ import annotations
@@ -62,12 +63,16 @@ _REPLICATED = "|".join(
         rf"{_OUTSIDE_INNER}[^.]*\.{_NORM}\.(?:weight|bias)",
         rf"[^.]*\.router\.{_ROUTER_LEAF}",
         rf"router\.[^.]*\.{_ROUTER_LEAF}",
-        r"[^.]*\.(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\.bias",
-        r"(?:self_attention|attention|inter_attention)\.dense\.bias",
+        r"[^.]*\.(?:o_proj|out_proj|down_proj|linear_proj|linear_fc2|fc2|dense_4h_to_h|c_proj)\.bias",
+        r"(?:self_attention|attention|inter_attention|output)\.dense\.bias",
+        # The latent vectors of DeepSeek's attention are computed on all ranks.
+        r"[^.]*\.(?:q|kv)_a_(?:layer_?)?norm\.weight",
+        r"[^.]*\.(?:wpe|embed_positions|position_embeddings)\.weight",
     )
 )
-# A gate is a router only beside experts.
+# A gate is a router only beside experts, or in a module that is named after them.
 _GATE = rf"[^.]*\.gate\.{_ROUTER_LEAF}"
+_GATE_OF_EXPERTS = rf"(?:.*\.)?(?:(?:\w+_)?moe\.gate\.{_ROUTER_LEAF}|shared_experts?_gate\.weight)"
 _STEP = r"(?s)optimizer(?:\..*)?\.step"
 # Name segments of modules whose layers may be sharded in another way.
 _DIVIDED = r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter"
@@ -76,11 +81,11 @@ _DIVIDED = r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|ad
 # Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
 # replicate, shard, fsdp and cp (context), all ranks have the same plain tensors.
 MODEL_PARALLEL = frozenset(
-    "tp tensor tensor_parallel model model_parallel mp pp pipe pipeline pipeline_parallel stage ep expert "
-    "expert_parallel etp".split()
+    "tp tensor tensor_parallel model model_parallel mp pp pipe pipeline pipeline_parallel pipeline_stage stage ep "
+    "expert expert_parallel etp".split()
 )
 # The dimensions without DTensors: torch shards parameters along tp and ep as DTensors, but not along pp.
-PIPELINE = frozenset("pp pipe pipeline pipeline_parallel stage".split())
+PIPELINE = frozenset("pp pipe pipeline pipeline_parallel pipeline_stage stage".split())
 # Along these dimensions, ranks hold parameters with other names: other layers, or other experts.
 DIFFERENT_PARAMETERS = PIPELINE | frozenset("ep expert expert_parallel".split())
 Sets = tuple[tuple[int, ...], ...]
@@ -493,5 +498,7 @@ def _is_replicated(parameter: str) -> bool:
 
 def _is_router_gate(parameter: str, with_experts: Collection[str]) -> bool:
     """Whether a parameter is of the router beside experts. with_experts: the modules with experts."""
+    if re.fullmatch(_GATE_OF_EXPERTS, parameter.lower()):
+        return True
     module = parameter.rpartition(".gate.")[0]
     return module in with_experts and re.fullmatch(_GATE, _get_ending(parameter)) is not None

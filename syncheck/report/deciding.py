@@ -32,6 +32,10 @@ class Decision(Sentence):
         "save `syncheck.metadata(model=ddp_model)` in each file, with DDP's wrapper, which shows whether buffers are "
         "synchronized ({codes:list})"
     )
+    RECORD_MESH = (
+        "save `syncheck.metadata(mesh=...)` in each file, which shows whether the files are parts of one model "
+        "({codes:list})"
+    )
     ALL = "{sentences:statements}"
 
 
@@ -41,6 +45,7 @@ _TABLE = (
     (Decision.SAVE_AT_START, frozenset({"SYN210", "SYN215"})),
     (Decision.RECORD_RUN, frozenset({"SYN108"})),
     (Decision.RECORD_WRAPPER, frozenset({"SYN202"})),
+    (Decision.RECORD_MESH, frozenset({"SYN104"})),
 )
 
 

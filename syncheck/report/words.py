@@ -80,6 +80,10 @@ _IGNORED_FINDINGS = {
 class Omission(Sentence):
     """Paths that were not compared, and findings that no longer occur."""
 
+    HOSTS = (
+        "the replicas within each folder were compared, but no two folders, which have equal local ranks; if they are "
+        "hosts of one run: {group_by:option ''}"
+    )
     FOLDERS = "the replicas within each folder were compared, but no two folders: `syncheck diff FOLDER FOLDER`"
     ALONE = (
         "{count:count checkpoint has|checkpoints have} no replica and {count:verb was|were} not compared: "
@@ -239,6 +243,8 @@ def folder_lines(report: Report, write: Writer = write_names) -> list[str]:
     groupings: set[Message] = set()
     for group in report.groups:
         groupings.update(group.grouping)
+    if Grouping.PERHAPS_HOSTS() in groupings:
+        return [Omission.HOSTS().render(write)]
     return [Omission.FOLDERS().render(write)] if Grouping.FOLDERS_ARE_RUNS() in groupings else []
 
 

@@ -82,6 +82,29 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     return dict(normalized)
 
 
+def normalize_ranks(names_of_ranks: Mapping[int, Iterable[str]]) -> dict[int, dict[str, str]]:
+    """Map the names of each rank as `normalize` does, but keep `module.` if other ranks have the same names with it.
+
+    The model of these ranks has a submodule of this name, beside tensors that this rank may have lost.
+    """
+    normalized = {rank: normalize(names) for rank, names in names_of_ranks.items()}
+    kept: set[str] = set()
+    for names in normalized.values():
+        kept.update(name for name in names.values() if name.startswith(_MODULE))
+
+    # In almost all models, no name begins so.
+    if not kept:
+        return normalized
+
+    for names in normalized.values():
+        for name in names:
+            unwrapped = _WRAPPER.sub("", name)
+            if unwrapped in kept:
+                names[name] = unwrapped
+
+    return normalized
+
+
 def normalize_keys(values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace the keys of a mapping by names without wrapper prefixes."""
     normalized = normalize(values)

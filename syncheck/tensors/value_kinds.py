@@ -69,6 +69,11 @@ _LOGGED = frozenset(
     "loss losses acc accuracy error errors score scores perplexity ppl metric metrics time date note notes comment "
     "version format info path".split()
 )
+# Last words of the names of parameters and constants of a model, whatever is before: `loss_weight`, `time_scale`.
+_OF_MODEL = frozenset(
+    "scale scales weight weights bias biases embedding embeddings embed factor factors coef coefs coefficient shift "
+    "offset gain alpha beta gamma temperature tau margin threshold mask init".split()
+)
 
 
 def _match_container(words: str) -> str:
@@ -163,8 +168,11 @@ def is_aside(name: str) -> bool:
     if re.search(_IN_LOG, lowered):
         return True
 
-    words = _find_words(lowered.rpartition(".")[2])
-    return not words.isdisjoint(_LOGGED)
+    words = re.findall(r"[a-z]+", lowered.rpartition(".")[2])
+    if words and words[-1] in _OF_MODEL:
+        return False
+
+    return not _LOGGED.isdisjoint(words)
 
 
 def in_configuration(name: str) -> bool:

@@ -305,6 +305,16 @@ def test_not_213(cases: list[Group]) -> None:
     assert "SYN213" not in diagnose_case(*cases)
 
 
+@pytest.mark.parametrize(("share", "alternatives"), [(1.0, ("SYN215",)), (0.0, ("SYN211", "SYN215"))])
+def test_213_of_second_moments_alone(share: float, alternatives: tuple[str, ...]) -> None:
+    """Moments on one side in another direction may be of a state that was reset or loaded some steps before."""
+    cosine = 0.5 if share else 0.97
+    squares = moments("exp_avg_sq", smaller={1: share}, norms={0: 1.0, 1: 0.7 if share else 1.5})
+    finding = diagnose_case(group(*model(), *moments(cosine=cosine, norms={0: 1.0, 1: 1.02}), *squares))["SYN213"]
+    assert (finding.certainty, finding.alternatives) == ("consistent", alternatives)
+    assert finding.facts[0].code is syn213.Text.SCALED_CONSISTENT
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_213_with_moments_of_zero(zero: int) -> None:
     """A rank that never had a gradient has moments of length zero, which are no factor and no crash."""

@@ -55,6 +55,15 @@ def test_217_before_106() -> None:
     assert diagnose_single(make_stale(values=(value,), stale={})).code == "SYN106"
 
 
+@pytest.mark.parametrize(("rates", "code"), [({0: 0.1, 1: 0.0}, "SYN107"), ({0: 0.1, 1: 0.2}, "SYN217")])
+def test_107_if_the_stale_rank_has_a_learning_rate_of_0(rates: dict[int, float], code: str) -> None:
+    """No step changes the parameters of such a rank, so that no old file remained."""
+    rate = ValueDiff("optimizer.param_groups.0.lr", rates, counts=True, kind="setting")
+    stale = [tensor for tensor in make_stale().tensors if tensor.kind == "parameter"]
+    fitted = diagnose_case(group(*stale, values=(rate,), stale={1: 99}))
+    assert next(iter(fitted)) == code
+
+
 def test_217_covers_no_difference_between_other_ranks() -> None:
     """SYN217 does not cover a parameter that also differs among the up-to-date ranks."""
     stale = make_stale(4)

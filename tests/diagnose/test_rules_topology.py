@@ -171,6 +171,11 @@ decoder.layers.0.mlp.router.weight decoder.layers.0.mlp.router.expert_bias layer
 layers.0.block_sparse_moe.gate.weight layers.0.self_attention.dense.bias layers.0.mlp.dense_4h_to_h.bias
 layers.0.self_attn.o_proj.bias decoder.layers.0.self_attention.linear_proj.bias decoder.layers.0.mlp.linear_fc2.bias
 optimizer.layers.0.input_layernorm.weight.exp_avg word_embeddings.norm.weight layers.0.pre_mlp_layernorm.weight
+layers.1.mlp.shared_expert_gate.weight layers.1.feed_forward_moe.gate.weight transformer.wpe.weight
+model.layers.0.self_attn.kv_a_layernorm.weight layers.0.self_attn.q_a_layernorm.weight
+transformer.h.0.attn.c_proj.bias transformer.h.0.mlp.c_proj.bias
+encoder.layer.0.output.dense.bias encoder.layer.0.attention.output.dense.bias decoder.layers.0.fc2.bias
+decoder.embed_positions.weight embeddings.position_embeddings.weight encoder.layers.1.self_attn.out_proj.bias
 """.split()
 PERHAPS_SHARDED = """
 layers.0.self_attn.q_norm.weight layers.0.self_attention.k_layernorm.weight layers.0.mixer.norm.weight
@@ -178,6 +183,8 @@ layers.0.self_attn.q_proj.bias layers.0.mlp.up_proj.bias layers.0.mlp.gate_proj.
 layers.0.self_attn.norm.weight layers.0.mlp.norm.weight layers.0.linear_attn.norm.weight bn1.weight
 layers.9.mlp.experts.0.linear_fc2.bias layers.0.intermediate.dense.bias layers.0.self_attention.query_key_value.bias
 layers.0.mlp.dense_h_to_4h.bias layers.0.self_attn.o_proj.weight layers.0.batch_norm.weight layers.0.group_norm.weight
+layers.0.attn.c_attn.bias layers.0.fc1.bias layers.0.attn.c_proj.weight embeddings.word_embeddings.weight
+layers.0.block_sparse_moe.experts.0.gate.weight layers.0.mlp.shared_expert.gate.weight layers.0.expert.c_proj.bias
 layers.0.block_sparse_moe.experts.0.w1.weight layers.0.self_attn.o_proj.lora_A.weight norm lm_head.weight
 """.split()
 

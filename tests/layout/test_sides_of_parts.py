@@ -263,6 +263,13 @@ def test_stages_that_number_their_layers_from_0(tmp_path: Path, file_name: str) 
     for sides in ((stages, tmp_path / "whole.pth"), (tmp_path / "whole.pth", stages)):
         with pytest.raises(UsageError, match="number their layers"):
             syncheck.diff(*sides)
+    # Without tensors of their own, only the names of the files tell them from replicas.
+    for position, layers in enumerate((embed, head)):
+        numbered = {name: array for name, array in layers.items() if name.startswith("layers")}
+        save_pth(tmp_path / f"{file_name}{position}.pth", numbered)
+    with pytest.raises(UsageError, match="number their layers"):
+        syncheck.diff(stages, tmp_path / "whole.pth")
     # One copy that agrees shows that the files hold copies, and that another one is wrong.
+    save_pth(tmp_path / f"{file_name}0.pth", embed)
     save_pth(tmp_path / f"{file_name}1.pth", {**head, "layers.1.weight": LAST})
     assert syncheck.diff(stages, tmp_path / "whole.pth").exit_code == 1
