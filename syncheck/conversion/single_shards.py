@@ -16,7 +16,7 @@ from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.frozen import record
 from syncheck.layout.distinct_shards import is_always_divided
-from syncheck.layout.replica_groups import find_replicated
+from syncheck.layout.replicated_names import find_replicated
 from syncheck.messages import Detail
 from syncheck.records import Reason
 from syncheck.tensors.names import normalize_keys

@@ -23,7 +23,8 @@ from syncheck.conversion.name_maps import find_variables
 from syncheck.diagnose.measures import is_at_least, is_share_below, median_cosine, most_common
 from syncheck.frozen import record
 from syncheck.layout.distinct_shards import is_always_divided, is_attention_output
-from syncheck.layout.replica_groups import find_replicated, get_parameter, mesh_of
+from syncheck.layout.replica_groups import mesh_of
+from syncheck.layout.replicated_names import find_replicated, get_parameter
 from syncheck.messages import Grouping, Undecided
 from syncheck.records import Reason
 from syncheck.tensors.names import normalize_keys

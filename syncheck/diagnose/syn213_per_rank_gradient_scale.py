@@ -188,6 +188,13 @@ LIKELY = (Bound(1.3, 0.93, 1.3), Bound(12.0, 0.5, 2.0))
 DECAY_ALONE = (Bound(12.0, 0.3, 20.0),)
 
 
+class _Summary(NamedTuple):
+    """The ranks with scaled gradients, and the statement about them."""
+
+    ranks: tuple[int, ...]
+    fact: Message
+
+
 class _Summaries(NamedTuple):
     """The sentences about ranks with scaled gradients, with one factor of all ranks or with several."""
 
@@ -259,19 +266,9 @@ def _match_squares(case: Case, moments: list[TensorDiff], shares: dict[int, floa
         return None
 
     if min(shares.values()) >= ONE_SIDED:
-        return _match_scaled_squares(
-            case,
-            moments=moments,
-            shares=shares,
-            is_smaller=True,
-        )
+        return _match_scaled_squares(case, moments, shares, is_smaller=True)
     if max(shares.values()) <= 1 - ONE_SIDED:
-        return _match_scaled_squares(
-            case,
-            moments=moments,
-            shares=shares,
-            is_smaller=False,
-        )
+        return _match_scaled_squares(case, moments, shares, is_smaller=False)
     # The ranks may all have scales of their own, as if each clipped by its local norm.
     if _is_each_scaled(case, moments) and median_sidedness(squares) >= EACH_SIDED:
         return _make_unequal_match(case, moments)
@@ -316,9 +313,7 @@ def _has_lengths(diff: TensorDiff) -> bool:
     return min(evidence_of(diff).norms.values(), default=1.0) > 0
 
 
-def _summarize_sides(
-    case: Case, shares: dict[int, float], *, is_smaller: bool, is_certain: bool
-) -> tuple[tuple[int, ...], Message]:
+def _summarize_sides(case: Case, shares: dict[int, float], *, is_smaller: bool, is_certain: bool) -> _Summary:
     """Return the ranks with scaled gradients, and the statement about their second moments.
 
     is_certain: whether only a scale explains them.
@@ -330,12 +325,7 @@ def _summarize_sides(
         ranks, reference_ranks, is_smaller = reference_ranks, ranks, True
     side = Text.SMALLER() if is_smaller else Text.LARGER()
     sentence = Text.SCALED if is_certain else Text.SCALED_CONSISTENT
-    summary = sentence(
-        ranks=ranks,
-        others=reference_ranks,
-        side=side,
-    )
-    return ranks, summary
+    return _Summary(ranks, sentence(ranks=ranks, others=reference_ranks, side=side))
 
 
 def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:

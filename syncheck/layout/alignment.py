@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from syncheck.frozen import record
 from syncheck.layout.copies import find_copies, find_second_copies, is_embedding_in_stages
 from syncheck.layout.optimizer_shards import OptimizerShards, detect_partitioning
-from syncheck.layout.replica_groups import Positions, find_positions, find_replica_groups, find_replicated
+from syncheck.layout.replica_groups import Positions, find_positions, find_replica_groups
+from syncheck.layout.replicated_names import find_replicated
 from syncheck.tensors.names import normalize_ranks
 
 if TYPE_CHECKING:

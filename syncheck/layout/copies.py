@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.errors import UsageError
 from syncheck.findings import UnclearParts
 from syncheck.layout.boxes import is_in_file
-from syncheck.layout.replica_groups import MODEL_PARALLEL, PIPELINE, coordinates_in, get_parameter
+from syncheck.layout.replica_groups import MODEL_PARALLEL, PIPELINE, coordinates_in
+from syncheck.layout.replicated_names import get_parameter
 from syncheck.records import Counts, Reason, Tie
 from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief

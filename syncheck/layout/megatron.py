@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.errors import MalformedFile
 from syncheck.frozen import mutable_record, record
 from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_model_values, split_chunk, unfuse
-from syncheck.layout.replica_groups import find_replicated
+from syncheck.layout.replicated_names import find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.text import brief, make_unique_name

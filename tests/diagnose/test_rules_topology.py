@@ -17,7 +17,7 @@ import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
 from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
 from syncheck.diagnose.statements import Common
-from syncheck.layout.replica_groups import find_replicated
+from syncheck.layout.replicated_names import find_replicated
 from syncheck.records import TensorDiff
 
 if TYPE_CHECKING:
