@@ -17,6 +17,7 @@ import syncheck
 from syncheck.cli import main
 from syncheck.cli.watch import _read_settings
 from syncheck.errors import UsageError
+from syncheck.options import EXTENSIONS, FORMATS
 from syncheck.testing import assert_in_sync, compare
 from syncheck.text import TYPED
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FIELD, FLAG, PYTEST_FLAG = "allow='SYN201'", "--allow SYN201", "--syncheck-allow SYN201"
-ENDINGS = ("html", "md", "txt", "xml", "json")
+ENDINGS = [extension.removeprefix(".") for extension in EXTENSIONS]
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def read_plain(text: str) -> str:
     return html.unescape(text).replace("`", "").replace("&#x27;", "'").replace("%25", "%")
 
 
-@pytest.mark.parametrize("form", ["text", "json", "junit", "github", "markdown"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_stdout_of_a_command(folder: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each format on stdout has the option of the command line."""
     assert folder.is_dir()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from syncheck.cli import output, ranks
 from syncheck.cli.commands import check_outputs, write_report
 from syncheck.errors import PeersBlocked, SyncheckError, UsageError
-from syncheck.options import Options, RunOptions
+from syncheck.options import Options, RunOptions, list_fields
 from syncheck.report import formats
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-# The options of a run that apply: none reads a file.
-RUN_OPTIONS = ("exit_zero", "format", "output", "limit", "quiet", "color")
+# The options of a run that do not apply: no checkpoint, configuration or baseline is read.
+_NOT_IN_PARITY = frozenset({"checkpoints", "no_config", "update_baseline"})
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
@@ -61,7 +61,7 @@ def _check_across_ranks(arguments: argparse.Namespace) -> NoReturn:
 def _read_options(arguments: argparse.Namespace) -> RunOptions:
     """Return the options, and check that the output files can be written. Raises UsageError."""
     typed: dict[str, Any] = {}
-    for name in RUN_OPTIONS:
+    for name in list_fields(RunOptions) - _NOT_IN_PARITY:
         value = getattr(arguments, name)
         # None: not typed, so the default applies.
         if value is not None:

@@ -271,7 +271,9 @@ def test_examples_of_the_api_run(name: str, printed: str) -> None:
 
 
 def test_no_page_is_long() -> None:
-    """Documents have at most 250 lines, except the changelog and the results of the benchmarks."""
+    """Documents have at most 250 lines, except the changelog, the results of the benchmarks, and the generated list of
+    commands, which grows with each option."""
     pages = [*(ROOT / "docs").rglob("*.md"), *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md")]
+    pages.remove(ROOT / "docs" / "reference" / "commands.md")
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in pages}
     assert {name: length for name, length in lengths.items() if length > 250} == {}
