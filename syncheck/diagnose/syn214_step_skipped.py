@@ -133,7 +133,7 @@ class Text(Sentence, topic=CODE):
     FORWARD_MISSING = "`num_batches_tracked` lags too, so the forward pass was also skipped or undone"
     FORWARD_RAN = "`num_batches_tracked` agrees"
     REPEATED = "at step {step} the lag was {lag:count step}, so steps were skipped more than once"
-    LOADED_STATE = "a rank that loaded its state of {lag:count step} before would look the same"
+    LOADED_STATE = "a state of {lag:count step} before, loaded on the ranks with fewer steps, would look the same"
     LOST_STATE = "optimizer state lost after {lag:count step} would look the same"
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
