@@ -148,7 +148,13 @@ def compare_sides(
         )
         comparison = add_relations_of_sides(comparison, sides, options, files)
         copies = add_other_model(sides, copies, files)
-        comparison = add_settings(comparison, sides, options.exclude, files)
+        comparison = add_settings(
+            comparison,
+            sides,
+            options.exclude,
+            files,
+            assumes_tie=any(note.code is Note.ASSUMED_TIE for note in mapped.notes),
+        )
     if histograms:
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)

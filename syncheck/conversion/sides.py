@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.earlier_steps import find_earlier
-from syncheck.conversion.name_maps import CONFIGURATIONS, find_variables
+from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.shared_weights import find_output_tie, is_output_tie
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.frozen import record
@@ -22,6 +22,7 @@ from syncheck.layout.whole_model import join, locate_shards, split_folder
 from syncheck.messages import Grouping
 from syncheck.readers import find
 from syncheck.records import Alias, Place
+from syncheck.settings.files import CONFIGURATIONS
 from syncheck.text import names_text
 
 if TYPE_CHECKING:

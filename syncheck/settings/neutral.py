@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.name_maps import is_size
+from syncheck.settings.defaults import UNKNOWN, find_default
+from syncheck.settings.files import is_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,10 +73,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "pooler_act": "tanh",
     "relative_attention_max_distance": 128,
 }
-# The same for one type of model.
+# The same for one type of model, beside `syncheck.settings.defaults`.
 _ABSOLUTE = {"position_embedding_type": "absolute"}
 _DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
     "mixtral": {"router_jitter_noise": 0.0},
     "gemma3_text": {"use_bidirectional_attention": False},
     "vit": {"encoder_stride": 16},
@@ -93,6 +93,13 @@ _COPIES = {
     "n_ctx": "n_positions",
     "pooler_output_size": "hidden_size",
 }
+# Values with the meaning of a setting that is null, or that a type of model lacks.
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "partial_rotary_factor": 1.0,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 # The last layer of so many layers attends to all positions, unless the configuration states another number.
 _FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
 _PATTERN = "_sliding_window_pattern"
@@ -107,37 +114,41 @@ def is_neutral(key: str, model_type: object) -> bool:
     return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
 
 
-def is_default(key: str, value: object, settings: Mapping[str, Any], model_type: object) -> bool:
-    """Whether a model has a value by default.
+def find_effective(key: str, settings: Mapping[str, Any], model_type: object) -> Any:
+    """Return the value that a model uses for a setting, None if the setting is off; UNKNOWN if it is not known.
 
-    settings: of the configuration that does not state the key.
+    settings: of the configuration, which may not state the key.
     """
-    if settings.get(key) is not None:
-        return False
+    value = settings[key] if key in settings else _find_default(key, str(model_type))
+    # Without a value of its own, the setting follows from other settings.
+    if value is None or value is UNKNOWN:
+        derived = _derive(settings, str(model_type))
+        value = derived.get(key, value)
 
+    return value
+
+
+def _find_default(key: str, model_type: str) -> Any:
+    """Return the default of a setting; UNKNOWN if it is not known."""
     # Older nested configurations do not state their type.
     if key in (*SIZES, "model_type"):
-        return True
+        return None
 
-    if key in _COPIES:
-        return value == settings.get(_COPIES[key])
-
-    type_name = str(model_type)
     defaults = {
         **_DEFAULTS,
-        **_DEFAULTS_OF_TYPE.get(type_name, {}),
-        **_derive_layers(settings, type_name),
+        **_DEFAULTS_OF_TYPE.get(model_type, {}),
     }
-    # No default is None.
-    return value == defaults.get(key)
+    return defaults[key] if key in defaults else find_default(key, model_type)
 
 
-def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the kinds of layers that follow from the type of a model; empty for most types."""
+def _derive(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the settings without a value that follow from other settings, or from the type of a model."""
+    derived = {key: settings[source] for key, source in _COPIES.items() if source in settings}
+    derived |= _WITHOUT_EFFECT
     period: Any = settings.get(_PATTERN, _FULL_ATTENTION.get(model_type))
     layers: Any = settings.get("num_hidden_layers")
     if not (is_size(period) and is_size(layers)):
-        return {}
+        return derived
 
     kinds = ["sliding_attention"] * min(layers, _MOST_LAYERS)
     # The last layer of each period.
@@ -145,6 +156,7 @@ def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, An
         kinds[layer] = "full_attention"
 
     return {
+        **derived,
         "layer_types": kinds,
         _PATTERN: period,
     }

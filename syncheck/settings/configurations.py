@@ -10,8 +10,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.name_maps import CONFIGURATIONS, list_folders, read_json
 from syncheck.frozen import record
+from syncheck.settings.defaults import find_default
+from syncheck.settings.files import CONFIGURATIONS, list_folders, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,28 @@ _NAMES = {
     "rotary_emb_base": "rope_theta",
     "sliding_window_pattern": "_sliding_window_pattern",
 }
+# Settings that only Meta's params.json has together.
+_MARKS_OF_META = frozenset({"dim", "num_attention_heads"})
+# The names of its settings in transformers.
+_NAMES_OF_META = {
+    "dim": "hidden_size",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+# What Meta's code does without a setting (llama/model.py).
+_DEFAULTS_OF_META: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "partial_rotary_factor": None,
+    "num_key_value_heads": None,
+}
+# The kind of the scaled positions of Meta's code. The file does not state its numbers.
+_SCALED_BY_META = "llama3"
 # Models that scale the outputs of a decoder only if the output layer is tied, also if its weight equals the embedding.
 _SCALE_WITH_TIE = frozenset("t5 mt5 umt5 longt5 switch_transformers".split())
 _GATED = "gated-"
@@ -79,6 +102,11 @@ class Configurations:
 
     by_name: Mapping[str, Configuration]
     unreadable: tuple[str, ...]
+
+    @property
+    def model_type(self) -> str:
+        """The type of the model, empty without a statement."""
+        return str(self.merge().get("model_type") or "")
 
     def merge(self) -> dict[str, Any]:
         """Return the settings of all configurations."""
@@ -161,31 +189,58 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under one name and in one form each."""
     settings: dict[str, Any] = {}
     for key, value in stored.items():
-        # A missing value is no setting.
-        if value is not None:
-            settings[_NAMES.get(key, key)] = value
+        name = _NAMES.get(key, key)
+        # Null beside another name of the setting is no value.
+        if value is not None or settings.get(name) is None:
+            settings[name] = value
+
+    # The configuration of DistilBERT has the same names.
+    if settings.keys() >= _MARKS_OF_META and "model_type" not in settings:
+        settings = _translate_meta(settings)
 
     _unite_positions(settings)
     if str(settings.get("model_type")) in _SCALE_WITH_TIE:
         _state_t5(settings)
 
-    if settings.get("use_sliding_window") is False:
-        settings.pop("sliding_window", None)
+    _unite_windows(settings)
+    return settings
+
+
+def _translate_meta(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Meta's params.json with the names of transformers, and with the values of Meta's code."""
+    translated = {**_DEFAULTS_OF_META}
+    for key, value in settings.items():
+        translated[_NAMES_OF_META.get(key, key)] = value
+
+    # The tokenizer has the size.
+    if translated.get("vocab_size") == -1:
+        del translated["vocab_size"]
+    if translated.pop("use_scaled_rope", False):
+        translated["rope_scaling"] = _SCALED_BY_META
+
+    return translated
+
+
+def _unite_windows(settings: dict[str, Any]) -> None:
+    """Remove the forms of a window that no layer has."""
+    by_default = find_default("use_sliding_window", settings.get("model_type"))
+    if settings.get("use_sliding_window", by_default) is False:
+        # Null states that there is no window.
+        settings["sliding_window"] = None
         settings.pop("max_window_layers", None)
-        settings.pop("use_sliding_window")
+        settings.pop("use_sliding_window", None)
 
     # All layers attend to everything, as without the setting.
     layer_types = settings.get("layer_types")
     if isinstance(layer_types, list) and layer_types.count(_FULL) == len(layer_types):
-        del settings["layer_types"]
-
-    return settings
+        settings["layer_types"] = None
 
 
 def _state_t5(settings: dict[str, Any]) -> None:
     """Add the settings of T5 that follow from other settings, which transformers 5 stores."""
     default = _GATED_LAYERS.get(settings["model_type"], "relu")
-    layer = settings.setdefault("feed_forward_proj", default)
+    layer = settings.get("feed_forward_proj") or default
+    settings["feed_forward_proj"] = layer
     activation = str(layer).removeprefix(_GATED)
     # The first model with a gate approximated its function.
     if layer == "gated-gelu":
@@ -203,22 +258,25 @@ def _state_t5(settings: dict[str, Any]) -> None:
 def _unite_positions(settings: dict[str, Any]) -> None:
     """Change the settings of rotary positions to the form of transformers 4, with the scaling under one name."""
     rope: dict[str, Any] = {**_NO_SCALING}
+    is_stated = False
     for name in _ROPE:
         parameters = settings.get(name)
         if isinstance(parameters, dict):
             rope |= parameters
             del settings[name]
+            is_stated = True
 
     if _SLIDING in rope:
         _separate_layers(settings, rope)
 
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     for name in _BESIDE_SCALING:
-        if name in rope:
-            settings.setdefault(name, rope.pop(name))
+        value = rope.pop(name, None)
+        if value is not None and settings.get(name) is None:
+            settings[name] = value
 
-    if rope != _NO_SCALING:
-        settings["rope_scaling"] = rope
+    if is_stated:
+        settings["rope_scaling"] = None if rope == _NO_SCALING else rope
 
 
 def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -235,6 +293,9 @@ def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
         **_NO_SCALING,
         **of_window,
     }
-    settings.setdefault("rope_local_base_freq", sliding.pop("rope_theta", None))
+    local_base = sliding.pop("rope_theta", None)
+    if settings.get("rope_local_base_freq") is None:
+        settings["rope_local_base_freq"] = local_base
+
     if sliding != _NO_SCALING:
         settings["rope_scaling_of_sliding_attention"] = sliding
