@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import classify_vocabulary
@@ -87,7 +87,13 @@ def add_settings(
 
 def _read(side: Side) -> Configurations:
     """Return the configurations of a side."""
-    return read_configurations([snapshot.path for snapshot in list_snapshots(side.group)])
+    paths: list[str] = []
+    values: dict[str, Any] = {}
+    for rank, snapshot in enumerate(list_snapshots(side.group)):
+        paths.append(snapshot.path)
+        values |= {f"{rank}.{name}": value for name, value in snapshot.values.items()}
+
+    return read_configurations(paths, values)
 
 
 def _have_other_types(a: Configurations, b: Configurations) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.frozen import record
-from syncheck.settings.defaults import find_default
+from syncheck.settings.defaults import MEGATRON, META, find_default
 from syncheck.settings.files import CONFIGURATIONS, list_folders, read_json
+from syncheck.settings.megatron import NAME, read_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ _NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
     "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
     "rotary_pct": "partial_rotary_factor",
     "rotary_emb_base": "rope_theta",
     "sliding_window_pattern": "_sliding_window_pattern",
@@ -36,18 +38,6 @@ _NAMES_OF_META = {
     "dim": "hidden_size",
     "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
-}
-# What Meta's code does without a setting (llama/model.py).
-_DEFAULTS_OF_META: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "partial_rotary_factor": None,
-    "num_key_value_heads": None,
 }
 # The kind of the scaled positions of Meta's code. The file does not state its numbers.
 _SCALED_BY_META = "llama3"
@@ -106,7 +96,9 @@ class Configurations:
     @property
     def model_type(self) -> str:
         """The type of the model, empty without a statement."""
-        return str(self.merge().get("model_type") or "")
+        model_type = str(self.merge().get("model_type") or "")
+        # Other libraries do not state one.
+        return "" if model_type in (META, MEGATRON) else model_type
 
     def merge(self) -> dict[str, Any]:
         """Return the settings of all configurations."""
@@ -117,8 +109,11 @@ class Configurations:
         return settings
 
 
-def read_configurations(paths: Sequence[str]) -> Configurations:
-    """Return the configurations beside the files or folders of a model. Later folders take precedence."""
+def read_configurations(paths: Sequence[str], values: Mapping[str, Any]) -> Configurations:
+    """Return the configurations beside the files or folders of a model. Later folders take precedence.
+
+    values: of the files, by dotted name, like the arguments that Megatron saves.
+    """
     settings_of_file: dict[str, dict[str, Any]] = {}
     unreadable: list[str] = []
     for folder in list_folders(paths):
@@ -140,6 +135,10 @@ def read_configurations(paths: Sequence[str]) -> Configurations:
             settings=outer_settings,
             nested=configurations_by_name,
         )
+
+    arguments = read_arguments(values)
+    if arguments:
+        configurations[NAME] = Configuration(NAME, arguments, nested={})
 
     return Configurations(
         by_name=configurations,
@@ -207,15 +206,16 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_meta(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of Meta's params.json with the names of transformers, and with the values of Meta's code."""
-    translated = {**_DEFAULTS_OF_META}
+    """Return the settings of Meta's params.json with the names of transformers."""
+    translated: dict[str, Any] = {"model_type": META}
     for key, value in settings.items():
         translated[_NAMES_OF_META.get(key, key)] = value
 
     # The tokenizer has the size.
     if translated.get("vocab_size") == -1:
         del translated["vocab_size"]
-    if translated.pop("use_scaled_rope", False):
+    is_scaled = translated.pop("use_scaled_rope", False)
+    if is_scaled:
         translated["rope_scaling"] = _SCALED_BY_META
 
     return translated

@@ -14,15 +14,11 @@ if TYPE_CHECKING:
 # Stands for a default that is not known.
 UNKNOWN: Any = object()
 
+# In place of the type of a model, for the settings of other libraries.
+META, MEGATRON = "Meta", "Megatron"
+
 # By setting, the types of models with each default. All other known types have no such setting, or null.
 _TYPES: Mapping[str, Mapping[Any, str]] = {
-    "activation_function": {
-        "gelu": "bart mbart whisper xglm",
-        "gelu_new": "codegen gpt2 gpt_neo gptj",
-        "gelu_pytorch_tanh": "gpt_bigcode",
-        "silu": "jetmoe",
-        "relu": "opt",
-    },
     "attention_multiplier": {
         1.0: "granite granitemoe granitemoehybrid granitemoeshared",
     },
@@ -46,13 +42,16 @@ _TYPES: Mapping[str, Mapping[Any, str]] = {
         "silu": (
             "aria_text bamba cohere cohere2 deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe "
             "exaone4 falcon_h1 falcon_mamba glm glm4 glm4_moe gpt_oss granite granitemoe granitemoehybrid "
-            "granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jamba llama llama4_text longcat_flash mamba "
-            "mamba2 minimax ministral mistral mixtral olmo olmo2 olmo3 olmoe phi3 phi4_multimodal phimoe qwen2 "
-            "qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm"
+            "granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe llama llama4_text longcat_flash "
+            "mamba mamba2 minimax ministral mistral mixtral olmo olmo2 olmo3 olmoe phi3 phi4_multimodal phimoe "
+            "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm"
         ),
-        "gelu": "bert camembert electra gpt_neox gpt_neox_japanese roberta xlm-roberta zamba zamba2",
-        "gelu_pytorch_tanh": "gemma starcoder2",
-        "gelu_new": "phi",
+        "gelu": (
+            "bart bert camembert electra gpt_neox gpt_neox_japanese mbart roberta whisper xglm xlm-roberta zamba zamba2"
+        ),
+        "gelu_pytorch_tanh": "gemma gpt_bigcode starcoder2",
+        "gelu_new": "codegen gpt2 gpt_neo gptj phi",
+        "relu": "opt",
     },
     "hidden_activation": {
         "gelu_pytorch_tanh": "gemma2 gemma3_text gemma3n_text recurrent_gemma vaultgemma",

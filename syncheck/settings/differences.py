@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 # Settings with one meaning in all types of models.
 _KNOWN = frozenset(
     "tie_word_embeddings num_attention_heads num_key_value_heads head_dim hidden_size vocab_size num_hidden_layers "
-    "layer_types hidden_act hidden_activation activation_function rope_theta partial_rotary_factor "
+    "layer_types hidden_act hidden_activation rope_theta partial_rotary_factor "
     "position_embedding_type alibi rms_norm_eps layer_norm_eps norm_eps query_pre_attn_scalar scale_attn_weights "
     "logit_scale embedding_multiplier residual_multiplier attention_multiplier logits_scaling num_experts_per_tok "
     "norm_topk_prob routed_scaling_factor scoring_func topk_method n_group topk_group parallel_attn "
     "use_parallel_residual rope_scaling sliding_window attn_logit_softcapping final_logit_softcapping".split()
+)
+# Arguments of Megatron without another form in transformers, if they are on.
+_KNOWN_ARGUMENTS = frozenset(
+    "args.rotary_interleaved args.softmax_scale args.no_rope_freq args.window_attn_skip_freq "
+    "args.apply_residual_connection_post_layernorm args.moe_router_score_function".split()
 )
 # Settings that a nested configuration, or the tensors, state in place of a configuration without them.
 _STATED_ELSEWHERE = frozenset({*SIZES, "model_type"})
@@ -61,7 +66,7 @@ def list_differences(a: Configurations, b: Configurations) -> list[Difference]:
         stated = settings_a.keys() | settings_b.keys()
         differences += _compare(
             "",
-            _KNOWN & stated,
+            stated & (_KNOWN | _KNOWN_ARGUMENTS),
             (settings_a, settings_a.get("model_type")),
             (settings_b, settings_b.get("model_type")),
         )

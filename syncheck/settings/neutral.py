@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.settings.defaults import UNKNOWN, find_default
+from syncheck.settings.defaults import MEGATRON, META, UNKNOWN, find_default
 from syncheck.settings.files import is_size
 
 if TYPE_CHECKING:
@@ -75,10 +75,20 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 # The same for one type of model, beside `syncheck.settings.defaults`.
 _ABSOLUTE = {"position_embedding_type": "absolute"}
+_PLAIN: Mapping[str, Any] = {
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "partial_rotary_factor": None,
+    "num_key_value_heads": None,
+}
 _DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
-    "mixtral": {"router_jitter_noise": 0.0},
+    "mixtral": {"router_jitter_noise": 0.0, "norm_topk_prob": True},
     "gemma3_text": {"use_bidirectional_attention": False},
     "vit": {"encoder_stride": 16},
+    # What Meta's code does without a setting (llama/model.py), and Megatron without an argument.
+    META: {**_PLAIN, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    MEGATRON: {**_PLAIN, "scale_attn_weights": True},
     "albert": _ABSOLUTE,
     "bert": _ABSOLUTE,
     "camembert": _ABSOLUTE,

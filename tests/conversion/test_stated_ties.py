@@ -150,7 +150,13 @@ def test_megatron_states_separate_weights(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(array.copy()) for name, array in converted.items()}
     a = llama.write(tmp_path / "a", model, llama.CONFIG)
     for untie in (False, True):
-        arguments = {"untie_embeddings_and_output_weights": untie, "make_vocab_size_divisible_by": 128}
+        arguments = {
+            "untie_embeddings_and_output_weights": untie,
+            "make_vocab_size_divisible_by": 128,
+            "num_attention_heads": 4,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+        }
         torch.save({"model": tensors, "args": arguments}, tmp_path / "b.pt")
         report = syncheck.diff(a, tmp_path / "b.pt")
         assert report.exit_code == int(untie)
