@@ -131,7 +131,8 @@ def _compare_part(name: str, a: Configuration, b: Configuration) -> Iterator[Dif
     stated_a, stated_b = a.get_stated(name), b.get_stated(name)
     type_a = stated_a.get("model_type", a.model_type)
     type_b = stated_b.get("model_type", b.model_type)
-    keys = [key for key in stated_a.keys() | stated_b.keys() if not is_neutral(key, type_a)]
+    classes = [configuration.settings.get("architectures") for configuration in (a, b)]
+    keys = [key for key in stated_a.keys() | stated_b.keys() if not is_neutral(key, type_a, classes)]
     yield from _compare(
         f"{name}.".lstrip("."),
         keys,

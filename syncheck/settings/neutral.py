@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ORIGIN = (
     "_name_or_path architectures auto_map transformers_version _diffusers_version _commit_hash dtype "
     "torch_dtype use_bfloat16 torchscript _attn_implementation _attn_implementation_autoset _experts_implementation "
-    "attn_implementation tokenizer_class task_specific_params finetuning_task problem_type id2label label2id prefix "
+    "attn_implementation tokenizer_class task_specific_params finetuning_task problem_type prefix "
     "unsloth_version unsloth_fixed transformers.js_config"
 )
 # The form of the outputs, and the number of parts of a computation.
@@ -47,11 +47,25 @@ _NEUTRAL_NAME = (
     r".*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
     r"|output_(?:attentions|hidden_states|scores|router_logits|past)"
 )
+# Masks of training with the name of a dropout, and the setting of a model that scales its embeddings with it.
+_SCALES_WITH_MASK = "token_dropout"
 # Models that count positions from the number of this token.
 _COUNT_FROM_PAD = frozenset(
     "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm data2vec-text longformer led mpnet esm ibert "
     "xmod layoutlmv3 luke mluke markuplm".split()
 )
+
+# Models whose output depends on the position of a token, or on masks with its number.
+_TYPES_OF_TOKEN: Mapping[str, frozenset[str]] = {
+    "pad_token_id": _COUNT_FROM_PAD,
+    "eos_token_id": frozenset("bart mbart plbart mvp bigbird_pegasus led t5 mt5 umt5 clip clip_text_model".split()),
+    "mask_token_id": frozenset({"esm"}),
+    "cls_token_id": frozenset({"xlnet"}),
+}
+# Classifiers take the output at the last token that is no padding, or at the end of the text.
+_POOLING = ("pad_token_id", "eos_token_id")
+_CLASSIFIER = "SequenceClassification"
+_LABEL = "LABEL_"
 
 # Settings that the stored tensors contain as sizes, or as tensors: another value does not fit the tensors.
 SIZES = frozenset(
@@ -114,12 +128,22 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
 _FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
 _PATTERN = "_sliding_window_pattern"
 _MOST_LAYERS = 1024
+_MOST_LABELS = 1 << 16
 
 
-def is_neutral(key: str, model_type: object) -> bool:
-    """Whether a setting does not change the outputs of a model in evaluation."""
-    if key == "pad_token_id":
-        return str(model_type) not in _COUNT_FROM_PAD
+def is_neutral(key: str, model_type: object, architectures: object = None) -> bool:
+    """Whether a setting does not change the outputs of a model in evaluation.
+
+    architectures: the classes that a configuration states.
+    """
+    if key in _POOLING and _CLASSIFIER in str(architectures):
+        return False
+
+    if key in _TYPES_OF_TOKEN:
+        return str(model_type) not in _TYPES_OF_TOKEN[key]
+
+    if key == _SCALES_WITH_MASK:
+        return False
 
     return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
 
@@ -151,10 +175,22 @@ def _find_default(key: str, model_type: str) -> Any:
     return defaults[key] if key in defaults else find_default(key, model_type)
 
 
+def _name_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the classes of a classifier by default, as many as the configuration states."""
+    labels: Any = settings.get("num_labels", 2)
+    count = min(labels, _MOST_LABELS) if is_size(labels) else 0
+    names = {str(number): f"{_LABEL}{number}" for number in range(count)}
+    return {
+        "id2label": names,
+        "label2id": {name: int(number) for number, name in names.items()},
+    }
+
+
 def _derive(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the settings without a value that follow from other settings, or from the type of a model."""
     derived = {key: settings[source] for key, source in _COPIES.items() if source in settings}
     derived |= _WITHOUT_EFFECT
+    derived |= _name_labels(settings)
     period: Any = settings.get(_PATTERN, _FULL_ATTENTION.get(model_type))
     layers: Any = settings.get("num_hidden_layers")
     if not (is_size(period) and is_size(layers)):

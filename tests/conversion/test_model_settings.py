@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ABSENT = object()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LABELS = {"id2label": {"0": "NO", "1": "YES"}, "label2id": {"NO": 0, "YES": 1}}
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
 BASE = CONFIG | {
     "model_type": "llama",
     "rope_theta": 10000.0,
@@ -118,6 +120,34 @@ def test_unknown_settings_count_in_one_type_of_model(
         (value,) = report.groups[-1].values
         assert value.name.startswith("(model setting ")
         assert find_note(report, Note.MODEL_SETTINGS_DIFFER) is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "code"),
+    [
+        (LABELS, {"id2label": {"0": "YES", "1": "NO"}}, 2),
+        (LABELS, {"label2id": {"NO": 1, "YES": 0}}, 2),
+        (LABELS, {"id2label": {"1": "YES", "0": "NO"}}, 0),
+        ({}, {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}, 0),
+        ({}, {"id2label": {"0": "LABEL_1", "1": "LABEL_0"}}, 2),
+        ({}, {"id2label": None}, 0),
+        (CLASSIFIER | {"pad_token_id": 0}, {"pad_token_id": 3}, 2),
+        (CLASSIFIER, {"pad_token_id": 3}, 2),
+        ({"architectures": ["LlamaForCausalLM"], "pad_token_id": 0}, {"pad_token_id": 3}, 0),
+        ({"model_type": "bart", "eos_token_id": 2}, {"eos_token_id": 1}, 2),
+        ({"model_type": "esm", "mask_token_id": 32}, {"mask_token_id": 31}, 2),
+        ({"model_type": "esm", "token_dropout": True}, {"token_dropout": False}, 2),
+        ({"bos_token_id": 1, "attention_dropout": 0.0}, {"bos_token_id": 2, "attention_dropout": 0.1}, 0),
+    ],
+)
+def test_settings_of_classifiers(tmp_path: Path, config: Any, change: Any, code: int) -> None:
+    """Other labels of rows, and another token that decides which output is used, make another model."""
+    config = BASE | config
+    for configs in ((config, config | change), (config | change, config)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == code
+        names = [value.name for value in report.groups[-1].values]
+        assert names == [f"(model setting {key})" for key in change] * (code // 2)
 
 
 def test_a_scale_that_depends_on_the_tie_counts(tmp_path: Path) -> None:
