@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from syncheck.layout.groups import CheckpointGroup
     from syncheck.messages import Message
-    from syncheck.records import Alias, Comparison, Group, Replica
+    from syncheck.records import Alias, Comparison, Group, Replica, TensorDiff, ValueDiff
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
@@ -313,7 +313,8 @@ def _judge_models(comparison: Comparison, copies: Sequence[Group | None], option
 
 def _is_doubtful(copies: Group) -> bool:
     """Whether copies differ or could not be compared. Shards of a side are no reason for doubt."""
-    return copies.verdict == "out_of_sync" or any(diff.unknown for diff in copies.tensors)
+    differences: tuple[TensorDiff | ValueDiff, ...] = (*copies.tensors, *copies.values)
+    return copies.verdict == "out_of_sync" or any(diff.unknown for diff in differences)
 
 
 def _list_allowed(options: DiffOptions) -> frozenset[str]:
