@@ -15,7 +15,7 @@ from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
 from syncheck.settings.configurations import read_configurations
-from syncheck.settings.differences import Difference, list_differences, to_value
+from syncheck.settings.differences import Difference, list_differences
 from syncheck.settings.neutral import SIZES
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.clustering import cluster_replicas
@@ -57,25 +57,25 @@ def add_settings(
 
     diffs: list[ValueDiff] = []
     differing: list[Message] = []
-    for difference in list_differences(a, b):
+    differences = list_differences(a, b)
+    # Without a configuration, nothing is known.
+    if assumes_tie and {*a.by_name, *b.by_name}:
+        differences.append(Difference(_TIE, a=None, b=None))
+
+    for difference in differences:
         diff = _to_diff(difference)
         # The tensors of a model of another size, or of a quantized model, differ themselves.
         if difference.name in (_QUANTIZATION, *SIZES):
             has_effect = not any(tensor.out_of_sync for tensor in comparison.tensors)
         elif difference.name == _TIE:
             # Two names of equal weights are tied or not, without a difference.
-            has_effect = _changes_output(sides, files)
+            has_effect = assumes_tie or _changes_output(sides, files)
         else:
             has_effect = True
 
         if has_effect and not matches_any(diff.name, exclude):
             diffs.append(diff)
             differing.append(Note.ATTRIBUTE(name=difference.key, values=diff.by_rank))
-
-    # Without a configuration, nothing is known. The map has a note about the tie.
-    if assumes_tie and (a.by_name or b.by_name):
-        diff = _to_diff(Difference(_TIE, a=None, b=None))
-        diffs += [] if matches_any(diff.name, exclude) else [diff]
 
     notes += note_if(differing, Note.MODEL_SETTINGS_DIFFER(settings=tuple(differing)))
     return replace(
@@ -103,7 +103,7 @@ def _have_other_types(a: Configurations, b: Configurations) -> bool:
 
 def _to_diff(difference: Difference) -> ValueDiff:
     """Return a difference as a value of a report."""
-    values = map(to_value, (difference.a, difference.b))
+    values = (difference.a, difference.b)
     return ValueDiff(
         name_model_setting(difference.key),
         by_rank=dict(zip(SIDES, values, strict=True)),
@@ -124,7 +124,7 @@ def _changes_output(sides: Sequence[Side], files: Files) -> bool:
             tensors_of_kind.get(kind, []).append(tensor)
 
         # A loader initializes an output layer that the file lacks.
-        if side.output_tie is False and embeddings and not outputs:
+        if side.output_tie is False and not outputs:
             return True
 
         for output, embedding in itertools.product(outputs, embeddings):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.name_maps import read_settings
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.layout.copies import find_shared_tensors
-from syncheck.settings.defaults import UNKNOWN, find_default
+from syncheck.settings.defaults import find_default
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,12 +78,9 @@ def find_output_tie(paths: Sequence[str], values: Mapping[str, Any]) -> bool | N
                 statements.add(value is tying_value if isinstance(value, bool) else None)
 
     # The outer configuration comes before that of its language model.
-    if not statements and defaults and defaults[0] is not UNKNOWN:
-        return bool(defaults[0])
-
-    statements.discard(None)
+    ties = (statements or {*defaults[:1]}) & {True, False}
     # Configurations that contradict each other state nothing.
-    return statements.pop() if len(statements) == 1 else None
+    return ties.pop() if len(ties) == 1 else None
 
 
 def is_output_tie(name: str, other: str) -> bool:

@@ -188,10 +188,8 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under one name and in one form each."""
     settings: dict[str, Any] = {}
     for key, value in stored.items():
-        name = _NAMES.get(key, key)
         # Null beside another name of the setting is no value.
-        if value is not None or settings.get(name) is None:
-            settings[name] = value
+        _complete(settings, _NAMES.get(key, key), value)
 
     # The configuration of DistilBERT has the same names.
     if settings.keys() >= _MARKS_OF_META and "model_type" not in settings:
@@ -203,6 +201,12 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     _unite_windows(settings)
     return settings
+
+
+def _complete(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set a setting without a value."""
+    if settings.get(name) is None:
+        settings[name] = value
 
 
 def _translate_meta(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,12 +275,11 @@ def _unite_positions(settings: dict[str, Any]) -> None:
 
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     for name in _BESIDE_SCALING:
-        value = rope.pop(name, None)
-        if value is not None and settings.get(name) is None:
-            settings[name] = value
+        if name in rope:
+            _complete(settings, name, rope.pop(name))
 
     if is_stated:
-        settings["rope_scaling"] = None if rope == _NO_SCALING else rope
+        settings["rope_scaling"] = rope
 
 
 def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -293,9 +296,6 @@ def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
         **_NO_SCALING,
         **of_window,
     }
-    local_base = sliding.pop("rope_theta", None)
-    if settings.get("rope_local_base_freq") is None:
-        settings["rope_local_base_freq"] = local_base
-
+    _complete(settings, "rope_local_base_freq", sliding.pop("rope_theta", None))
     if sliding != _NO_SCALING:
         settings["rope_scaling_of_sliding_attention"] = sliding

@@ -210,30 +210,34 @@ _UNKNOWN_DEFAULTS = {
     "position_embedding_type": KNOWN_TYPES,
     "sliding_window": frozenset({"modernbert"}),
 }
-# Settings that are null in every class that has them.
+# Settings that are null in every class that has them, or whose absence means the value of another setting.
 _NULL = frozenset(
     "rope_scaling rope_parameters quantization_config layer_types no_rope_layers mlp_only_layers mlp_layer_types "
     "layers_block_type n_inner clip_qkv attention_types summary_proj cross_attention_hidden_size embedding_scale "
     "word_embed_proj_dim pooler_output_size problem_type id2label label2id attn_config num_kv_heads swiglu_limits "
-    "_sliding_window_pattern n_ctx".split()
+    "_sliding_window_pattern n_ctx num_key_value_heads num_decoder_layers".split()
 )
+
+
+def _list_defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults by setting and type."""
+    defaults = {key: dict[str, Any].fromkeys(KNOWN_TYPES) for key in _TYPES}
+    for key, types_by_value in _TYPES.items():
+        for value, types in types_by_value.items():
+            defaults[key] |= dict.fromkeys(types.split(), value)
+
+    for key, unknown_types in _UNKNOWN_DEFAULTS.items():
+        defaults.setdefault(key, {}).update(dict.fromkeys(unknown_types, UNKNOWN))
+
+    return defaults
+
+
+_DEFAULTS = _list_defaults()
+# The defaults of all other types.
+_DEFAULTS_OF_OTHERS = dict.fromkeys(_NULL)
 
 
 def find_default(key: str, model_type: object) -> Any:
     """Return the default of a setting, None for a setting that is null or that the type lacks; UNKNOWN if not known."""
-    type_name = str(model_type)
-    if type_name in _UNKNOWN_DEFAULTS.get(key, ()):
-        return UNKNOWN
-
-    if key in _NULL:
-        return None
-
-    values = _TYPES.get(key)
-    if values is None or type_name not in KNOWN_TYPES:
-        return UNKNOWN
-
-    for value, types in values.items():
-        if type_name in types.split():
-            return value
-
-    return None
+    of_others = _DEFAULTS_OF_OTHERS.get(key, UNKNOWN)
+    return _DEFAULTS.get(key, {}).get(str(model_type), of_others)

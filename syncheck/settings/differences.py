@@ -42,7 +42,10 @@ _STATED_ELSEWHERE = frozenset({*SIZES, "model_type"})
 
 @record
 class Difference:
-    """A setting with another value in each model. a, b: the values; None if a configuration lacks the setting."""
+    """A setting with another value in each model.
+
+    a, b: the values for a report; None if a configuration lacks the setting.
+    """
 
     key: str
     a: Any
@@ -56,7 +59,10 @@ class Difference:
 
 def list_differences(a: Configurations, b: Configurations) -> list[Difference]:
     """Return the settings of two models that differ, or that may differ. Without a configuration, nothing is known."""
-    differences = [*_list_unreadable(a, b)]
+    differences = [
+        *_list_unreadable(a, b, a="unreadable", b="readable"),
+        *_list_unreadable(b, a, a="readable", b="unreadable"),
+    ]
     pairs = _pair(a, b)
     for pair in pairs:
         differences += _compare_in_full(*pair)
@@ -74,28 +80,11 @@ def list_differences(a: Configurations, b: Configurations) -> list[Difference]:
     return differences
 
 
-def to_value(setting: Any) -> Any:
-    """Return a setting as a value of a report: lists and objects as JSON."""
-    is_container = isinstance(setting, (list, dict))
-    return json.dumps(setting, sort_keys=True) if is_container else setting
-
-
-def _list_unreadable(a: Configurations, b: Configurations) -> Iterator[Difference]:
+def _list_unreadable(model: Configurations, other: Configurations, **values: str) -> Iterator[Difference]:
     """Yield a difference for each file without a configuration, if the other model has a configuration."""
-    if b.by_name:
-        for path in a.unreadable:
-            yield Difference(
-                os.path.basename(path),
-                a="unreadable",
-                b="readable",
-            )
-    if a.by_name:
-        for path in b.unreadable:
-            yield Difference(
-                os.path.basename(path),
-                a="readable",
-                b="unreadable",
-            )
+    for path in model.unreadable:
+        if other.by_name:
+            yield Difference(os.path.basename(path), **values)
 
 
 def _pair(a: Configurations, b: Configurations) -> list[tuple[Configuration, Configuration]]:
@@ -121,8 +110,8 @@ def _compare_in_full(a: Configuration, b: Configuration) -> Iterator[Difference]
     for name in sorted(a.nested.keys() ^ b.nested.keys()):
         yield Difference(
             name,
-            a=a.nested.get(name),
-            b=b.nested.get(name),
+            a=_show(name, a.nested),
+            b=_show(name, b.nested),
         )
 
 
@@ -157,20 +146,26 @@ def _compare(
 
 
 def _show(key: str, settings: Mapping[str, Any]) -> Any:
-    """Return a setting for a report: null as in the file, None for a setting that the file lacks."""
-    value = settings.get(key)
-    return "null" if value is None and key in settings else value
+    """Return a setting for a report: null, lists and objects as JSON, None for a setting that the file lacks."""
+    if key not in settings:
+        return None
+
+    value = settings[key]
+    is_plain = isinstance(value, (str, int, float))
+    return value if is_plain else json.dumps(value, sort_keys=True)
 
 
 def _are_equal(value_a: Any, value_b: Any) -> bool:
     """Whether two values of a file are equal; NaN, which Python reads, equals NaN. Unknown values never are."""
-    if UNKNOWN in (value_a, value_b):
-        return False
+    reasons = (
+        value_a == value_b,
+        repr(value_a) == repr(value_b),
+        _is_kind(value_a, value_b),
+        _is_kind(value_b, value_a),
+    )
+    return UNKNOWN not in (value_a, value_b) and any(reasons)
 
-    # Another library states the kind of a scaling only.
-    if isinstance(value_a, str) and isinstance(value_b, dict):
-        return bool(value_b.get("rope_type") == value_a)
-    if isinstance(value_b, str) and isinstance(value_a, dict):
-        return bool(value_a.get("rope_type") == value_b)
 
-    return value_a == value_b or repr(value_a) == repr(value_b)
+def _is_kind(kind: Any, scaling: Any) -> bool:
+    """Whether a configuration states a scaling of positions, and another library its kind only."""
+    return isinstance(scaling, dict) and scaling.get("rope_type", "") == kind

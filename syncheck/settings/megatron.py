@@ -21,7 +21,8 @@ _NAMES = {
     "num_layers": "num_hidden_layers",
     "num_attention_heads": "num_attention_heads",
     "kv_channels": "head_dim",
-    "window_size": "sliding_window",
+    # The window before a token, and the window after it.
+    "window_size.0": "sliding_window",
     "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
@@ -39,16 +40,31 @@ _OTHERS = frozenset(
 _OFF: Sequence[Any] = (False, "", [], "softmax")
 # The functions of a layer, by the argument that selects them. The last one takes precedence.
 _ACTIVATIONS = {
-    "bias_gelu_fusion": "gelu_new",
-    "swiglu": "silu",
-    "quick_geglu": "quick_gelu",
-    "squared_relu": "relu2",
-    "openai_gelu": "gelu_new",
+    ("swiglu", False): "gelu",
+    ("bias_gelu_fusion", True): "gelu_new",
+    ("swiglu", True): "silu",
+    ("quick_geglu", True): "quick_gelu",
+    ("squared_relu", True): "relu2",
+    ("openai_gelu", True): "gelu_new",
 }
 
 
-# The name of the constant in the norms of a kind.
-_CONSTANTS_OF_NORMS: Mapping[Any, str] = {"RMSNorm": "rms_norm_eps"}
+# The same for the constant in norms, by their kind, with its older name.
+_NAMES_OF_NORMS: Mapping[str, Mapping[str, str]] = {
+    "RMSNorm": dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), "rms_norm_eps"),
+    "LayerNorm": dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), "layer_norm_eps"),
+}
+# The same for positions, by their kind. Other kinds ignore the arguments.
+_NAMES_OF_POSITIONS: Mapping[str, Mapping[str, str]] = {
+    "rope": {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"},
+}
+# The numbers in Megatron's code for scaled positions (rotary_pos_embedding.py).
+_SCALED: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,35 +79,29 @@ def read_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
         if arguments.setdefault(argument, value) != value:
             arguments[argument] = f"{arguments[argument]} and {value}"
 
-    # The values of a list have names of their own.
-    for name in sorted(arguments):
-        list_name, is_item, _ = name.partition(".")
-        if is_item:
-            items = arguments.setdefault(list_name, [])
-            items += [arguments[name]] if isinstance(items, list) else []
-
     return _translate(arguments) if arguments.keys() & _MARKS else {}
 
 
 def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model with these arguments."""
     stated = {key: value for key, value in arguments.items() if value is not None}
-    settings = {name: stated[key] for key, name in _NAMES.items() if key in stated}
+    names = {
+        **_NAMES,
+        **_NAMES_OF_NORMS.get(str(stated.get("normalization", "LayerNorm")), {}),
+        **_NAMES_OF_POSITIONS.get(str(stated.get("position_embedding_type", "rope")), {}),
+    }
+    settings = {name: stated[key] for key, name in names.items() if key in stated}
     # An argument that is off has the meaning of a missing one.
     settings |= {f"args.{key}": stated[key] for key in _OTHERS & stated.keys() if stated[key] not in _OFF}
-    settings |= _translate_norms(stated)
-    settings |= _translate_positions(stated)
+    settings |= _translate_scaling(stated)
     settings |= _translate_experts(stated)
-    if stated.get("group_query_attention") and "num_query_groups" in stated:
-        settings["num_key_value_heads"] = stated["num_query_groups"]
+    if stated.get("group_query_attention"):
+        settings["num_key_value_heads"] = stated.get("num_query_groups")
     if "untie_embeddings_and_output_weights" in stated:
         settings["tie_word_embeddings"] = not stated["untie_embeddings_and_output_weights"]
 
-    # An incomplete list of arguments does not show the function.
-    if "swiglu" in stated:
-        settings["hidden_act"] = "gelu"
-    for argument, activation in _ACTIVATIONS.items():
-        if stated.get(argument):
+    for (argument, value), activation in _ACTIVATIONS.items():
+        if stated.get(argument) == value:
             settings["hidden_act"] = activation
 
     return {
@@ -100,34 +110,12 @@ def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _translate_norms(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constant in the norms, whose name depends on the kind of the norms."""
-    name = _CONSTANTS_OF_NORMS.get(stated.get("normalization"), "layer_norm_eps")
-    constants = (
-        stated.get("norm_epsilon"),
-        stated.get("layernorm_epsilon"),
-    )
-    settings = {}
-    for constant in constants:
-        if constant is not None:
-            settings[name] = constant
-
-    return settings
-
-
-def _translate_positions(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary positions; empty for other positions."""
-    if "rotary_base" not in stated or stated.get("position_embedding_type", "rope") != "rope":
-        return {}
-
-    settings: dict[str, Any] = {
-        "rope_theta": stated["rotary_base"],
-        "partial_rotary_factor": stated.get("rotary_percent", 1.0),
-        "rope_scaling": None,
-    }
+def _translate_scaling(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling of rotary positions; empty without one."""
+    settings: dict[str, Any] = {}
     if stated.get("use_rope_scaling"):
         settings["rope_scaling"] = {
-            "rope_type": "llama3",
+            **_SCALED,
             "factor": stated.get("rope_scaling_factor", 8.0),
         }
     if "rotary_seq_len_interpolation_factor" in stated:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.settings.defaults import MEGATRON, META, UNKNOWN, find_default
+from syncheck.settings.defaults import MEGATRON, META, find_default
 from syncheck.settings.files import is_size
 
 if TYPE_CHECKING:
@@ -42,13 +42,11 @@ _GENERATION = (
     "decoder_start_token_id forced_bos_token_id forced_eos_token_id"
 )
 _NEUTRAL = frozenset(f"{_ORIGIN} {_OUTPUTS} {_TRAINING} {_GENERATION}".split())
-# Random masks of training, and the contents of outputs.
+# Random masks of training, and the contents of outputs. ESM scales its embeddings in evaluation if token_dropout is on.
 _NEUTRAL_NAME = (
-    r".*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
+    r"(?!token_dropout).*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
     r"|output_(?:attentions|hidden_states|scores|router_logits|past)"
 )
-# Masks of training with the name of a dropout, and the setting of a model that scales its embeddings with it.
-_SCALES_WITH_MASK = "token_dropout"
 # Models that count positions from the number of this token.
 _COUNT_FROM_PAD = frozenset(
     "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm data2vec-text longformer led mpnet esm ibert "
@@ -123,6 +121,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
+    "rope_scaling": {"rope_type": "default"},
 }
 # The last layer of so many layers attends to all positions, unless the configuration states another number.
 _FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
@@ -136,16 +135,12 @@ def is_neutral(key: str, model_type: object, architectures: object = None) -> bo
 
     architectures: the classes that a configuration states.
     """
-    if key in _POOLING and _CLASSIFIER in str(architectures):
-        return False
-
-    if key in _TYPES_OF_TOKEN:
-        return str(model_type) not in _TYPES_OF_TOKEN[key]
-
-    if key == _SCALES_WITH_MASK:
-        return False
-
-    return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
+    decides_output = (
+        key in _POOLING and _CLASSIFIER in str(architectures),
+        str(model_type) in _TYPES_OF_TOKEN.get(key, ()),
+    )
+    is_listed = key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
+    return is_listed and not any(decides_output)
 
 
 def find_effective(key: str, settings: Mapping[str, Any], model_type: object) -> Any:
@@ -153,11 +148,11 @@ def find_effective(key: str, settings: Mapping[str, Any], model_type: object) ->
 
     settings: of the configuration, which may not state the key.
     """
-    value = settings[key] if key in settings else _find_default(key, str(model_type))
+    default = _find_default(key, str(model_type))
+    value = settings.get(key, default)
     # Without a value of its own, the setting follows from other settings.
-    if value is None or value is UNKNOWN:
-        derived = _derive(settings, str(model_type))
-        value = derived.get(key, value)
+    if value is None:
+        value = _derive(settings, str(model_type)).get(key)
 
     return value
 
@@ -169,10 +164,11 @@ def _find_default(key: str, model_type: str) -> Any:
         return None
 
     defaults = {
+        key: find_default(key, model_type),
         **_DEFAULTS,
         **_DEFAULTS_OF_TYPE.get(model_type, {}),
     }
-    return defaults[key] if key in defaults else find_default(key, model_type)
+    return defaults[key]
 
 
 def _name_labels(settings: Mapping[str, Any]) -> dict[str, Any]:

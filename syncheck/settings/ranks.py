@@ -48,14 +48,13 @@ def compare_settings(
 
 def _find_differing(snapshots: Mapping[int, Snapshot]) -> dict[str, dict[int, Any]]:
     """Return the values of each setting that differs, by its key and by rank."""
-    ranks = [rank for rank, snapshot in snapshots.items() if _has_settings(snapshot)]
-    folders = list_folders(snapshots[rank].path for rank in ranks)
-    has_arguments = any(map(_has_arguments, snapshots.values()))
-    # The ranks of one folder have one configuration.
-    if len(ranks) < 2 or (len(folders) < 2 and not has_arguments):
+    sources = {rank: _find_source(snapshot) for rank, snapshot in snapshots.items()}
+    # One rank may write the settings for all ranks.
+    ranks = [rank for rank, source in sources.items() if source]
+    if len({sources[rank] for rank in ranks}) < 2:
         return {}
 
-    from syncheck.settings.differences import list_differences, to_value  # for few comparisons
+    from syncheck.settings.differences import list_differences  # for few comparisons
 
     first_rank, *other_ranks = ranks
     first = _read(snapshots[first_rank])
@@ -63,25 +62,24 @@ def _find_differing(snapshots: Mapping[int, Snapshot]) -> dict[str, dict[int, An
     for rank in other_ranks:
         for difference in list_differences(first, _read(snapshots[rank])):
             # Other ranks have the value of the first rank, unless they differ from it.
-            default = dict.fromkeys(ranks, to_value(difference.a))
+            default = dict.fromkeys(ranks, difference.a)
             by_rank = by_key.setdefault(difference.key, dict.fromkeys(snapshots) | default)
-            by_rank[rank] = to_value(difference.b)
+            by_rank[rank] = difference.b
 
     return by_key
 
 
-def _has_settings(snapshot: Snapshot) -> bool:
-    """Whether a rank has settings in its file, or beside it. One rank may write them for all ranks."""
+def _find_source(snapshot: Snapshot) -> str:
+    """Return the file or the folder with the settings of a rank, empty without settings."""
     if snapshot.format == "memory":
-        return False
+        return ""
+    if any(_ARGUMENTS in name for name in snapshot.values):
+        return snapshot.path
 
     (folder,) = list_folders([snapshot.path])
     paths = [os.path.join(folder, name) for name in CONFIGURATIONS]
-    return _has_arguments(snapshot) or any(map(os.path.lexists, paths))
-
-
-def _has_arguments(snapshot: Snapshot) -> bool:
-    return any(_ARGUMENTS in name for name in snapshot.values)
+    has_configuration = any(map(os.path.lexists, paths))
+    return os.path.abspath(folder) if has_configuration else ""
 
 
 def _read(snapshot: Snapshot) -> Configurations:

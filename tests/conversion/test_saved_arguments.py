@@ -86,7 +86,12 @@ def test_arguments_are_settings(tmp_path: Path, change: dict[str, Any], setting:
 def test_equal_settings_of_both_libraries(tmp_path: Path) -> None:
     """A scaling and a base that both libraries state are equal."""
     changed = save(tmp_path / "a.pt", {"use_rope_scaling": True, "rope_scaling_factor": 8.0, "rotary_base": 500000})
-    scaling = {"rope_type": "llama3", "factor": 8.0}
+    scaling = {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     for factor, code in ((8.0, 0), (32.0, 2)):
         config = CONFIG | {"rope_theta": 5e5, "rope_scaling": scaling | {"factor": factor}}
         report = syncheck.diff(changed, llama.write(tmp_path / "hf", llama.make_model(), config))
