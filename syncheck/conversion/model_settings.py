@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from syncheck.conversion.sides import list_snapshots
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.messages import Note, note_if
 from syncheck.records import ValueDiff
-from syncheck.settings.configurations import read_configurations
 from syncheck.settings.differences import Difference, list_differences
 from syncheck.settings.neutral import SIZES
 from syncheck.tensors.blocks import has_elements
@@ -50,7 +48,7 @@ def add_settings(
     exclude: globs of values to skip.
     assumes_tie: whether one model lacks an output layer, and nothing states whether it uses its embedding.
     """
-    a, b = map(_read, sides)
+    a, b = (side.configurations for side in sides)
     unreadable = (*a.unreadable, *b.unreadable)
     notes = [*comparison.notes, *note_if(unreadable, Note.UNREADABLE_CONFIGURATIONS(files=unreadable))]
     notes += note_if(_have_other_types(a, b), Note.MODEL_TYPES_DIFFER(a=a.model_type, b=b.model_type))
@@ -83,17 +81,6 @@ def add_settings(
         values=(*comparison.values, *diffs),
         notes=tuple(notes),
     )
-
-
-def _read(side: Side) -> Configurations:
-    """Return the configurations of a side."""
-    paths: list[str] = []
-    values: dict[str, Any] = {}
-    for rank, snapshot in enumerate(list_snapshots(side.group)):
-        paths.append(snapshot.path)
-        values |= {f"{rank}.{name}": value for name, value in snapshot.values.items()}
-
-    return read_configurations(paths, values)
 
 
 def _have_other_types(a: Configurations, b: Configurations) -> bool:

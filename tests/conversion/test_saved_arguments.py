@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +82,30 @@ def test_arguments_are_settings(tmp_path: Path, change: dict[str, Any], setting:
         for sides in ((changed, other), (other, changed)):
             report = syncheck.diff(*sides)
             assert (report.exit_code, find_settings(report)) == (code, expected)
+
+
+def save_folder(folder: Path, *changes: dict[str, Any]) -> Path:
+    """Write a folder of Megatron with one file for each pipeline stage, with its arguments."""
+    for stage, change in enumerate(changes):
+        path = folder / "iter_0000500" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        arguments = argparse.Namespace(**ARGUMENTS, pipeline_model_parallel_size=len(changes), iteration=500)
+        vars(arguments).update(change)
+        norm = {"decoder.layers.0.input_layernorm.weight": torch.rand(32, generator=torch.Generator().manual_seed(0))}
+        torch.save({"model": norm, "args": arguments, "iteration": 500, "checkpoint_version": 3.0}, path)
+
+    return folder
+
+
+def test_arguments_in_folders(tmp_path: Path) -> None:
+    """The arguments in all files of a folder are compared, also if they are an object of a class."""
+    plain = save_folder(tmp_path / "a", {}, {})
+    changed = save_folder(tmp_path / "b", {"rotary_base": 500000}, {"rotary_base": 500000})
+    contradicting = save_folder(tmp_path / "c", {}, {"rotary_base": 500000})
+    assert syncheck.diff(plain, save_folder(tmp_path / "d", {}, {})).exit_code == 0
+    for other in (changed, contradicting):
+        report = syncheck.diff(plain, other)
+        assert (report.exit_code, find_settings(report)) == (2, ["(model setting rope_theta)"])
 
 
 def test_equal_settings_of_both_libraries(tmp_path: Path) -> None:
