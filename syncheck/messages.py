@@ -157,9 +157,6 @@ class Note(Sentence):
         "skip with {exclude:option GLOB}"
     )
     MODEL_TYPES_DIFFER = "the configurations beside the files state the model type {a:name} in A and {b:name} in B"
-    MODEL_SETTINGS_ABSENT = (
-        "not compared, because only one of the configurations beside the files states {settings:names 5}"
-    )
     UNREADABLE_CONFIGURATIONS = "not read, because the content is no configuration in JSON: {files:names}"
     SAME_FILES = "A and B have files in common, whose data was compared with itself: {files:names 3}"
     MODEL_VALUES_ABSENT = (

@@ -60,8 +60,8 @@ SLOW_LIBRARIES = ("torch", "rich", "ml_dtypes", "hashlib", "statistics", "tempfi
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
     "text | loaded | suggestions | versions | frozen | option_kinds < errors < sentences | atomic < messages < "
-    "snapshots < findings < records < tensors < layout < comparison | readers | diagnose < options < config | "
-    "conversion | report < api < live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
+    "snapshots < findings < records < tensors < layout < settings < comparison | readers | diagnose < options < "
+    "config | conversion | report < api < live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
 )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Rules have a table of their own, in findings.md.
 # The packages of syncheck that users meet.
-_DOORS = frozenset({"report", "live", "parity", "cli", "integrations", "pytest_plugin"})
+_DOORS = frozenset({"settings", "report", "live", "parity", "cli", "integrations", "pytest_plugin"})
 _RULE = re.compile(r"syn\d{3}_")
 # Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {

@@ -16,6 +16,7 @@ from syncheck.layout.copies import broken_ties, common_ties, list_ties_by_rank
 from syncheck.layout.replica_groups import mesh_of
 from syncheck.messages import Grouping, Note, note_if
 from syncheck.records import Comparison, Counts, GroupEvidence, Replica
+from syncheck.settings.ranks import compare_settings
 from syncheck.snapshots import are_in_memory, get_metadata
 from syncheck.tensors.value_kinds import counts_updates, stores_progress
 
@@ -66,6 +67,12 @@ def compare_group(replicas: CheckpointGroup, selection: Selection) -> Comparison
     notes += note_absent_values(snapshots, values)
     notes += note_attributes(values)
     notes += note_unknown_values(values)
+    # `diff` compares the settings of two models after it has joined their files.
+    if not replicas.two_models:
+        differing_settings, setting_notes = compare_settings(snapshots, selection.exclude)
+        values += differing_settings
+        notes += setting_notes
+
     return Comparison(
         name=name,
         run=replicas.run,

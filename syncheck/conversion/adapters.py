@@ -22,11 +22,12 @@ from syncheck.conversion.adapter_parts import (
 )
 from syncheck.conversion.adapter_problems import AdapterProblem
 from syncheck.conversion.adapter_settings import AdapterSettings
-from syncheck.conversion.name_maps import read_json, split_tensor
+from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.replacements import replace_rows, replace_tensor
 from syncheck.frozen import record, replace
 from syncheck.messages import Refusal
 from syncheck.readers.adapter_config import NAME
+from syncheck.settings.files import read_json
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from syncheck.layout.groups import CheckpointGroup
     from syncheck.messages import Message
-    from syncheck.records import Alias, Comparison, Group, Replica
+    from syncheck.records import Alias, Comparison, Group, Replica, TensorDiff, ValueDiff
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
@@ -148,7 +148,13 @@ def compare_sides(
         )
         comparison = add_relations_of_sides(comparison, sides, options, files)
         copies = add_other_model(sides, copies, files)
-        comparison = add_settings(comparison, sides, options.exclude, files)
+        comparison = add_settings(
+            comparison,
+            sides,
+            options.exclude,
+            files,
+            assumes_tie=any(note.code is Note.ASSUMED_TIE for note in mapped.notes),
+        )
     if histograms:
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
@@ -307,7 +313,8 @@ def _judge_models(comparison: Comparison, copies: Sequence[Group | None], option
 
 def _is_doubtful(copies: Group) -> bool:
     """Whether copies differ or could not be compared. Shards of a side are no reason for doubt."""
-    return copies.verdict == "out_of_sync" or any(diff.unknown for diff in copies.tensors)
+    differences: tuple[TensorDiff | ValueDiff, ...] = (*copies.tensors, *copies.values)
+    return copies.verdict == "out_of_sync" or any(diff.unknown for diff in differences)
 
 
 def _list_allowed(options: DiffOptions) -> frozenset[str]:

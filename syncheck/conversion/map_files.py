@@ -9,11 +9,12 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from syncheck.conversion.name_maps import MOST_PARTS, VARIABLES, NameMap, Rule, is_setting, is_size
+from syncheck.conversion.name_maps import MOST_PARTS, VARIABLES, NameMap, Rule
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError
 from syncheck.readers import outputs
+from syncheck.settings.files import is_setting, is_size
 from syncheck.suggestions import suggest
 from syncheck.text import brief
 

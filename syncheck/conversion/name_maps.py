@@ -9,7 +9,6 @@ Every operation is documented at its field of `Rule`; docs/same-model.md explain
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.conversion.templates import Template, parse_template
 from syncheck.frozen import record
 from syncheck.layout import views
+from syncheck.settings.files import CONFIGURATIONS, is_setting, list_folders, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 VARIABLES = ("heads", "kv_heads", "head_dim")
 # Limits of the parts of one stored tensor, and of its groups of heads: more than any model has.
 MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
-_MOST_JSON = 1 << 20  # bytes
-# Limit of heads and sizes in a configuration, more than any model has: JSON integers have no upper limit.
-_MOST_SETTING = 1 << 24
-# The files with the settings of a model, of Hugging Face and of Meta.
-CONFIGURATIONS = ("config.json", "params.json")
 # The names of the variables in the settings of several libraries.
 _SETTINGS = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -176,12 +171,6 @@ class NameMap:
                 present.add(beside)
         rules = tuple(rule for rule in self.rules if rule.beside in present)
         return replace(self, rules=rules)
-
-
-def is_size(value: object, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least `least`."""
-    # The type is compared, because booleans are integers for `isinstance`.
-    return type(value) is int and value >= least
 
 
 def split_tensor(
@@ -391,12 +380,6 @@ def read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> list[dict[
     return settings
 
 
-def list_folders(paths: Iterable[str]) -> list[str]:
-    """Return the folders of files, each once. A path may be a folder itself."""
-    folders = [path if os.path.isdir(path) else os.path.dirname(path) for path in paths]
-    return list(dict.fromkeys(folders))
-
-
 def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
     """Return the first of the settings that is a valid number, else 0."""
     for name in names:
@@ -404,18 +387,3 @@ def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
         if is_setting(value):
             return int(value)
     return 0
-
-
-def is_setting(value: Any) -> bool:
-    """Whether a value of a configuration is a number of heads, or a size, that a model can have."""
-    return is_size(value) and value <= _MOST_SETTING
-
-
-def read_json(path: str) -> dict[str, Any] | None:
-    """Return a configuration; None if the file is missing, too large or not a JSON object."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.loads(file.read(_MOST_JSON))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

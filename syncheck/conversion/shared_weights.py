@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.name_maps import read_settings
 from syncheck.conversion.vocabularies import classify_vocabulary
 from syncheck.layout.copies import find_shared_tensors
+from syncheck.settings.defaults import find_default
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,18 +60,27 @@ def _is_tied_bias(names: Sequence[str]) -> bool:
 
 
 def find_output_tie(paths: Sequence[str], values: Mapping[str, Any]) -> bool | None:
-    """Return whether the output layer of a model uses the weight of its embedding; None if no configuration states it.
+    """Return whether the output layer of a model uses the weight of its embedding, None if it is not known.
+
+    A configuration without a statement has the default of its type of model.
 
     Parameters as for `name_maps.find_variables`.
     """
     statements = set()
+    defaults = []
     for settings in read_settings(paths, values):
+        if "model_type" in settings:
+            defaults.append(find_default("tie_word_embeddings", settings["model_type"]))
+
         for name, tying_value in _TYING.items():
-            value = settings.get(name)
-            if isinstance(value, bool):
-                statements.add(value is tying_value)
+            if name in settings:
+                value = settings[name]
+                statements.add(value is tying_value if isinstance(value, bool) else None)
+
+    # The outer configuration comes before that of its language model.
+    ties = (statements or {*defaults[:1]}) & {True, False}
     # Configurations that contradict each other state nothing.
-    return statements.pop() if len(statements) == 1 else None
+    return ties.pop() if len(ties) == 1 else None
 
 
 def is_output_tie(name: str, other: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.earlier_steps import find_earlier
-from syncheck.conversion.name_maps import CONFIGURATIONS, find_variables
+from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.shared_weights import find_output_tie, is_output_tie
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.frozen import record
@@ -22,6 +22,8 @@ from syncheck.layout.whole_model import join, locate_shards, split_folder
 from syncheck.messages import Grouping
 from syncheck.readers import find
 from syncheck.records import Alias, Place
+from syncheck.settings.configurations import Configurations, read_configurations
+from syncheck.settings.files import CONFIGURATIONS
 from syncheck.text import names_text
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Side:
     """The numbers of heads and their size, as far as a configuration states them."""
     output_tie: bool | None = None
     """Whether a configuration states that the output layer uses the weight of the embedding, if at all."""
+    configurations: Configurations = Configurations(by_name={}, unreadable=())
+    """The settings beside the files, and saved in them."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     """The stored tensor of each tensor of the model, after a map."""
     map: NameMap | None = None
@@ -118,8 +122,10 @@ def open_side(label: str, source: Source) -> Side:
         error.args = (f"{label}: {error}",)
         raise
     values: dict[str, Any] = {}
-    for snapshot in opened.snapshots:
+    values_by_file: dict[str, Any] = {}
+    for number, snapshot in enumerate(opened.snapshots):
         values |= snapshot.values
+        values_by_file |= {f"{number}.{name}": value for name, value in snapshot.values.items()}
     paths = [snapshot.path for snapshot in opened.snapshots]
     variables = find_variables(paths, values)
     return Side(
@@ -131,6 +137,7 @@ def open_side(label: str, source: Source) -> Side:
         aliases=tuple(opened.aliases),
         variables=variables,
         output_tie=find_output_tie(paths, values),
+        configurations=read_configurations(paths, values_by_file),
     )
 
 

@@ -37,7 +37,7 @@ _HARMLESS = {("SYN201", "warning")}
 # Notes on the limits of a verdict: ranks without files, contradicting steps, elements that a conversion lost, and parts
 # of a step in parity.
 _OF_FILES = (Note.NO_FILES, Note.SAME_FILES, Note.CONTRADICTING_STEPS, Note.MORE_CONTRADICTING_STEPS)
-_OF_MODELS = (Note.MODEL_TYPES_DIFFER, Note.MODEL_SETTINGS_ABSENT, Note.FLUSHED)
+_OF_MODELS = (Note.MODEL_TYPES_DIFFER, Note.FLUSHED)
 SCOPE = (
     *_OF_FILES,
     *_OF_MODELS,

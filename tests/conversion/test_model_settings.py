@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
+ABSENT = object()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LABELS = {"id2label": {"0": "NO", "1": "YES"}, "label2id": {"NO": 0, "YES": 1}}
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
 BASE = CONFIG | {
     "model_type": "llama",
     "rope_theta": 10000.0,
@@ -119,6 +122,34 @@ def test_unknown_settings_count_in_one_type_of_model(
         assert find_note(report, Note.MODEL_SETTINGS_DIFFER) is not None
 
 
+@pytest.mark.parametrize(
+    ("config", "change", "code"),
+    [
+        (LABELS, {"id2label": {"0": "YES", "1": "NO"}}, 2),
+        (LABELS, {"label2id": {"NO": 1, "YES": 0}}, 2),
+        (LABELS, {"id2label": {"1": "YES", "0": "NO"}}, 0),
+        ({}, {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}, 0),
+        ({}, {"id2label": {"0": "LABEL_1", "1": "LABEL_0"}}, 2),
+        ({}, {"id2label": None}, 0),
+        (CLASSIFIER | {"pad_token_id": 0}, {"pad_token_id": 3}, 2),
+        (CLASSIFIER, {"pad_token_id": 3}, 2),
+        ({"architectures": ["LlamaForCausalLM"], "pad_token_id": 0}, {"pad_token_id": 3}, 0),
+        ({"model_type": "bart", "eos_token_id": 2}, {"eos_token_id": 1}, 2),
+        ({"model_type": "esm", "mask_token_id": 32}, {"mask_token_id": 31}, 2),
+        ({"model_type": "esm", "token_dropout": True}, {"token_dropout": False}, 2),
+        ({"bos_token_id": 1, "attention_dropout": 0.0}, {"bos_token_id": 2, "attention_dropout": 0.1}, 0),
+    ],
+)
+def test_settings_of_classifiers(tmp_path: Path, config: Any, change: Any, code: int) -> None:
+    """Other labels of rows, and another token that decides which output is used, make another model."""
+    config = BASE | config
+    for configs in ((config, config | change), (config | change, config)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == code
+        names = [value.name for value in report.groups[-1].values]
+        assert names == [f"(model setting {key})" for key in change] * (code // 2)
+
+
 def test_a_scale_that_depends_on_the_tie_counts(tmp_path: Path) -> None:
     """T5 scales the outputs of a decoder with tied embeddings, so the tie counts beside equal weights."""
     model = make_model()
@@ -129,17 +160,20 @@ def test_a_scale_that_depends_on_the_tie_counts(tmp_path: Path) -> None:
     assert value.name == "(model setting scale_decoder_outputs)"
 
 
-@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps", "hidden_act", "num_key_value_heads"])
-def test_a_lost_setting_is_undecided(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope_theta", 1e6), ("rms_norm_eps", 1e-5), ("hidden_act", "gelu"), ("num_key_value_heads", 2), ("new_key", 1)],
+)
+def test_a_lost_setting_is_undecided(tmp_path: Path, key: str, value: Any) -> None:
     """If only one configuration of one type states a setting, the default of the loader applies: exit code 2."""
-    config = BASE | {"model_type": "qwen2"}
+    config = BASE | {"model_type": "qwen2", key: value}
     lost = {name: value for name, value in config.items() if name != key}
     for configs in ((config, lost), (lost, config)):
         report = diff(tmp_path, *configs)
         assert report.exit_code == 2
-        (value,) = report.groups[-1].values
-        assert value.name == f"(model setting {key})"
-        assert None in value.by_rank.values()
+        (difference,) = report.groups[-1].values
+        assert difference.name == f"(model setting {key})"
+        assert set(difference.by_rank.values()) == {None, value}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +183,7 @@ def test_a_lost_setting_is_undecided(tmp_path: Path, key: str) -> None:
         pytest.param({"model_type": "gpt2", "n_positions": 8, "n_ctx": 8}, {"n_ctx": None}, id="gpt2"),
         pytest.param(
             {"model_type": "bert", "position_embedding_type": "absolute"},
-            {"position_embedding_type": None, "is_decoder": False, "add_cross_attention": False},
+            {"position_embedding_type": ABSENT, "is_decoder": False, "add_cross_attention": False},
             id="bert",
         ),
         pytest.param(
@@ -190,8 +224,9 @@ def test_a_lost_setting_is_undecided(tmp_path: Path, key: str) -> None:
 def test_two_versions_of_transformers_store_one_model(tmp_path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Transformers 4 and 5 store a model in other forms, and omit defaults that are known."""
     config = BASE | {"num_hidden_layers": 2} | old
-    assert diff(tmp_path, config, config | new).exit_code == 0
-    assert diff(tmp_path, config | new, config).exit_code == 0
+    changed = {key: value for key, value in (config | new).items() if value is not ABSENT}
+    assert diff(tmp_path, config, changed).exit_code == 0
+    assert diff(tmp_path, changed, config).exit_code == 0
 
 
 def test_the_quantization_of_other_weights_has_no_effect(tmp_path: Path) -> None:
@@ -241,13 +276,75 @@ def test_two_forms_of_scaled_positions(tmp_path: Path) -> None:
     assert diff(tmp_path, old, new).exit_code == 0
 
 
-def test_settings_that_another_type_of_model_lacks_are_listed(tmp_path: Path) -> None:
-    """Another type of model has other settings: a missing one is no difference, and notes list it and the types."""
-    shorter = {key: value for key, value in BASE.items() if key != "rope_theta"} | {"model_type": "mistral"}
-    report = diff(tmp_path, BASE, shorter)
-    assert report.exit_code == 0
-    assert find_note(report, Note.MODEL_SETTINGS_ABSENT) == {"settings": ("rope_theta",)}
-    assert find_note(report, Note.MODEL_TYPES_DIFFER) == {"a": "llama", "b": "mistral"}
+@pytest.mark.parametrize(
+    ("model_type", "key", "default"),
+    [
+        ("mistral", "sliding_window", 4096),
+        ("gemma2", "attn_logit_softcapping", 50.0),
+        ("gemma2", "final_logit_softcapping", 30.0),
+        ("gpt_oss", "sliding_window", 128),
+        ("gptj", "rotary_dim", 64),
+        ("granite", "attention_multiplier", 1.0),
+    ],
+)
+def test_null_is_not_the_default(tmp_path: Path, model_type: str, key: str, default: Any) -> None:
+    """A setting that is null differs from the default of a configuration without it, which an explicit value equals."""
+    lost = {name: value for name, value in BASE.items() if name != key} | {"model_type": model_type}
+    for configs in ((lost, lost | {key: None}), (lost | {key: None}, lost)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == 2
+        (difference,) = report.groups[-1].values
+        assert difference.name == f"(model setting {key})"
+        assert set(difference.by_rank.values()) == {None, "null"}
+
+    assert diff(tmp_path, lost, lost | {key: default}).exit_code == 0
+    assert diff(tmp_path, lost | {key: default}, lost | {key: None}).exit_code == 2
+    assert diff(tmp_path, lost | {key: None}, lost | {key: None}).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "code"),
+    [
+        ("llama", "rope_scaling", 0),
+        ("llama", "head_dim", 0),
+        ("mixtral", "sliding_window", 0),
+        ("qwen2", "sliding_window", 0),
+        ("olmo", "clip_qkv", 0),
+        ("my_model", "rope_scaling", 0),
+        ("my_model", "sliding_window", 2),
+        ("llama", "my_setting", 2),
+    ],
+)
+def test_null_is_a_known_default(tmp_path: Path, model_type: str, key: str, code: int) -> None:
+    """Null counts as absent for settings whose default is known to be null, and is undecided for all others."""
+    lost = {name: value for name, value in BASE.items() if name != key} | {"model_type": model_type}
+    assert diff(tmp_path, lost, lost | {key: None}).exit_code == code
+    assert diff(tmp_path, lost | {key: None}, lost).exit_code == code
+
+
+def test_a_window_that_is_switched_off_is_not_the_default(tmp_path: Path) -> None:
+    """A window that is off differs from the window that another type of model has by default."""
+    off = BASE | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
+    (difference,) = diff(tmp_path, off, BASE | {"model_type": "mistral"}).groups[-1].values
+    assert difference.name == "(model setting sliding_window)"
+    assert diff(tmp_path, off, BASE).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "theta", "code"), [("llama", 1e4, 0), ("llama", 1e6, 2), ("mixtral", 1e6, 0), ("my_model", 1e4, 2)]
+)
+def test_a_setting_that_another_type_of_model_lacks(tmp_path: Path, model_type: str, theta: float, code: int) -> None:
+    """A setting that another type of model does not state is equal to its known default only; a note has the types."""
+    lost = {key: value for key, value in BASE.items() if key != "rope_theta"} | {"model_type": model_type}
+    stated = BASE | {"model_type": "mistral", "rope_theta": theta, "sliding_window": None}
+    lost["sliding_window"] = None
+    for configs in ((stated, lost), (lost, stated)):
+        report = diff(tmp_path, *configs)
+        assert report.exit_code == code
+        names = [value.name for value in report.groups[-1].values]
+        assert names == ["(model setting rope_theta)"] * (code // 2)
+
+    assert find_note(report, Note.MODEL_TYPES_DIFFER) == {"a": model_type, "b": "mistral"}
 
 
 def test_models_without_a_configuration(tmp_path: Path) -> None:
@@ -256,15 +353,42 @@ def test_models_without_a_configuration(tmp_path: Path) -> None:
     assert (report.exit_code, report.groups[-1].values) == (0, ())
 
 
-def test_settings_of_meta(tmp_path: Path) -> None:
-    """The numbers of heads have other names in Meta's params.json, which has no name for scaled positions."""
-    scaled = BASE | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    for heads, expected in ((4, 0), (8, 2)):
-        first = write(tmp_path / "a", make_model(), scaled)
-        second = write(tmp_path / "b", make_model())
-        params = {"dim": 32, "n_heads": heads, "n_kv_heads": 2, "rope_theta": 10000.0}
-        (tmp_path / "b" / "params.json").write_text(json.dumps(params), encoding="utf-8")
-        assert syncheck.diff(first, second).exit_code == expected
+SCALED = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "differing"),
+    [
+        ({}, {}, None),
+        ({}, {"n_heads": 8}, "num_attention_heads"),
+        ({}, {"n_kv_heads": 4}, "num_key_value_heads"),
+        ({}, {"norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e-2}, {}, "rms_norm_eps"),
+        ({}, {"rope_theta": 5e5}, "rope_theta"),
+        ({"rope_theta": 5e5}, {}, "rope_theta"),
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5}, None),
+        ({}, {"use_scaled_rope": True}, "rope_scaling"),
+        (SCALED, {}, "rope_scaling"),
+        (SCALED, {"use_scaled_rope": True}, None),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, {"use_scaled_rope": True}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act"),
+        ({"vocab_size": 100}, {"vocab_size": 99}, "vocab_size"),
+        ({"vocab_size": 100}, {"vocab_size": -1}, None),
+        ({"model_type": "mistral", "sliding_window": 4096}, {}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 4096}, {"sliding_window": 4096}, None),
+    ],
+)
+def test_settings_of_meta(tmp_path: Path, config: Any, params: Any, differing: str | None) -> None:
+    """Settings have other names and constants in Meta's params.json, and are compared with those of Hugging Face."""
+    first = write(tmp_path / "a", make_model(), BASE | config)
+    second = write(tmp_path / "b", make_model())
+    content = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-6} | params
+    (tmp_path / "b" / "params.json").write_text(json.dumps(content), encoding="utf-8")
+    for sides in ((first, second), (second, first)):
+        report = syncheck.diff(*sides)
+        assert report.exit_code == (2 if differing else 0)
+        names = [value.name for value in report.groups[-1].values]
+        assert names == ([f"(model setting {differing})"] if differing else [])
 
 
 def test_a_tie_of_equal_weights_has_no_effect(tmp_path: Path) -> None:

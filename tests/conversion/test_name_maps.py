@@ -231,7 +231,8 @@ def test_ties_and_ignored_tensors(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text(
         "tied = [['lm_head.weight', 'model.embed_tokens.weight']]\n[[rule]]\nname = 'inv_freq'\nparts = []\n"
     )
-    a = llama.write(tmp_path / "hf", {**model, "inv_freq": np.ones(4, np.float32)}, llama.CONFIG)
+    config = llama.CONFIG | {"tie_word_embeddings": True}
+    a = llama.write(tmp_path / "hf", {**model, "inv_freq": np.ones(4, np.float32)}, config)
     report = syncheck.diff(a, llama.write(tmp_path / "megatron", converted))
     assert report.exit_code == 1  # inv_freq is missing in B
     text = (tmp_path / "map.toml").read_text()

@@ -44,7 +44,6 @@ def find(report: syncheck.Report) -> dict[str, set[str]]:
         ({}, {"text_config": {"tie_word_embeddings": False}}, True),
         ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
         ({}, {"tie_word_embeddings": True}, False),
-        ({}, {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, False),
     ],
 )
 def test_a_head_that_a_configuration_does_not_tie_is_missing(
@@ -60,13 +59,59 @@ def test_a_head_that_a_configuration_does_not_tie_is_missing(
         assert find(report) == ({"SYN101": {HEAD}} if missing else {})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "tied"), [("llama", False), ("mistral", False), ("qwen3", False), ("gemma", True), ("gemma2", True)]
+)
+def test_the_default_of_a_type_decides(tmp_path: Path, model_type: str, tied: bool) -> None:
+    """A lost head is missing without a statement if the type does not tie it; the default equals its statement."""
+    model = make_tied()
+    config = llama.CONFIG | {"model_type": model_type}
+    a = llama.write(tmp_path / "a", model, config)
+    b = llama.write(tmp_path / "b", drop(model, HEAD), config)
+    for pair in ((a, b), (b, a)):
+        report = syncheck.diff(*pair)
+        assert find(report) == ({} if tied else {"SYN101": {HEAD}})
+        assert Note.ASSUMED_TIE not in list_codes(report.groups[-1].notes)
+
+    for stated in (True, False):
+        c = llama.write(tmp_path / "c", drop(model, HEAD), config | {"tie_word_embeddings": stated})
+        for pair in ((b, c), (c, b)):
+            # Without a head in either file, a model without a tie gets a random head.
+            report = syncheck.diff(*pair)
+            assert report.exit_code == (0 if stated == tied else 2)
+            names = [value.name for value in report.groups[-1].values]
+            assert names == ([] if stated == tied else ["(model setting tie_word_embeddings)"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"model_type": "my_model"},
+        {"tie_word_embeddings": "false"},
+        {"model_type": "llama", "tie_word_embeddings": None},
+        {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+    ],
+)
+def test_an_unknown_tie_is_undecided(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Without a known default, or with two statements, nothing decides whether a lost head is tied."""
+    model = make_tied()
+    a = llama.write(tmp_path / "a", model, llama.CONFIG | config)
+    b = llama.write(tmp_path / "b", drop(model, HEAD), llama.CONFIG | config)
+    report = syncheck.diff(a, b)
+    assert (report.exit_code, find(report)) == (2, {})
+    (value,) = report.groups[-1].values
+    assert (value.name, value.unknown) == ("(model setting tie_word_embeddings)", True)
+    assert syncheck.diff(a, b, options=DiffOptions(exclude=(value.name,))).exit_code == 0
+
+
 @pytest.mark.parametrize("config", [None, llama.CONFIG, llama.CONFIG | {"tie_word_embeddings": "false"}])
 def test_without_a_statement_the_tie_is_noted(tmp_path: Path, config: Any) -> None:
     """A note names the missing head, and no note is needed if the configuration ties it."""
     model = make_tied()
     a = llama.write(tmp_path / "a", model, config)
     report = syncheck.diff(a, llama.write(tmp_path / "b", drop(model, HEAD), config))
-    assert report.exit_code == 0
+    assert report.exit_code == (0 if config is None else 2)
     [note] = [note for note in report.groups[-1].notes if note.code is Note.ASSUMED_TIE]
     assert note.parameters == {"side": "B", "names": (HEAD,)}
     stated = llama.write(tmp_path / "c", drop(model, HEAD), llama.CONFIG | {"tie_word_embeddings": True})
@@ -105,7 +150,13 @@ def test_megatron_states_separate_weights(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(array.copy()) for name, array in converted.items()}
     a = llama.write(tmp_path / "a", model, llama.CONFIG)
     for untie in (False, True):
-        arguments = {"untie_embeddings_and_output_weights": untie, "make_vocab_size_divisible_by": 128}
+        arguments = {
+            "untie_embeddings_and_output_weights": untie,
+            "make_vocab_size_divisible_by": 128,
+            "num_attention_heads": 4,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+        }
         torch.save({"model": tensors, "args": arguments}, tmp_path / "b.pt")
         report = syncheck.diff(a, tmp_path / "b.pt")
         assert report.exit_code == int(untie)

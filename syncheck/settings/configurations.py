@@ -10,8 +10,10 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.name_maps import CONFIGURATIONS, list_folders, read_json
 from syncheck.frozen import record
+from syncheck.settings.defaults import MEGATRON, META, find_default
+from syncheck.settings.files import CONFIGURATIONS, list_folders, read_json
+from syncheck.settings.megatron import NAME, read_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +26,21 @@ _NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
     "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
     "rotary_pct": "partial_rotary_factor",
     "rotary_emb_base": "rope_theta",
     "sliding_window_pattern": "_sliding_window_pattern",
 }
+# Settings that only Meta's params.json has together.
+_MARKS_OF_META = frozenset({"dim", "num_attention_heads"})
+# The names of its settings in transformers.
+_NAMES_OF_META = {
+    "dim": "hidden_size",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+# The kind of the scaled positions of Meta's code. The file does not state its numbers.
+_SCALED_BY_META = "llama3"
 # Models that scale the outputs of a decoder only if the output layer is tied, also if its weight equals the embedding.
 _SCALE_WITH_TIE = frozenset("t5 mt5 umt5 longt5 switch_transformers".split())
 _GATED = "gated-"
@@ -80,6 +93,13 @@ class Configurations:
     by_name: Mapping[str, Configuration]
     unreadable: tuple[str, ...]
 
+    @property
+    def model_type(self) -> str:
+        """The type of the model, empty without a statement."""
+        model_type = str(self.merge().get("model_type") or "")
+        # Other libraries do not state one.
+        return "" if model_type in (META, MEGATRON) else model_type
+
     def merge(self) -> dict[str, Any]:
         """Return the settings of all configurations."""
         settings: dict[str, Any] = {}
@@ -89,8 +109,11 @@ class Configurations:
         return settings
 
 
-def read_configurations(paths: Sequence[str]) -> Configurations:
-    """Return the configurations beside the files or folders of a model. Later folders take precedence."""
+def read_configurations(paths: Sequence[str], values: Mapping[str, Any]) -> Configurations:
+    """Return the configurations beside the files or folders of a model. Later folders take precedence.
+
+    values: of the files, by dotted name, like the arguments that Megatron saves.
+    """
     settings_of_file: dict[str, dict[str, Any]] = {}
     unreadable: list[str] = []
     for folder in list_folders(paths):
@@ -112,6 +135,10 @@ def read_configurations(paths: Sequence[str]) -> Configurations:
             settings=outer_settings,
             nested=configurations_by_name,
         )
+
+    arguments = read_arguments(values)
+    if arguments:
+        configurations[NAME] = Configuration(NAME, arguments, nested={})
 
     return Configurations(
         by_name=configurations,
@@ -161,31 +188,63 @@ def _normalize(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under one name and in one form each."""
     settings: dict[str, Any] = {}
     for key, value in stored.items():
-        # A missing value is no setting.
-        if value is not None:
-            settings[_NAMES.get(key, key)] = value
+        # Null beside another name of the setting is no value.
+        _complete(settings, _NAMES.get(key, key), value)
+
+    # The configuration of DistilBERT has the same names.
+    if settings.keys() >= _MARKS_OF_META and "model_type" not in settings:
+        settings = _translate_meta(settings)
 
     _unite_positions(settings)
     if str(settings.get("model_type")) in _SCALE_WITH_TIE:
         _state_t5(settings)
 
-    if settings.get("use_sliding_window") is False:
-        settings.pop("sliding_window", None)
+    _unite_windows(settings)
+    return settings
+
+
+def _complete(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set a setting without a value."""
+    if settings.get(name) is None:
+        settings[name] = value
+
+
+def _translate_meta(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Meta's params.json with the names of transformers."""
+    translated: dict[str, Any] = {"model_type": META}
+    for key, value in settings.items():
+        translated[_NAMES_OF_META.get(key, key)] = value
+
+    # The tokenizer has the size.
+    if translated.get("vocab_size") == -1:
+        del translated["vocab_size"]
+    is_scaled = translated.pop("use_scaled_rope", False)
+    if is_scaled:
+        translated["rope_scaling"] = _SCALED_BY_META
+
+    return translated
+
+
+def _unite_windows(settings: dict[str, Any]) -> None:
+    """Remove the forms of a window that no layer has."""
+    by_default = find_default("use_sliding_window", settings.get("model_type"))
+    if settings.get("use_sliding_window", by_default) is False:
+        # Null states that there is no window.
+        settings["sliding_window"] = None
         settings.pop("max_window_layers", None)
-        settings.pop("use_sliding_window")
+        settings.pop("use_sliding_window", None)
 
     # All layers attend to everything, as without the setting.
     layer_types = settings.get("layer_types")
     if isinstance(layer_types, list) and layer_types.count(_FULL) == len(layer_types):
-        del settings["layer_types"]
-
-    return settings
+        settings["layer_types"] = None
 
 
 def _state_t5(settings: dict[str, Any]) -> None:
     """Add the settings of T5 that follow from other settings, which transformers 5 stores."""
     default = _GATED_LAYERS.get(settings["model_type"], "relu")
-    layer = settings.setdefault("feed_forward_proj", default)
+    layer = settings.get("feed_forward_proj") or default
+    settings["feed_forward_proj"] = layer
     activation = str(layer).removeprefix(_GATED)
     # The first model with a gate approximated its function.
     if layer == "gated-gelu":
@@ -203,11 +262,13 @@ def _state_t5(settings: dict[str, Any]) -> None:
 def _unite_positions(settings: dict[str, Any]) -> None:
     """Change the settings of rotary positions to the form of transformers 4, with the scaling under one name."""
     rope: dict[str, Any] = {**_NO_SCALING}
+    is_stated = False
     for name in _ROPE:
         parameters = settings.get(name)
         if isinstance(parameters, dict):
             rope |= parameters
             del settings[name]
+            is_stated = True
 
     if _SLIDING in rope:
         _separate_layers(settings, rope)
@@ -215,9 +276,9 @@ def _unite_positions(settings: dict[str, Any]) -> None:
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     for name in _BESIDE_SCALING:
         if name in rope:
-            settings.setdefault(name, rope.pop(name))
+            _complete(settings, name, rope.pop(name))
 
-    if rope != _NO_SCALING:
+    if is_stated:
         settings["rope_scaling"] = rope
 
 
@@ -235,6 +296,6 @@ def _separate_layers(settings: dict[str, Any], rope: dict[str, Any]) -> None:
         **_NO_SCALING,
         **of_window,
     }
-    settings.setdefault("rope_local_base_freq", sliding.pop("rope_theta", None))
+    _complete(settings, "rope_local_base_freq", sliding.pop("rope_theta", None))
     if sliding != _NO_SCALING:
         settings["rope_scaling_of_sliding_attention"] = sliding

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.name_maps import is_size
+from syncheck.settings.defaults import MEGATRON, META, find_default
+from syncheck.settings.files import is_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _ORIGIN = (
     "_name_or_path architectures auto_map transformers_version _diffusers_version _commit_hash dtype "
     "torch_dtype use_bfloat16 torchscript _attn_implementation _attn_implementation_autoset _experts_implementation "
-    "attn_implementation tokenizer_class task_specific_params finetuning_task problem_type id2label label2id prefix "
+    "attn_implementation tokenizer_class task_specific_params finetuning_task problem_type prefix "
     "unsloth_version unsloth_fixed transformers.js_config"
 )
 # The form of the outputs, and the number of parts of a computation.
@@ -41,9 +42,9 @@ _GENERATION = (
     "decoder_start_token_id forced_bos_token_id forced_eos_token_id"
 )
 _NEUTRAL = frozenset(f"{_ORIGIN} {_OUTPUTS} {_TRAINING} {_GENERATION}".split())
-# Random masks of training, and the contents of outputs.
+# Random masks of training, and the contents of outputs. ESM scales its embeddings in evaluation if token_dropout is on.
 _NEUTRAL_NAME = (
-    r".*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
+    r"(?!token_dropout).*dropout.*|.*(?:pdrop|layerdrop|drop_path_rate|drop_rate)|mask_(?:time|feature)_(?:prob|length|min_masks)"
     r"|output_(?:attentions|hidden_states|scores|router_logits|past)"
 )
 # Models that count positions from the number of this token.
@@ -51,6 +52,18 @@ _COUNT_FROM_PAD = frozenset(
     "roberta xlm-roberta xlm-roberta-xl camembert roberta-prelayernorm data2vec-text longformer led mpnet esm ibert "
     "xmod layoutlmv3 luke mluke markuplm".split()
 )
+
+# Models whose output depends on the position of a token, or on masks with its number.
+_TYPES_OF_TOKEN: Mapping[str, frozenset[str]] = {
+    "pad_token_id": _COUNT_FROM_PAD,
+    "eos_token_id": frozenset("bart mbart plbart mvp bigbird_pegasus led t5 mt5 umt5 clip clip_text_model".split()),
+    "mask_token_id": frozenset({"esm"}),
+    "cls_token_id": frozenset({"xlnet"}),
+}
+# Classifiers take the output at the last token that is no padding, or at the end of the text.
+_POOLING = ("pad_token_id", "eos_token_id")
+_CLASSIFIER = "SequenceClassification"
+_LABEL = "LABEL_"
 
 # Settings that the stored tensors contain as sizes, or as tensors: another value does not fit the tensors.
 SIZES = frozenset(
@@ -72,13 +85,22 @@ _DEFAULTS: Mapping[str, Any] = {
     "pooler_act": "tanh",
     "relative_attention_max_distance": 128,
 }
-# The same for one type of model.
+# The same for one type of model, beside `syncheck.settings.defaults`.
 _ABSOLUTE = {"position_embedding_type": "absolute"}
+_PLAIN: Mapping[str, Any] = {
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "partial_rotary_factor": None,
+    "num_key_value_heads": None,
+}
 _DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
-    "mixtral": {"router_jitter_noise": 0.0},
+    "mixtral": {"router_jitter_noise": 0.0, "norm_topk_prob": True},
     "gemma3_text": {"use_bidirectional_attention": False},
     "vit": {"encoder_stride": 16},
+    # What Meta's code does without a setting (llama/model.py), and Megatron without an argument.
+    META: {**_PLAIN, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    MEGATRON: {**_PLAIN, "scale_attn_weights": True},
     "albert": _ABSOLUTE,
     "bert": _ABSOLUTE,
     "camembert": _ABSOLUTE,
@@ -93,51 +115,82 @@ _COPIES = {
     "n_ctx": "n_positions",
     "pooler_output_size": "hidden_size",
 }
+# Values with the meaning of a setting that is null, or that a type of model lacks.
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "partial_rotary_factor": 1.0,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "rope_scaling": {"rope_type": "default"},
+}
 # The last layer of so many layers attends to all positions, unless the configuration states another number.
 _FULL_ATTENTION = {"gemma2": 2, "gemma3_text": 6}
 _PATTERN = "_sliding_window_pattern"
 _MOST_LAYERS = 1024
+_MOST_LABELS = 1 << 16
 
 
-def is_neutral(key: str, model_type: object) -> bool:
-    """Whether a setting does not change the outputs of a model in evaluation."""
-    if key == "pad_token_id":
-        return str(model_type) not in _COUNT_FROM_PAD
+def is_neutral(key: str, model_type: object, architectures: object = None) -> bool:
+    """Whether a setting does not change the outputs of a model in evaluation.
 
-    return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
-
-
-def is_default(key: str, value: object, settings: Mapping[str, Any], model_type: object) -> bool:
-    """Whether a model has a value by default.
-
-    settings: of the configuration that does not state the key.
+    architectures: the classes that a configuration states.
     """
-    if settings.get(key) is not None:
-        return False
+    decides_output = (
+        key in _POOLING and _CLASSIFIER in str(architectures),
+        str(model_type) in _TYPES_OF_TOKEN.get(key, ()),
+    )
+    is_listed = key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
+    return is_listed and not any(decides_output)
 
+
+def find_effective(key: str, settings: Mapping[str, Any], model_type: object) -> Any:
+    """Return the value that a model uses for a setting, None if the setting is off; UNKNOWN if it is not known.
+
+    settings: of the configuration, which may not state the key.
+    """
+    default = _find_default(key, str(model_type))
+    value = settings.get(key, default)
+    # Without a value of its own, the setting follows from other settings.
+    if value is None:
+        value = _derive(settings, str(model_type)).get(key)
+
+    return value
+
+
+def _find_default(key: str, model_type: str) -> Any:
+    """Return the default of a setting; UNKNOWN if it is not known."""
     # Older nested configurations do not state their type.
     if key in (*SIZES, "model_type"):
-        return True
+        return None
 
-    if key in _COPIES:
-        return value == settings.get(_COPIES[key])
-
-    type_name = str(model_type)
     defaults = {
+        key: find_default(key, model_type),
         **_DEFAULTS,
-        **_DEFAULTS_OF_TYPE.get(type_name, {}),
-        **_derive_layers(settings, type_name),
+        **_DEFAULTS_OF_TYPE.get(model_type, {}),
     }
-    # No default is None.
-    return value == defaults.get(key)
+    return defaults[key]
 
 
-def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the kinds of layers that follow from the type of a model; empty for most types."""
+def _name_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the classes of a classifier by default, as many as the configuration states."""
+    labels: Any = settings.get("num_labels", 2)
+    count = min(labels, _MOST_LABELS) if is_size(labels) else 0
+    names = {str(number): f"{_LABEL}{number}" for number in range(count)}
+    return {
+        "id2label": names,
+        "label2id": {name: int(number) for number, name in names.items()},
+    }
+
+
+def _derive(settings: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the settings without a value that follow from other settings, or from the type of a model."""
+    derived = {key: settings[source] for key, source in _COPIES.items() if source in settings}
+    derived |= _WITHOUT_EFFECT
+    derived |= _name_labels(settings)
     period: Any = settings.get(_PATTERN, _FULL_ATTENTION.get(model_type))
     layers: Any = settings.get("num_hidden_layers")
     if not (is_size(period) and is_size(layers)):
-        return {}
+        return derived
 
     kinds = ["sliding_attention"] * min(layers, _MOST_LAYERS)
     # The last layer of each period.
@@ -145,6 +198,7 @@ def _derive_layers(settings: Mapping[str, Any], model_type: str) -> dict[str, An
         kinds[layer] = "full_attention"
 
     return {
+        **derived,
         "layer_types": kinds,
         _PATTERN: period,
     }

@@ -1,0 +1,1 @@
+"""Settings of models in the configurations beside their files, and their comparison."""
