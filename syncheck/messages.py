@@ -378,6 +378,10 @@ class Undecided(Sentence):
         "equal under an inferred map that names contradict in {count:count rule}: {names:names}. If B is right, pass "
         "the map with {map:option FILE}, which {write_map:option FILE} writes"
     )
+    DIVIDED_GROUPS = (
+        "equal under a map whose rules have the parts of one module in different groups: {names:names}. Row i of a "
+        "weight and element i of its bias are one output, so one of both models computes another function"
+    )
     WRITTEN_MAP = "equal under an inferred map: review {file:name}, then pass {file:typed map}"
     GUESSED_HEADS = (
         "equal if {names:list} {names:verb is|are} as the data suggests: put config.json beside the files, or pass "

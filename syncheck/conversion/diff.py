@@ -252,6 +252,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
         comparison.evidence,
         inferred=is_proposal,
         contradicted=mapped.contradicted,
+        doubt=mapped.doubt,
         written_map=options.write_map or "",
         guessed=guessed,
         fitted=mapped.fitted,
