@@ -104,6 +104,10 @@ class Note(Sentence):
     )
     PADDED = "up to {rows} rows of padding, which one model lacks, were not compared: {names:names}"
     IGNORED = "not compared, because the map ignores them: {names:names}, in {side}"
+    COMPUTED_FREQUENCIES = (
+        "not compared, because they follow from rope_theta = {theta}, and the other model computes them: "
+        "{names:names}, in {side}"
+    )
     UNKNOWN_SETTINGS = (
         "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} "
         "unknown; put config.json beside the files"

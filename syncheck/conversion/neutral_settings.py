@@ -107,6 +107,11 @@ def is_neutral(key: str, model_type: object) -> bool:
     return key in _NEUTRAL or re.fullmatch(_NEUTRAL_NAME, key) is not None
 
 
+def get_default(key: str, model_type: object) -> Any:
+    """Return the value of a setting that one type of model has by default; None if it is unknown."""
+    return _DEFAULTS_OF_TYPE.get(str(model_type), {}).get(key)
+
+
 def is_default(key: str, value: object, settings: Mapping[str, Any], model_type: object) -> bool:
     """Whether a model has a value by default.
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import re
 
-# The words of each role, after words without a meaning have been removed. Roles of one table exclude each other.
-_ATTENTION = {
-    "query": ("q", "query", "queries", "wq"),
-    "key": ("k", "key", "keys", "wk"),
-    "value": ("v", "value", "values", "wv"),
-    "output": ("o", "out", "output", "wo"),
-}
-_GATED = {"gate": ("gate",), "up": ("up",), "down": ("down",)}
+# The part of a layer and the role of each word, after words without a meaning have been removed.
+_ROLES = dict.fromkeys(("q", "query", "queries", "wq"), ("attention", "query"))
+_ROLES |= dict.fromkeys(("k", "key", "keys", "wk"), ("attention", "key"))
+_ROLES |= dict.fromkeys(("v", "value", "values", "wv"), ("attention", "value"))
+_ROLES |= dict.fromkeys(("o", "out", "output", "wo"), ("attention", "output"))
+_ROLES |= {word: ("gated", word) for word in ("gate", "up", "down")}
 # Words around a role: `to_q.weight`, `linear_k.bias`, `v_proj.kernel`, `k_norm`; and numbers, as in `to_out.0`.
 _PLAIN = frozenset(
     "weight bias kernel w b scale to proj projection c lin linear layer norm layernorm ln fc net attn attention self"
@@ -24,12 +22,10 @@ _PLAIN = frozenset(
 
 def have_other_roles(name: str, partner: str) -> bool:
     """Whether the names of two tensors state two roles that exclude each other."""
-    word, partner_word = _find_word(name), _find_word(partner)
-    for table in (_ATTENTION, _GATED):
-        roles = {_find_role(text, table) for text in (word, partner_word)}
-        if "" not in roles and len(roles) > 1:
-            return True
-    return False
+    # A name without a role is in no part of a layer.
+    part, role = _ROLES.get(_find_word(name), ("", ""))
+    other_part, other_role = _ROLES.get(_find_word(partner), ("none", ""))
+    return part == other_part and role != other_role
 
 
 def _find_word(name: str) -> str:
@@ -39,9 +35,3 @@ def _find_word(name: str) -> str:
         if words:
             return "_".join(words)
     return ""
-
-
-def _find_role(word: str, table: dict[str, tuple[str, ...]]) -> str:
-    """Return the role of a word in a table; empty if it has none."""
-    roles = [role for role, spellings in table.items() if word in spellings]
-    return next(iter(roles), "")
