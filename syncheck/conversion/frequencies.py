@@ -92,9 +92,9 @@ def _have_size(tensors: Sequence[Tensor], head_dim: int | None, factor: object) 
     """
     if head_dim is None:
         return True
-    sizes = {2 * tensor.numel for tensor in tensors}
-    # Any value may stand in a configuration.
-    return isinstance(factor, (int, float)) and 0 < factor <= 1 and sizes == {int(head_dim * factor)}
+    # Any value may stand in a configuration, so it is only compared.
+    factors = {2 * tensor.numel / head_dim for tensor in tensors}
+    return list(factors) == [factor]
 
 
 def _fit_base(tensor: Tensor, files: Files) -> float:
