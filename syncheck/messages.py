@@ -105,6 +105,10 @@ class Note(Sentence):
     )
     PADDED = "up to {rows} rows of padding, which one model lacks, were not compared: {names:names}"
     IGNORED = "not compared, because the map ignores them: {names:names}, in {side}"
+    COMPUTED_FREQUENCIES = (
+        "not compared, because they follow from rope_theta = {theta}, and the other model computes them: "
+        "{names:names}, in {side}"
+    )
     UNKNOWN_SETTINGS = (
         "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} "
         "unknown; put config.json beside the files"
@@ -375,6 +379,10 @@ class Undecided(Sentence):
     CONTRADICTED_MAP = (
         "equal under an inferred map that names contradict in {count:count rule}: {names:names}. If B is right, pass "
         "the map with {map:option FILE}, which {write_map:option FILE} writes"
+    )
+    DIVIDED_GROUPS = (
+        "equal under a map whose rules have the parts of one module in different groups: {names:names}. Row i of a "
+        "weight and element i of its bias are one output, so one of both models computes another function"
     )
     WRITTEN_MAP = "equal under an inferred map: review {file:name}, then pass {file:typed map}"
     GUESSED_HEADS = (

@@ -295,7 +295,7 @@ class GroupEvidence:
     """For two models: tensors that agree against a convention, and a tensor of the same name that differs by it."""
     doubt: Message | None = None
     """Why no verdict is possible although no difference was found: `parity` cannot tell a right program from a wrong
-    program, or files look like shards and do not state it."""
+    program, files look like shards and do not state it, or rules of a map contradict each other."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 

@@ -61,7 +61,8 @@ SLOW_LIBRARIES = ("torch", "rich", "ml_dtypes", "hashlib", "statistics", "tempfi
 LAYERS = (
     "text | loaded | suggestions | versions | frozen | option_kinds < errors < sentences | atomic < messages < "
     "snapshots < findings < records < tensors < layout < settings < comparison | readers | diagnose < options < "
-    "config | conversion | report < api < live < parity < testing < __init__ | cli | integrations | pytest_plugin < __main__"
+    "config | conversion | report < api < live < parity < testing < __init__ | cli | integrations | pytest_plugin < "
+    "__main__"
 )
 
 

@@ -4,6 +4,7 @@ Equal data shows that a map is possible. If a conversion exchanges two tensors i
 names fits the data, but other names of the same models contradict it:
 
 - the bias of a module, or its running statistics, follow the other order: `x.weight = b.weight` and `x.bias = a.bias`;
+- the names state two roles, in any spelling: `attn.q = self.key`;
 - both models have both names, apart from a prefix or a renamed module: `x.q = a.o`, and `x.o` and `a.q` exist.
 
 Tensors with equal data prove no exchange, so pairs that were guessed by name contradict nothing.
@@ -17,6 +18,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.numbering import unmark
+from syncheck.conversion.roles import have_other_roles
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -135,6 +137,7 @@ def _find_exchanged_names(links: Iterable[_Link], names_a: Collection[str], name
             _has_other_partner(name_a, name_b, prefix_b, names_b),
             _has_other_partner(name_b, name_a, prefix_a, names_a),
             not texts_of_a.isdisjoint(exchanged),
+            have_other_roles(name_a, name_b),
         )
         if any(refutations):
             yield link.stored

@@ -10,6 +10,7 @@ from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
 from syncheck.conversion.common_files import note_common_files
 from syncheck.conversion.converted_tensors import compare_converted, compare_models
+from syncheck.conversion.frequencies import omit_frequencies
 from syncheck.conversion.interchangeable import note_interchangeable
 from syncheck.conversion.mapped_sides import MappedSides, map_sides
 from syncheck.conversion.model_settings import add_settings
@@ -125,6 +126,7 @@ def compare_sides(
     stored_sides = sides
     sides, tied_notes = _complete_models(sides)
     with Files(jobs=options.jobs) as files:
+        sides, omitted_notes = omit_frequencies(sides, files)
         mapped = map_sides(_merge_adapters(sides, files), options, files)
         sides = _finish_adapters(mapped.sides, files)
         constant_notes = note_interchangeable(sides, options, files)
@@ -159,7 +161,7 @@ def compare_sides(
         evidence = replace(comparison.evidence, stored=describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
     comparison = _add_doubt(comparison, mapped, options)
-    notes += [*tied_notes, *_note_map(mapped, options), *constant_notes, *comparison.notes]
+    notes += [*tied_notes, *omitted_notes, *_note_map(mapped, options), *constant_notes, *comparison.notes]
     comparison = replace(comparison, notes=tuple(notes), replicas=_count_stored(comparison, stored_sides))
     return _build_report(comparison, sides, copies, options)
 
@@ -258,6 +260,7 @@ def _add_doubt(comparison: Comparison, mapped: MappedSides, options: DiffOptions
         comparison.evidence,
         inferred=is_proposal,
         contradicted=mapped.contradicted,
+        doubt=mapped.doubt,
         written_map=options.write_map or "",
         guessed=guessed,
         fitted=mapped.fitted,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.contradictions import find_contradictions
+from syncheck.conversion.divided_groups import find_divided_groups
 from syncheck.conversion.general_rules import make_rules
 from syncheck.conversion.guesses import Guesses
 from syncheck.conversion.layer_marks import mark_names
@@ -50,7 +51,7 @@ class Inferred:
     guessed: tuple[Rule, ...] = ()
     """Rules of the map for tensors with equal data, whose pairs only their names suggest."""
     contradicted: dict[Rule, str] = field(default_factory=dict)
-    """Rules that names refute, with a tensor whose rule contradicts them, empty for their own name."""
+    """Rules that names or groups refute, with a tensor whose rule contradicts them, empty for their own name."""
     ambiguous: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Names of A and of B with equal data, whose pairs nothing shows."""
     prefix: Message | None = None
@@ -78,15 +79,18 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         return None
     tied = tuple((_map_copy(unmark(copy), names), unmark(stored_once)) for copy, stored_once in guesses.tied)
     ambiguous_a, ambiguous_b = guesses.ambiguous
+    variables = _find_head_dim(assignment)
+    contradicted = _list_contradicted(names, assignment, guesses, (only_a, only_b))
+    contradicted |= find_divided_groups(names, (only_a, only_b), variables, files)
 
     # Models with many equal names have one naming.
     shared_names = models[0].keys() & models[1].keys()
     least_names = min(len(models[0]), len(models[1]))
     return Inferred(
         replace(names, tied=tied),
-        variables=_find_head_dim(assignment),
+        variables=variables,
         guessed=_list_guessed(names, guesses),
-        contradicted=_list_contradicted(names, assignment, guesses, (only_a, only_b)),
+        contradicted=contradicted,
         ambiguous=(_unmark_all(ambiguous_a), _unmark_all(ambiguous_b)),
         prefix=_find_prefix(models),
         applies=2 * len(shared_names) < least_names,
@@ -280,14 +284,14 @@ def _list_rules(inferred: Inferred) -> list[Message]:
     names = inferred.map
     # Rules that names refute are always printed.
     rules = dict.fromkeys((*inferred.contradicted, *names.rules))
-    notes = [_describe_rule(rule, inferred.contradicted) for rule in list(rules)[:_MOST_PRINTED]]
+    notes = [mark_rule(rule, inferred.contradicted) for rule in list(rules)[:_MOST_PRINTED]]
     if len(names.rules) > _MOST_PRINTED:
         notes.append(Note.MORE_RULES(count=len(names.rules) - _MOST_PRINTED))
     notes += [Note.COPY_RULE(name=copy, copied=stored_once) for copy, stored_once in names.tied[:_MOST_PRINTED]]
     return notes
 
 
-def _describe_rule(rule: Rule, contradicted: Mapping[Rule, str]) -> Message:
+def mark_rule(rule: Rule, contradicted: Mapping[Rule, str]) -> Message:
     """Return a note with a rule, and with a mark if names refute it. contradicted: see `Inferred`."""
     stated_order, sibling = find_stated_order(rule), contradicted.get(rule, "")
     sentence = Note.RULE

@@ -311,7 +311,7 @@ def write_map(path: str, names: NameMap, guessed: Collection[Rule] = (), contrad
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
         if rule in contradicted:
-            lines.append("# Names contradict this rule: its own, or those of the parts of its module. B may be wrong.")
+            lines.append("# The name of this rule, or another rule of its module, contradicts it. B may be wrong.")
         settings = {
             "name": rule.name,
             "parts": rule.parts,

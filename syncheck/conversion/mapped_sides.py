@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, separate_stacks
+from syncheck.conversion.divided_groups import find_divided_groups
+from syncheck.conversion.inference import (
+    describe_inferred,
+    extend_map,
+    infer_map,
+    mark_ambiguous,
+    mark_rule,
+    separate_stacks,
+)
 from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.map_prefixes import add_prefix, drop_prefix
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
@@ -18,7 +26,7 @@ from syncheck.conversion.recognition import (
     require_equal_heads,
 )
 from syncheck.frozen import record
-from syncheck.messages import Note, note_if
+from syncheck.messages import Note, Undecided, note_if
 from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
@@ -44,6 +52,8 @@ class MappedSides:
     """Whether the names of some tensors follow from an inferred map."""
     contradicted: tuple[str, ...] = ()
     """The names of the rules of an inferred map that names of tensors contradict."""
+    doubt: Message | None = None
+    """Why equal data is no verdict: rules of one module contradict each other."""
     guessed: tuple[str, ...] = ()
     """The numbers of heads that fit the data, and that no configuration states."""
     fitted: tuple[str, ...] = ()
@@ -90,6 +100,11 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         models = mark_ambiguous(models, applied)
     if names is None:
         return MappedSides(tuple(sides), tuple(notes))
+    divided = find_divided_groups(names, models, variables, files)
+    # The rules of an inferred map are in a note already.
+    if applied is None:
+        notes += [mark_rule(rule, divided) for rule in divided]
+    divided_names = tuple(rule.name for rule in divided)
     renamed_sides, first_note, more_notes = _rename_sides(
         sides,
         names,
@@ -102,6 +117,7 @@ def map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Mapp
         notes=(first_note, *notes, *more_notes),
         inferred=applied is not None,
         contradicted=() if applied is None else tuple(rule.name for rule in applied.contradicted),
+        doubt=Undecided.DIVIDED_GROUPS(names=divided_names) if divided else None,
         guessed=guessed,
         fitted=fitted,
     )

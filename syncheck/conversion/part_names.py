@@ -20,7 +20,7 @@ def find_stated_order(rule: Rule) -> tuple[str, ...]:
     """Return the labels of the parts in the order of the fused name, if it contradicts the rule; else ()."""
     if not 1 < len(rule.parts) <= _MOST_PARTS:
         return ()
-    labels = _list_labels(rule.parts)
+    labels = list_labels(rule.parts)
     if not labels:
         return ()
     components = rule.name.lower().split(".")
@@ -32,7 +32,7 @@ def find_stated_order(rule: Rule) -> tuple[str, ...]:
     return ()
 
 
-def _list_labels(parts: Sequence[str]) -> tuple[str, ...]:
+def list_labels(parts: Sequence[str]) -> tuple[str, ...]:
     """Return the words that distinguish the names of parts: `gate` and `up` for `gate_proj` and `up_proj`.
 
     Empty if two parts have one label, or a part has none.

@@ -11,6 +11,7 @@ from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.exchanges import state_positions
 from syncheck.diagnose.measures import list_parameter, parameters_of
 from syncheck.diagnose.ranges import list_ranges
+from syncheck.diagnose.renumbered_experts import find_routers
 from syncheck.diagnose.rule import group_by_parameters, other_model, state_tensors
 from syncheck.diagnose.selection import exclude_names, list_names, select_missing, select_names
 from syncheck.findings import RelationKind
@@ -35,7 +36,8 @@ class ExpertMisplaced(Sentence, topic="SYN310"):
     saved the experts of one rank only, or ordered the ranks wrongly.
 
     Fix: use the number of the expert in the whole model: rank times experts per rank plus the local number. Check the
-    number of experts after the conversion.
+    number of experts after the conversion. If the rows of the router have the order of the experts, the experts were
+    renumbered as a whole; accept this with `--allow SYN310`.
 
     Incidents: KempnerInstitute/KempnerForge#202 (expert parallelism saves the experts of one rank, and resuming is
     silent).
@@ -43,6 +45,15 @@ class ExpertMisplaced(Sentence, topic="SYN310"):
 
     CAUSE = "Experts of B are at the wrong place or missing: the conversion numbered or collected them wrongly."
     FIX = "Number experts by rank times experts per rank plus the local number, and save the experts of all ranks."
+    CAUSE_RENUMBERED = (
+        "Experts of B have other numbers than in A, and the rows of their routers have the same order: each row "
+        "selects the expert of before."
+    )
+    FIX_RENUMBERED = (
+        "If the order is intended, verify that all other values of the router, such as its bias, have it as well, and "
+        "pass {allow:option=SYN310}. Otherwise keep the numbers of A in the conversion."
+    )
+    ROUTERS = "{count:count router} of B {count:verb has|have} the rows of A in the order of the experts: {names:names}"
     OTHER = "{name} of B has the values of {other} of A"
     STACK = "{name} of B has the experts {experts:list} of A"
     TWICE = "{count:count expert tensor} of A {count:verb is|are} in B more than once"
@@ -54,7 +65,8 @@ def match_misplaced_experts(case: Case) -> Match | None:
     """Match tensors of experts that B holds at another position, and tensors of experts that B lacks."""
     misplaced = case.related(RelationKind.EXPERT)
     lost = _find_lost_experts(case)
-    covered = (*misplaced, *lost)
+    routers = find_routers(case.group.evidence.names, misplaced, case.related(RelationKind.FUSED_ORDER))
+    covered = (*misplaced, *lost, *routers)
     if not covered:
         return None
     facts = state_positions(misplaced, _state_expert, ExpertMisplaced.MORE)
@@ -63,7 +75,11 @@ def match_misplaced_experts(case: Case) -> Match | None:
         facts.append(ExpertMisplaced.TWICE(count=twice))
     if lost:
         facts.append(state_tensors(ExpertMisplaced.LOST, lost))
-    return Match(covered, case.group.ranks, facts)
+    match = Match(covered, case.group.ranks, facts)
+    if not routers:
+        return match
+    facts.insert(0, state_tensors(ExpertMisplaced.ROUTERS, routers))
+    return match.with_cause(ExpertMisplaced.CAUSE_RENUMBERED, ExpertMisplaced.FIX_RENUMBERED)
 
 
 def _state_expert(diff: TensorDiff) -> Message:
@@ -83,7 +99,7 @@ def _count_repeated_experts(misplaced: Sequence[TensorDiff]) -> int:
             positions[parameters["other"]] += 1
     # An expert that B also holds at its own position does not differ there.
     positions.update(positions.keys() - list_names(misplaced))
-    return sum(count > 1 for count in positions.values())
+    return len(positions - Counter(dict.fromkeys(positions, 1)))
 
 
 def _find_lost_experts(case: Case) -> tuple[TensorDiff, ...]:
@@ -96,15 +112,16 @@ def _find_lost_experts(case: Case) -> tuple[TensorDiff, ...]:
     lost = []
     for diff in select_missing(case.tensors):
         is_only_in_a = diff.clusters == ((0,),)
-        if is_only_in_a and _split_expert(diff.name) in present_experts:
+        conditions = (is_only_in_a, _split_expert(diff.name) in present_experts)
+        if all(conditions):
             lost.append(diff)
     return tuple(lost)
 
 
 def _split_expert(name: str) -> tuple[str, ...]:
     """Return the name of a tensor of an expert before and after the number of the expert; empty for other tensors."""
-    match = _EXPERT.fullmatch(name)
-    return () if match is None else match.groups()
+    matches: list[tuple[str, ...]] = _EXPERT.findall(name)
+    return next(iter(matches), ())
 
 
 class WrongShard(Sentence, topic="SYN313"):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.frozen import mutable_record, record
-from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_model_values, split_chunk, unfuse
+from syncheck.layout.megatron_names import LAYER, Expert, find_placement, select_of_model, split_chunk, unfuse
 from syncheck.layout.replicated_names import find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
@@ -108,7 +108,7 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
             path=path,
             bytes=_count_bytes(tensors.values()),
             tensors=tensors,
-            values=select_model_values(file.values),
+            values=select_of_model(file.values),
             mesh={"pp": position.stage, "ep": position.expert, "tp": position.tensor},
             shard_labels=frozenset(),
             ties=(),
@@ -319,7 +319,8 @@ class _Placing:
         self._position = position
         self._first_layers = first_layers
         self._experts = experts
-        self._tensors = file.tensors
+        # Newer versions of Transformer Engine store the state of its casts as bytes in a tensor.
+        self._tensors = select_of_model(file.tensors)
         self._replicated = find_replicated(split_chunk(name)[1] for name in file.tensors)
         self._is_gated = file.values.get("args.swiglu") is True
         is_tied = file.values.get("args.untie_embeddings_and_output_weights") is False

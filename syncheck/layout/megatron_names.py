@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_Content = TypeVar("_Content")
 
 _COLUMN = re.compile(
     r"(?:.*\.)?(?:word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_q_up_proj|linear_kv_up_proj"
@@ -28,7 +30,7 @@ _FUSED = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-# Values that describe the run and its layout, and not the model.
+# Values, and bytes in tensors, that describe the run, its layout and the casts of a layer, and not the model.
 _LAYOUT = re.compile(
     r"(?:args|rng_state|content_metadata|rerun_state_machine)(?:\.|$)|(?:.*\.)?_extra_state(?:[./].*)?$"
 )
@@ -82,6 +84,6 @@ def unfuse(name: str) -> str:
     return name
 
 
-def select_model_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without those that describe the run and its layout."""
-    return {name: value for name, value in values.items() if not _LAYOUT.match(name)}
+def select_of_model(content: Mapping[str, _Content]) -> dict[str, _Content]:
+    """Return tensors or values without those that describe the run, its layout and its casts."""
+    return {name: item for name, item in content.items() if not _LAYOUT.match(name)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile
 from syncheck.layout import views
-from syncheck.layout.megatron_names import select_model_values, unfuse
+from syncheck.layout.megatron_names import select_of_model, unfuse
 from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def unstack(snapshot: Snapshot) -> Snapshot:
         return snapshot
 
     tensors: dict[str, Tensor] = {}
-    for stored_name, stacked_tensor in snapshot.tensors.items():
+    for stored_name, stacked_tensor in select_of_model(snapshot.tensors).items():
         for plain_name, tensor in _unstack_tensor(stored_name, stacked_tensor):
             if len(tensors) >= _MOST_SHARDS:
                 raise MalformedFile(
@@ -43,7 +43,7 @@ def unstack(snapshot: Snapshot) -> Snapshot:
             name = make_unique_name(unfuse(plain_name), tensors)
             tensors[name] = replace(tensor, name=name)
 
-    return replace(snapshot, tensors=tensors, values=select_model_values(snapshot.values))
+    return replace(snapshot, tensors=tensors, values=select_of_model(snapshot.values))
 
 
 def _is_stacked(name: str) -> bool:

@@ -20,7 +20,7 @@ from syncheck.report.selections import (
 )
 from syncheck.report.summary import SEVERITY_STYLES, STYLES, WIDTH
 from syncheck.report.unbroken import escape_marked, write_unbroken
-from syncheck.text import names_text, one_line, ranges_text
+from syncheck.text import names_text, one_line, ranges_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +34,8 @@ _MOST_NOTES = 6
 # Columns of the table of tensors that are dropped if they are empty.
 _OPTIONAL_TITLES = {*tables.NUMBERS, tables.SCALE, "worst at"}
 _MOST_PLACES = 3
+# Characters of a reason in the table of tensors, and longer reasons that are stated below the table.
+_MOST_REASON, _MOST_REASONS = 80, 3
 # A difference this many times the last one is stated beside a curve.
 _PEAK = 1.1
 _STATISTICS = ("min", "max", "mean", "std")
@@ -254,6 +256,7 @@ def _tensors(group: Group, limit: int, all_rows: Hint, *, verbose: bool = False)
     if worst:
         parts.append(_tensor_grid(worst[: limit or None], group, verbose=verbose))
         parts += lines(tables.place_lines(worst[:_MOST_PLACES], group, write_names), indent=2)
+        parts += lines(_list_long_reasons(worst[: limit or None]), indent=2)
 
     hidden = []
     if 0 < limit < len(worst):
@@ -268,6 +271,23 @@ def _tensors(group: Group, limit: int, all_rows: Hint, *, verbose: bool = False)
         parts.append(BLANK)
 
     return parts
+
+
+def _shorten_cell(cell: str) -> str:
+    """Return a cell of the table of tensors without the middle of a long reason."""
+    return shorten(cell, _MOST_REASON)
+
+
+def _list_long_reasons(diffs: Sequence[TensorDiff]) -> list[str]:
+    """Return the first reasons that are too long for the table, each once."""
+    cells: dict[str, None] = {}
+    for diff in diffs:
+        cell, *_ = tables.difference_cells(diff)
+        cells[cell] = None
+
+    # The cell of a difference is short.
+    long_cells = [cell for cell in cells if len(cell) > _MOST_REASON]
+    return long_cells[:_MOST_REASONS]
 
 
 def _tensor_grid(diffs: Sequence[TensorDiff], group: Group, *, verbose: bool) -> Grid:
@@ -288,7 +308,8 @@ def _tensor_grid(diffs: Sequence[TensorDiff], group: Group, *, verbose: bool) ->
 
     grid = Grid(tuple(columns), right=(*tables.NUMBERS, tables.SCALE), indent=2)
     for name, *cells in zip(*columns.values(), strict=True):
-        grid.add(shorten_name(name), *cells)
+        # A column is as wide as its longest cell.
+        grid.add(shorten_name(name), *map(_shorten_cell, cells))
 
     return grid
 

@@ -83,6 +83,12 @@ def _has_next_step(diff: TensorDiff) -> bool:
     return diff.detail is not None and diff.detail.code is Detail.UNPAIRED
 
 
+def _find_doubt_of_models(report: Report) -> Iterator[Message]:
+    for group in report.groups:
+        if group.is_pair and group.evidence.doubt is not None:
+            yield group.evidence.doubt
+
+
 def _find_guesses(report: Report) -> Iterator[Message]:
     contradicted = get_first_value(report, attrgetter("evidence.contradicted"))
     if contradicted:
@@ -161,6 +167,7 @@ _REASONS = (
     _find_alone,
     _find_claimed_twice,
     _find_uncompared_of_models,
+    _find_doubt_of_models,
     _find_guesses,
     _find_unknown_tensors,
     _find_unknown_values,

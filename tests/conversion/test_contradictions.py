@@ -81,6 +81,12 @@ def diff_both(folder: Path, a: Weights, b: Weights, options: DiffOptions = ACCEP
     return [syncheck.diff(first, second, options=options), syncheck.diff(second, first, options=options)]
 
 
+def spell(model: Weights, *words: str) -> Weights:
+    """Return a model of q, k, v and o with other words for the first of them, and other names around them."""
+    pairs = [(f".{letter}.", f".{word}.") for letter, word in zip("qkvo", words, strict=False)]
+    return replace_all(model, *pairs, ("h.", "layer."), ("embed", "wte"))
+
+
 MODEL = llama.make_model()
 LINEAR, LINEAR_PARTS = make_linear_layers("qkvo"), make_linear_layers("qkv")
 ZERO_BIASES = LINEAR | {name: bias * 0 for name, bias in LINEAR.items() if bias.ndim < 2}
@@ -100,6 +106,22 @@ REFUTED: dict[str, Callable[[], tuple[Weights, Weights]]] = {
     ),
     "fused weights": lambda: (LINEAR_PARTS, fuse(LINEAR_PARTS, ("kqv", "qkv"))),
     "fused biases": lambda: (LINEAR_PARTS, fuse(LINEAR_PARTS, ("qkv", "vkq"))),
+    "other spellings": lambda: (LINEAR, spell(exchange(LINEAR, ".q.", ".k."), "attention.self.query", "key")),
+    "other spellings of the output": lambda: (LINEAR, spell(exchange(LINEAR, ".v.", ".o."), "wq", "wk", "wv", "wo")),
+    "spellings of numbered modules": lambda: (
+        LINEAR,
+        spell(exchange(LINEAR, ".q.", ".o."), "to_q", "to_k", "to_v", "to_out.0"),
+    ),
+    "spellings in one word": lambda: (
+        MODEL,
+        replace_all(
+            exchange(MODEL, "gate_proj", "up_proj"),
+            ("model.layers.", "blk."),
+            ("mlp.gate_proj", "ffn_gate"),
+            ("mlp.up_proj", "ffn_up"),
+            ("mlp.down_proj", "ffn_down"),
+        ),
+    ),
     "stated order": lambda: (LINEAR_PARTS, replace_all(fuse(LINEAR_PARTS, ("kqv", "kqv")), ("joined", "wqkv"))),
 }
 
@@ -145,6 +167,11 @@ ACCEPTED: dict[str, Callable[[], tuple[Weights, Weights]]] = {
     "numbers in words": lambda: (
         replace_all(LINEAR, (".q.", ".w1."), (".k.", ".w2."), (".v.", ".w3.")),
         replace_all(LINEAR, ("h.", "b."), (".q.", ".w1."), (".k.", ".w3."), (".v.", ".w2."), ("embed", "wte")),
+    ),
+    "spellings": lambda: (LINEAR, spell(LINEAR, "attention.self.query", "linear_k", "to_v", "to_out.0")),
+    "words of other layers": lambda: (
+        replace_all(LINEAR, (".q.", ".mlp.key."), (".k.", ".mlp.value."), (".v.", ".query_norm."), (".o.", ".gate.")),
+        replace_all(LINEAR, ("h.", "b."), (".q.", ".up."), (".k.", ".down."), (".v.", ".q_ln."), (".o.", ".router.")),
     ),
     "a norm at another place": lambda: (
         replace_all(LINEAR, (".q.", ".pre_norm."), (".k.", ".post_norm.")),

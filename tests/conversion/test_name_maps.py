@@ -162,6 +162,23 @@ def test_megatron_names_are_recognized(tmp_path: Path) -> None:
         assert {Note.MAP, Note.PADDED} <= notes(report)
 
 
+def test_norms_in_linear_layers_are_recognized(tmp_path: Path) -> None:
+    """A state dict of Transformer Engine's layers is in sync, also with its extra states; an exchanged norm is not."""
+    model = llama.make_model()
+    a = llama.write(tmp_path / "hf", model, llama.CONFIG)
+    converted: llama.Weights = {}
+    for name, weight in llama.to_megatron(model).items():
+        module = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        converted[module.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")] = weight
+    attention_norm = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    mlp_norm = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+    states = {f"decoder.layers.0.{name}._extra_state": np.ones(3, "u1") for name in ("self_attention.core", "mlp.fc")}
+    exchanged = converted | {attention_norm: converted[mlp_norm], mlp_norm: converted[attention_norm]}
+    for content, exit_code in ((converted, 0), (converted | states, 0), (exchanged, 1)):
+        report = syncheck.diff(a, llama.write(tmp_path / "megatron", content))
+        assert (report.exit_code, report.counts.tensors) == (exit_code, len(model))
+
+
 def test_sizes_of_heads_are_found_in_the_data(tmp_path: Path) -> None:
     """Without config.json, numbers of heads that fit are a proposal; in two unrelated models, none fits."""
     a = llama.write(tmp_path / "hf", llama.make_model())

@@ -12,6 +12,7 @@ from support.listings import find_texts, list_fields
 from support.states import pick
 
 from syncheck.diagnose.model_layouts import FusedOrder
+from syncheck.diagnose.model_positions import ExpertMisplaced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -259,3 +260,46 @@ def test_separate_parts_are_no_fused_tensor(tmp_path: Path) -> None:
     state = {gate: draw(16, 8, seed=1), up: draw(16, 8, seed=2)} | BODY
     findings, _ = compare(tmp_path, state, {**state, gate: state[up], up: state[gate]})
     assert findings["SYN305"].cause.code is FusedOrder.CAUSE_SEPARATE
+
+
+EXPERTS = {f"mlp.experts.{e}.{x}.weight": draw(8, 8, seed=10 * e + i) for e in range(4) for i, x in enumerate("wv")}
+MIXTURE = EXPERTS | {"mlp.gate.weight": draw(4, 32, seed=99), "norm.weight": draw(32, seed=98)}
+
+
+def renumber(order: tuple[int, ...], rows: tuple[int, ...], last: str = "wv") -> dict[str, torch.Tensor]:
+    """Return the experts in another order, and the rows of the router. last: the tensors of each expert that move."""
+    moved = {}
+    for name in EXPERTS:
+        start, number, letter, end = name.rsplit(".", 3)
+        if letter in last:
+            moved[name] = EXPERTS[f"{start}.{order[int(number)]}.{letter}.{end}"]
+    return MIXTURE | moved | {"mlp.gate.weight": MIXTURE["mlp.gate.weight"][list(rows)]}
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)])
+def test_experts_that_were_renumbered_with_their_router(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """Equal orders of experts and rows of the router are one finding, which calls no expert misplaced."""
+    findings, _ = compare(tmp_path, MIXTURE, renumber(order, order))
+    assert list(findings) == ["SYN310"]
+    assert findings["SYN310"].facts[0].code is ExpertMisplaced.ROUTERS
+    assert findings["SYN310"].cause.code is ExpertMisplaced.CAUSE_RENUMBERED
+    assert "mlp.gate.weight" in findings["SYN310"].tensors
+
+
+@pytest.mark.parametrize(
+    ("order", "rows", "last"),
+    [
+        ((1, 0, 2, 3), (0, 1, 3, 2), "wv"),
+        # The inverse order.
+        ((1, 2, 3, 0), (3, 0, 1, 2), "wv"),
+        ((1, 0, 2, 3), (1, 0, 2, 3), "w"),
+        ((1, 0, 2, 3), (0, 1, 2, 3), "wv"),
+    ],
+)
+def test_experts_in_another_order_than_their_router(
+    tmp_path: Path, order: tuple[int, ...], rows: tuple[int, ...], last: str
+) -> None:
+    """Experts that do not follow the rows of the router, or only in part, are at the wrong place."""
+    findings, _ = compare(tmp_path, MIXTURE, renumber(order, rows, last))
+    assert findings["SYN310"].cause.code is ExpertMisplaced.CAUSE
+    assert ("SYN305" in findings) == (rows != (0, 1, 2, 3))

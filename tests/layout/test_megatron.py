@@ -163,6 +163,19 @@ def test_the_optimizer_is_not_compared(tmp_path: Path) -> None:
     assert syncheck.diff(folder, folder).verdict == "undecided"
 
 
+@pytest.mark.parametrize("count", [0, 5])
+def test_the_state_of_casts_is_not_compared(tmp_path: Path, count: int) -> None:
+    """Bytes of an extra state are no tensor of the model, and a further tensor of another name is."""
+    torch = pytest.importorskip("torch")
+    folder = copy(tmp_path, "gated", "tp2_pp2")
+    for name, exit_code in (("linear_qkv._extra_state", 0), ("linear_qkv.extra", 1)):
+        for file in folder.glob(f"*/{FILE}"):
+            content = torch.load(file, weights_only=False)
+            content["model"][f"decoder.layers.0.self_attention.{name}"] = torch.ones(count, dtype=torch.uint8)
+            torch.save(content, file)
+        assert syncheck.diff(FIXTURES / "gated" / "distributed", folder).exit_code == exit_code
+
+
 def test_two_tensors_of_one_name_are_kept() -> None:
     """A last stage with the tied embedding and a copy of it loses neither."""
     snapshot = syncheck.read(str(ranks_of("tied", "tp2_pp2")))
