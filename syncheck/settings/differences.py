@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.frozen import record
 from syncheck.settings.configurations import TEXT
-from syncheck.settings.defaults import UNKNOWN
+from syncheck.settings.defaults import MEGATRON, UNKNOWN
 from syncheck.settings.neutral import SIZES, find_effective, is_neutral
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ _KNOWN_ARGUMENTS = frozenset(
     "args.rotary_interleaved args.softmax_scale args.no_rope_freq args.window_attn_skip_freq "
     "args.apply_residual_connection_post_layernorm args.moe_router_score_function".split()
 )
+# Settings in every complete list of Megatron's arguments.
+_ALWAYS_SAVED = {
+    MEGATRON: frozenset("num_attention_heads num_key_value_heads rope_theta rms_norm_eps layer_norm_eps".split()),
+}
 # Settings that a nested configuration, or the tensors, state in place of a configuration without them.
 _STATED_ELSEWHERE = frozenset({*SIZES, "model_type"})
 
@@ -70,6 +74,11 @@ def list_differences(a: Configurations, b: Configurations) -> list[Difference]:
     if not pairs and a.by_name and b.by_name:
         settings_a, settings_b = a.merge(), b.merge()
         stated = settings_a.keys() | settings_b.keys()
+        # Megatron saves these arguments; a shorter list of another program states nothing about them.
+        for settings in (settings_a, settings_b):
+            always_saved = _ALWAYS_SAVED.get(str(settings.get("model_type")), frozenset())
+            stated -= always_saved - settings.keys()
+
         differences += _compare(
             "",
             stated & (_KNOWN | _KNOWN_ARGUMENTS),
