@@ -6,13 +6,14 @@ import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from train.checkpoints.checkpoint_files import (
+    FORMATS,
+    Checkpoint,
     remove_run,
     remove_temporary,
     rename_into_place,
     temporary_path,
     write_temporary,
 )
-from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
 from train.launch.signals import print_once
 from train.optional import metadata
@@ -171,7 +172,7 @@ class Saver:
         """Encode one replica, as modified by an injected fault; None means no file. index: of the replica."""
         trainer = self.trainer
         block = build_metadata_block(trainer, replica.optimizer, self.plan, self.run_id, step, index, self.replicas)
-        snapshot = Snapshot(
+        checkpoint = Checkpoint(
             model=replica.model,
             optimizer=replica.optimizer.state_dict(),
             scaler=trainer.scaler_state,
@@ -180,7 +181,7 @@ class Saver:
             block=block,
             ema=trainer.averages,
         )
-        written = trainer.fault.before_save(snapshot, final=final)
+        written = trainer.fault.before_save(checkpoint, final=final)
         if written is None:
             return None
         return FORMATS[self.settings.save_format](written)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.checkpoints.formats import Snapshot
+    from train.checkpoints.checkpoint_files import Checkpoint
     from train.data import DistributedBatchSampler, OwnSharesSampler
     from train.launch import RankContext
     from train.methods.single import Method
@@ -106,9 +106,9 @@ class Fault:
     def after_resume(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Run after a state of this step has been restored."""
 
-    def before_save(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:  # noqa: ARG002 - for subclasses
+    def before_save(self, checkpoint: Checkpoint, *, final: bool) -> Checkpoint | None:  # noqa: ARG002 - for subclasses
         """Run before this rank's file is written. final: not a history file. Returns the content; None for no file."""
-        return snapshot
+        return checkpoint
 
     def after_save(self, path: Path, *, final: bool) -> None:
         """Run after this rank's file is on disk. final: not in the history."""

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoints.checkpoint_files import STEP_FOLDER, list_matching, write_atomic
-from train.checkpoints.formats import copy_to_cpu
+from train.checkpoints.checkpoint_files import STEP_FOLDER, copy_to_cpu, list_matching, write_atomic
 from train.errors import UserError, explain_os_error, first_line, refuse
 from train.launch.signals import print_once
 
