@@ -77,7 +77,7 @@ class TrainerCase(ParityCase):
         """Wrap the model with the method of the settings."""
         self.method = METHODS[self.settings.method](self.settings, self.ctx)
         self.method.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.forward = self.method.wrap(model)
+        self.wrapped = self.method.wrap(model)
         return self.method.module
 
     def backward(self, model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:  # noqa: ARG002
@@ -85,7 +85,7 @@ class TrainerCase(ParityCase):
         fault = make_fault(self.settings, self.ctx, 1)
         settings = replace(self.settings, grad_clip=None)
         optimizer = torch.optim.SGD(self.method.module.parameters())
-        trainer = GradientTrainer(settings, self.ctx, self.method, self.forward, optimizer, fault)
+        trainer = GradientTrainer(settings, self.ctx, self.method, self.wrapped, optimizer, fault)
         rank, ranks = self.ctx.mesh.data_rank, self.ctx.mesh.data_size
         inputs, targets = (part[rank::ranks] for part in batch)
         trainer.run(1, inputs, targets, len(batch[0]), MetricSums(self.ctx.device, trainer.task))

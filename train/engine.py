@@ -101,16 +101,16 @@ def prepare(
     model = fault.build_model()
     method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
     parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
-    # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
-    forward = fault.after_wrap(method, method.wrap(model))
+    # Training calls `wrapped`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
+    wrapped = fault.after_wrap(method, method.wrap(model))
     if settings.compile:
-        forward = parts.compile_model(forward, ctx)
+        wrapped = parts.compile_model(wrapped, ctx)
     # After wrapping, because a method may replace the parameters.
     optimizer = parts.build_optimizer(settings, method)
     # From here on each rank has a separate random stream.
     seed_rank(settings.seed, ctx)
     kind = Trainer if settings.fault is None else FaultyTrainer
-    trainer = kind(settings, ctx, method, forward, optimizer, fault)
+    trainer = kind(settings, ctx, method, wrapped, optimizer, fault)
     rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
     loaders = Loaders.build(data, fault.change_sampler(sampler), ctx, settings.workers)
     if lock is None:
@@ -129,7 +129,7 @@ def prepare(
         recorder=recorder,
         metrics_logger=MetricsLogger(trainer, plan, rate, sampler.samples, recorder),
         saver=saver,
-        state_saver=StateSaver(trainer, plan, saver, loaders.samples, best),
+        state_saver=StateSaver(trainer, plan, saver, loaders.dataset, best),
         # With --join, ranks make different numbers of steps, and agree only after an epoch.
         signals=SignalAgreement(ctx, signals, between=not settings.join),
         sync_checks=SyncChecks(trainer, recorder.console),
@@ -186,22 +186,22 @@ def train_epoch(job: Job, position: Position) -> None:
     end = position.step + steps
     # The epoch determines the order and augmentation of samples. Both count epochs from 0, as in torch.
     sampler.set_epoch(position.epoch - 1, position.in_epoch)
-    job.loaders.samples.set_epoch(position.epoch - 1)
-    trainer.forward.train()
+    job.loaders.dataset.set_epoch(position.epoch - 1)
+    trainer.wrapped.train()
     job.metrics_logger.begin_epoch()
     sizes = islice(sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps allows.
-    batches = zip(sizes, job.metrics_logger.time_batches(job.loaders.train), strict=False)
+    batches = zip(sizes, job.metrics_logger.time_batches(job.loaders.train_batches), strict=False)
     with job.method.join_ranks(trainer.optimizer) if join else nullcontext():
-        for samples, (x, y) in batches:  # samples: size of the global batch. x, y: this rank's share
+        for size, (x, y) in batches:  # size: of the global batch. x, y: this rank's share
             lr = job.rate.at(position.step)
             set_learning_rate(trainer.optimizer, lr)
             position.step += 1
             position.in_epoch += 1
-            trainer.run(position.step, x, y, samples, position.metric_sums)
+            trainer.run(position.step, x, y, size, position.metric_sums)
             if not join:
                 check_and_save(job, position)
-            job.metrics_logger.after_step(position, lr, samples)
+            job.metrics_logger.after_step(position, lr, size)
             stop_if_signaled(job, position)
     if join:
         # A rank that ran out of batches early counts the last steps too: from here on all ranks are at the same step.
@@ -233,7 +233,7 @@ def score_epoch(job: Job, position: Position) -> tuple[Score, Score | None]:
     job.metrics_logger.read_clock()
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
-        test = evaluate(job.method, job.loaders.test, job.ctx, job.trainer.task)
+        test = evaluate(job.method, job.loaders.test_batches, job.ctx, job.trainer.task)
         best = job.best.update(test, position.epoch, position.step)
     job.metrics_logger.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:

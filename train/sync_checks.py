@@ -27,7 +27,7 @@ class SyncChecks:
             method = trainer.method
             # Without --amp fp16 the scaler has no state to compare.
             scaler = trainer.scaler if trainer.scaler.is_enabled() else None
-            (replica,) = method.state(trainer.optimizer)
+            (replica,) = method.list_replicas(trainer.optimizer)
             self.monitor = SyncMonitor(
                 (method.monitored, self.extras),
                 replica.optimizer,

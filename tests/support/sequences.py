@@ -28,7 +28,7 @@ def train_losses(ctx: RankContext, settings: Settings) -> tuple[Job, list[float]
     """Train, and return the job and the mean loss of each step over all ranks."""
     job = prepare(settings, ctx)
     losses = []
-    for step, (x, y) in zip(range(1, job.plan.steps + 1), job.loaders.train, strict=False):
+    for step, (x, y) in zip(range(1, job.plan.steps + 1), job.loaders.train_batches, strict=False):
         metric_sums = MetricSums(ctx.device)
         job.trainer.run(step, x, y, settings.batch_size, metric_sums)
         losses.append(metric_sums.over_ranks(job.ctx).loss)

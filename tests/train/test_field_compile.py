@@ -68,7 +68,7 @@ def test_sync_bn_is_not_compiled(ctx: RankContext, syncheck_rank: Rank, graphs: 
     assert widest_gap(usual[0], saved[0]) == 0
     assert widest_gap(*saved) == 0
     job = prepare(replace(settings, compile=True), ctx)
-    assert job.trainer.forward is not job.method.module  # checkpoints and evaluations use the module as before
+    assert job.trainer.wrapped is not job.method.module  # checkpoints and evaluations use the module as before
     assert list(job.method.module.state_dict()) == list(load(usual[0])["model"])
 
 

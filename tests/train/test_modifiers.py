@@ -64,7 +64,7 @@ def test_amp_computes_in_its_precision(
     """Layers compute in the requested precision, while weights and optimizer state stay in float32."""
     job = trained(ctx, replace(CONVNET, method=method, amp=amp))
     assert dtypes == {"activation": {dtype}, "weight": {torch.float32}}
-    states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
+    states = job.method.list_replicas(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
     for state in states:
         assert set(list_fields(filter(torch.is_tensor, state.values()), "dtype")) == {torch.float32}
     assert job.trainer.scaler.is_enabled() is (amp == "fp16")

@@ -40,7 +40,7 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
     layer = job.method.module.get_submodule("dropout1")
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
     layer.register_forward_hook(keep)
-    for step, (x, y) in enumerate(job.loaders.train, 1):
+    for step, (x, y) in enumerate(job.loaders.train_batches, 1):
         job.trainer.run(step, x, y, settings.batch_size, MetricSums(torch.device("cpu")))
         if step == 2:
             break
@@ -90,7 +90,7 @@ def test_a_model_without_dropout_draws_no_random_numbers() -> None:
     settings = replace(SMALL, method="single", save_per_rank=False)
     job = prepare(settings, RankContext())
     state = torch.get_rng_state()
-    x, y = job.loaders.samples[:8]
+    x, y = job.loaders.dataset[:8]
     job.trainer.run(1, x, y, 8, MetricSums(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -142,7 +142,7 @@ def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> 
     # The model in the file has the recorded error, and the error is the mean over all test samples.
     job = trained(RankContext(), Settings(task=f"{module}:Sine", max_steps=1))
     job.method.module.load_state_dict(torch.load("ckpts/best/single/rank_0.pth", weights_only=True)["model"])
-    x, y = job.loaders.test.dataset[:]
+    x, y = job.loaders.test_batches.dataset[:]
     with torch.no_grad():
         assert (job.method.module(x) - y).square().mean().sqrt().item() == pytest.approx(best["test_rmse"], rel=1e-5)
 

@@ -115,7 +115,7 @@ class Saver:
         paths = [self.settings.out / name for name in saved]
         self.saved = [path for path in paths if same_ranks or path.parent != self.settings.out]
 
-    def finish(self, step: int) -> None:
+    def save_missing_final(self, step: int) -> None:
         """Write the final checkpoints of a resumed run that had already ended, if any is missing; a collective."""
         if not self.settings.save_per_rank:
             return
@@ -136,8 +136,8 @@ class Saver:
         """
         written: list[Path] = []
         try:
-            replicas = self.trainer.method.state(self.trainer.optimizer)
-            with self.ctx.together():
+            replicas = self.trainer.method.list_replicas(self.trainer.optimizer)
+            with self.ctx.share_errors():
                 self.lock.check()
                 for index, replica in zip(self._own_indices, replicas, strict=True):
                     payload = self._encode(replica, index, step, final=final)
@@ -146,7 +146,7 @@ class Saver:
                         write_temporary(paths[index], payload)
             if not self.cleared:
                 self._remove_old_files(paths)
-            with self.ctx.together():
+            with self.ctx.share_errors():
                 for path in written:
                     rename_into_place(path)
                     self.trainer.fault.after_save(path, final=final)
@@ -192,7 +192,7 @@ class Saver:
         paths: files about to be renamed into place; their temporary files are kept.
         """
         s, removed = self.settings, 0
-        with self.ctx.together():
+        with self.ctx.share_errors():
             if self.ctx.local_rank == 0:  # once per node, because the folder may be local
                 removed = remove_run(s.out, s.run, keep=[*self.saved, *map(temporary_path, paths)])
         if not self.resumed:

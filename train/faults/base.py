@@ -82,9 +82,9 @@ class Fault:
         """Return the sampler, changed so that this rank trains on other samples."""
         return sampler
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""
-        return forward
+        return wrapped
 
     def before_training(self, method: Method) -> None:
         """Run once, when each rank has its own stream of random numbers."""

@@ -77,7 +77,7 @@ class RankContext:
         return values  # type: ignore[return-value]  # every None has been replaced
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """Run a block without collectives, and raise UserError on every rank if any rank raised it.
 
         If a rank raised it alone, the other ranks would wait in their next collective. Exceptions of other types are

@@ -76,7 +76,7 @@ class StateSaver:
         # Whether the states of an earlier run have been removed.
         self.cleared = False
         if settings.resume:
-            with ctx.together():
+            with ctx.share_errors():
                 step = read_newest_step(settings.out, settings.run)
                 if step is not None and not list_visible_ranks(self.folder):
                     raise UserError(
@@ -114,11 +114,11 @@ class StateSaver:
             self._remove()
             self.cleared = True
         try:
-            with self.ctx.together():
+            with self.ctx.share_errors():
                 self.saver.lock.check()
             if is_sharded(self.trainer):
                 save_shards(self.folder / f"step_{position.step}", self.trainer)
-            with self.ctx.together():
+            with self.ctx.share_errors():
                 write_state(state_path(self.folder, position.step, self.ctx.rank), state)
         except UserError:
             self._remove()  # the files written by other ranks
@@ -133,7 +133,7 @@ class StateSaver:
             record_newest_step(self.settings.out, self.settings.run, step)
 
     def _remove(self) -> None:
-        with self.ctx.together():
+        with self.ctx.share_errors():
             if self.ctx.local_rank == 0:  # once per node, because the folder may be local
                 self.saver.lock.check()
                 remove_states(self.folder, self.complete)
@@ -146,7 +146,7 @@ class StateSaver:
         state = newest.state
         if not same_ranks and is_sharded(trainer):
             state = load_shards(self.folder / f"step_{newest.step}", trainer, state)
-        with ctx.together():
+        with ctx.share_errors():
             check_same_run(state, trainer, self.plan, where)
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
@@ -173,7 +173,7 @@ class StateSaver:
             print_once(ctx, "resumed: without --checkpoint-every N, no further states are saved")
         if newest.step == self.plan.steps:
             print_once(ctx, "resumed: the run had already ended, nothing is left to train")
-            self.saver.finish(newest.step)
+            self.saver.save_missing_final(newest.step)
 
 
 def warm_up_buckets(trainer: Trainer, x: Tensor, y: Tensor) -> None:
