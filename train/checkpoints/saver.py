@@ -136,31 +136,50 @@ class Saver:
         """
         written: list[Path] = []
         try:
-            replicas = self.trainer.method.list_replicas(self.trainer.optimizer)
-            with self.ctx.share_errors():
-                self.lock.check()
-                for index, replica in zip(self._own_indices, replicas, strict=True):
-                    payload = self._encode(replica, index, step, final=final)
-                    if payload is not None:
-                        written.append(paths[index])
-                        write_temporary(paths[index], payload)
+            self._write_temporary_files(paths, step, written, final=final)
             if not self.cleared:
                 self._remove_old_files(paths)
-            with self.ctx.share_errors():
-                for path in written:
-                    rename_into_place(path)
-                    self.trainer.fault.after_save(path, final=final)
+            self._rename_into_place(written, final=final)
         finally:
+            # None is left after the renames.
             for path in written:
                 remove_temporary(path)
-        # Remove files of other ranks or another format, written before the run was resumed: a mixture of old and new
-        # files would be reported as a difference between ranks.
-        old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
-        self.saved = [path for path in self.saved if path not in old]
         self.saved += [path for path in paths if path not in self.saved]
-        if old:
-            self._remove_old_files(paths)
+        if self.resumed:
+            self._remove_replaced_files(paths)
         return [paths[index] for index in self._own_indices]
+
+    def _write_temporary_files(self, paths: list[Path], step: int, written: list[Path], *, final: bool) -> None:
+        """Write a temporary file for each replica of this process; a collective. Adds their final paths to `written`.
+
+        If this raises UserError, `written` has the paths so far, whose temporary files remain.
+        """
+        replicas = self.trainer.method.list_replicas(self.trainer.optimizer)
+        with self.ctx.share_errors():
+            self.lock.check()
+            for index, replica in zip(self._own_indices, replicas, strict=True):
+                payload = self._encode(replica, index, step, final=final)
+                if payload is not None:
+                    written.append(paths[index])
+                    write_temporary(paths[index], payload)
+
+    def _rename_into_place(self, written: list[Path], *, final: bool) -> None:
+        """Rename the temporary files, which all ranks have written; a collective."""
+        with self.ctx.share_errors():
+            for path in written:
+                rename_into_place(path)
+                self.trainer.fault.after_save(path, final=final)
+
+    def _remove_replaced_files(self, paths: list[Path]) -> None:
+        """Remove the files that `paths` replace, of other ranks or in another format; a collective.
+
+        Only a run before --resume has written such files. A mixture of old and new files would be reported as a
+        difference between ranks.
+        """
+        old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
+        if old:
+            self.saved = [path for path in self.saved if path not in old]
+            self._remove_old_files(paths)
 
     @property
     def _own_indices(self) -> range:
