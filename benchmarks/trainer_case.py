@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from syncheck.testing import ParityCase, sampler_order
 from train import parts
 from train.faults import make_fault
-from train.methods import METHODS
+from train.launch import RankContext
+from train.methods import METHODS, assign_mesh
 from train.methods.single import Single
 from train.metrics import MetricSums
 from train.settings import DEFAULT
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.settings import Settings
 
 SMALL = replace(DEFAULT, data="text", model="gpt-tiny", width=16, depth=2, lr=0.1, save_per_rank=False)
@@ -42,7 +42,7 @@ class TrainerCase(ParityCase):
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings = settings
-        self.ctx = METHODS[settings.method].place(settings, ctx)
+        self.ctx = assign_mesh(settings, ctx)
         self.micro_batches = settings.accumulate
         self.max_norm = settings.grad_clip
         self.data = parts.load(settings, ctx)
@@ -92,7 +92,7 @@ class TrainerCase(ParityCase):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of one process."""
-        single = Single(replace(self.settings, method="single"), self.ctx)
+        single = Single(replace(self.settings, method="single"), RankContext(device=self.ctx.device))
         single.wrap(model)
         return parts.build_optimizer(self.settings, single)
 

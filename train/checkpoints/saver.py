@@ -62,12 +62,10 @@ class Saver:
     def after_step(self, step: int) -> list[Path]:
         """Write the checkpoints due after this optimizer step, counted from 1; a collective if any is due.
 
-        Returns the files written by this process.
+        Call it with --save-per-rank. Returns the files written by this process.
         """
         s = self.settings
         written: list[Path] = []
-        if not s.save_per_rank:
-            return written
         if is_due(step, s.save_every):
             paths = self._paths(f"history/{s.run}/step_{step}/rank_")
             written += self.attempt(f"step {step}", lambda: self._save(paths, step)) or []
@@ -77,8 +75,6 @@ class Saver:
 
     def save_best(self, step: int) -> list[Path]:
         """Replace the best checkpoint after an epoch, with --save-best; a collective. Returns this process's files."""
-        if not self.settings.save_best:
-            return []
         paths = self._paths(f"best/{self.settings.run}/rank_")
         return self.attempt(f"the best checkpoint so far, of step {step},", lambda: self._save(paths, step)) or []
 
@@ -117,8 +113,6 @@ class Saver:
 
     def save_missing_final(self, step: int) -> None:
         """Write the final checkpoints of a resumed run that had already ended, if any is missing; a collective."""
-        if not self.settings.save_per_rank:
-            return
         paths = self._paths(f"{self.settings.run}_rank")
         # Files may have been removed or moved since.
         exist = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own_indices)

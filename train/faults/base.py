@@ -52,7 +52,7 @@ class Fault:
     needs: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     scaler: GradScaler  # set by FaultyTrainer
-    # Builds the model of the run from torch's seed; set by prepare.
+    # Builds the model of the run from torch's seed; set by the engine.
     build_model: Callable[[], nn.Module]
     early_save_step: int | None = None
 
