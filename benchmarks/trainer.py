@@ -25,15 +25,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from benchmarks.trainer_nodes import measure_nodes
 from train.bench.__main__ import WORKLOAD
-from train.engine import prepare, train_epoch
+from train.engine import Job, train_epoch
 from train.errors import UserError
 from train.launch import spawn
 from train.launch.process_group import process_group
 from train.launch.signals import ExitStatus
 from train.methods import METHODS
-from train.options import build_parser
+from train.options import build_parser, settings_from
 from train.parts import build_optimizer, load, make_model
-from train.run import settings_and_rank
+from train.run import find_rank
 from train.schedule import Position
 from train.settings import DEFAULT
 
@@ -72,7 +72,8 @@ def print_measurement(measurement: Measurement, options: Sequence[str], rounds: 
 def run_rank(args: Namespace) -> ExitStatus:
     """Run the measurement on this rank; rank 0 prints the result."""
     try:
-        settings, ctx = settings_and_rank(args)
+        settings = settings_from(args)
+        ctx = find_rank(settings, args)
         with process_group(ctx, args.timeout):
             text = args.measurement(settings, ctx, args.rounds)
         if ctx.is_main:
@@ -185,7 +186,7 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> str:
     check_settings(settings, ctx)
     # The plan has as many epochs as are timed, because after its last step the trainer would do nothing.
     settings = replace(settings, epochs=rounds + 1, max_steps=None)
-    job = prepare(settings, ctx)
+    job = Job(settings, ctx)
     data = load(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
     forward = method.wrap(make_model(settings, data))

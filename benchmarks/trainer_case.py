@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from syncheck.testing import ParityCase, sampler_order
 from train import parts
 from train.faults import make_fault
-from train.methods import METHODS
+from train.launch import RankContext
+from train.methods import METHODS, assign_mesh
 from train.methods.single import Single
 from train.metrics import MetricSums
 from train.settings import DEFAULT
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.settings import Settings
 
 SMALL = replace(DEFAULT, data="text", model="gpt-tiny", width=16, depth=2, lr=0.1, save_per_rank=False)
@@ -42,7 +42,7 @@ class TrainerCase(ParityCase):
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings = settings
-        self.ctx = METHODS[settings.method].place(settings, ctx)
+        self.ctx = assign_mesh(settings, ctx)
         self.micro_batches = settings.accumulate
         self.max_norm = settings.grad_clip
         self.data = parts.load(settings, ctx)
@@ -77,7 +77,7 @@ class TrainerCase(ParityCase):
         """Wrap the model with the method of the settings."""
         self.method = METHODS[self.settings.method](self.settings, self.ctx)
         self.method.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.forward = self.method.wrap(model)
+        self.wrapped = self.method.wrap(model)
         return self.method.module
 
     def backward(self, model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:  # noqa: ARG002
@@ -85,14 +85,14 @@ class TrainerCase(ParityCase):
         fault = make_fault(self.settings, self.ctx, 1)
         settings = replace(self.settings, grad_clip=None)
         optimizer = torch.optim.SGD(self.method.module.parameters())
-        trainer = GradientTrainer(settings, self.ctx, self.method, self.forward, optimizer, fault)
+        trainer = GradientTrainer(settings, self.ctx, self.method, self.wrapped, optimizer, fault)
         rank, ranks = self.ctx.mesh.data_rank, self.ctx.mesh.data_size
         inputs, targets = (part[rank::ranks] for part in batch)
         trainer.run(1, inputs, targets, len(batch[0]), MetricSums(self.ctx.device, trainer.task))
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of one process."""
-        single = Single(replace(self.settings, method="single"), self.ctx)
+        single = Single(replace(self.settings, method="single"), RankContext(device=self.ctx.device))
         single.wrap(model)
         return parts.build_optimizer(self.settings, single)
 

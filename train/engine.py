@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,13 +19,13 @@ from train.errors import Stopped, UserError
 from train.faults import make_fault
 from train.faults.faulty_trainer import FaultyTrainer
 from train.launch.signals import SignalAgreement
-from train.methods import METHODS, check_modifiers
+from train.methods import METHODS
 from train.metrics import Best, evaluate
 from train.recorders.base import Recorder
 from train.recorders.metrics_logger import MetricsLogger
 from train.result import Result
 from train.resume import StateSaver
-from train.schedule import LearningRate, set_learning_rate
+from train.schedule import LearningRate, Position, set_learning_rate
 from train.seeds import seed_rank
 from train.sync_checks import SyncChecks
 from train.trainer import Trainer
@@ -34,34 +33,66 @@ from train.trainer import Trainer
 if TYPE_CHECKING:
     from train.launch import RankContext
     from train.launch.signals import Signals
-    from train.methods.single import Method
     from train.metrics import Score
-    from train.schedule import Plan, Position
     from train.settings import Settings
 
 
-@dataclass(frozen=True)
 class Job:
-    """The objects of one run. best: the epoch with the best test score so far."""
+    """Builds the objects of one run, from the data to the files; a collective.
 
-    settings: Settings
-    ctx: RankContext
-    plan: Plan
-    loaders: Loaders
-    trainer: Trainer
-    rate: LearningRate
-    recorder: Recorder
-    metrics_logger: MetricsLogger
-    sync_checks: SyncChecks
-    saver: Saver
-    state_saver: StateSaver
-    signals: SignalAgreement
-    best: Best
+    ctx: with the mesh of the method, as `assign_mesh` returns it. recorder: by default one that records nothing.
+    signals: of this process. lock: the lock to acquire on --out, if any. position: the start of the run, or the
+    restored position of --resume. best: the epoch with the best test score so far. Raises UserError.
+    """
 
-    @property
-    def method(self) -> Method:
-        """The parallel method, which has the model."""
-        return self.trainer.method
+    def __init__(
+        self,
+        settings: Settings,
+        ctx: RankContext,
+        recorder: Recorder | None = None,
+        signals: Signals | None = None,
+        lock: RunLock | None = None,
+    ) -> None:
+        self.settings, self.ctx = settings, ctx
+        self.recorder = recorder or Recorder()
+        parts.check_agreement(settings, ctx)
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+        torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
+        data = parts.load(settings, ctx)
+        self.method = method = METHODS[settings.method](settings, ctx)
+        sampler = parts.make_sampler(settings, ctx, len(data.train), method.replicas)
+        self.plan = plan = parts.make_plan(settings, len(data.train), sampler.longest)
+        fault = make_fault(settings, ctx, plan.steps)
+        fault.build_model = partial(parts.make_model, settings, data)
+        model = fault.build_model()
+        method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
+        parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
+        # The module that training calls. The method may wrap the model, and an injected fault may change it.
+        wrapped = fault.after_wrap(method, method.wrap(model))
+        if settings.compile:
+            wrapped = parts.compile_model(wrapped, ctx)
+        # After wrapping, because a method may replace the parameters.
+        optimizer = parts.build_optimizer(settings, method)
+        # From here on each rank has a separate random stream.
+        seed_rank(settings.seed, ctx)
+        kind = Trainer if settings.fault is None else FaultyTrainer
+        self.trainer = trainer = kind(settings, ctx, method, wrapped, optimizer, fault)
+        self.rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
+        self.loaders = Loaders.build(data, fault.change_sampler(sampler), ctx, settings.workers)
+        if lock is None:
+            lock = RunLock(settings, ctx)
+        else:
+            lock.acquire()
+        self.best = Best()
+        self.saver = Saver(trainer, plan, lock)
+        self.state_saver = StateSaver(trainer, plan, self.saver, self.best)
+        self.position = Position(ctx.device, trainer.task)
+        if settings.resume:
+            self.position = self.state_saver.restore(self.loaders.dataset)
+        self.metrics_logger = MetricsLogger(trainer, plan, self.rate, sampler.samples, self.recorder)
+        # With --join, ranks make different numbers of steps, and agree only after an epoch.
+        self.signals = SignalAgreement(ctx, signals, between=not settings.join)
+        self.sync_checks = SyncChecks(trainer, self.recorder.console) if settings.monitor else None
 
 
 def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Signals | None = None) -> Result:
@@ -72,80 +103,17 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Sig
     disables stopping. Raises UserError, Stopped, and the errors of --monitor, on all ranks.
     """
     with RunLock(settings, ctx) as lock:
-        return run_job(prepare(settings, ctx, recorder, signals, lock))
-
-
-def prepare(
-    settings: Settings,
-    ctx: RankContext,
-    recorder: Recorder | None = None,
-    signals: Signals | None = None,
-    lock: RunLock | None = None,
-) -> Job:
-    """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.
-
-    recorder: by default one that records nothing. signals: of this process. lock: the lock to acquire on --out, if any.
-    Raises UserError.
-    """
-    parts.check_agreement(settings, ctx)
-    check_modifiers(settings)
-    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
-    data = parts.load(settings, ctx)
-    ctx = METHODS[settings.method].place(settings, ctx)
-    method = METHODS[settings.method](settings, ctx)
-    sampler = parts.make_sampler(settings, ctx, len(data.train), method.replicas)
-    plan = parts.make_plan(settings, len(data.train), sampler.longest)
-    fault = make_fault(settings, ctx, plan.steps)
-    fault.build_model = partial(parts.make_model, settings, data)
-    model = fault.build_model()
-    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
-    parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
-    # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
-    forward = fault.after_wrap(method, method.wrap(model))
-    if settings.compile:
-        forward = parts.compile_model(forward, ctx)
-    # After wrapping, because a method may replace the parameters.
-    optimizer = parts.build_optimizer(settings, method)
-    # From here on each rank has a separate random stream.
-    seed_rank(settings.seed, ctx)
-    kind = Trainer if settings.fault is None else FaultyTrainer
-    trainer = kind(settings, ctx, method, forward, optimizer, fault)
-    rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
-    loaders = Loaders.build(data, fault.change_sampler(sampler), ctx, settings.workers)
-    if lock is None:
-        lock = RunLock(settings, ctx)
-    else:
-        lock.acquire()
-    recorder = recorder or Recorder()
-    saver, best = Saver(trainer, plan, lock), Best()
-    return Job(
-        settings=settings,
-        ctx=ctx,
-        plan=plan,
-        loaders=loaders,
-        trainer=trainer,
-        rate=rate,
-        recorder=recorder,
-        metrics_logger=MetricsLogger(trainer, plan, rate, sampler.samples, recorder),
-        saver=saver,
-        state_saver=StateSaver(trainer, plan, saver, loaders.samples, best),
-        # With --join, ranks make different numbers of steps, and agree only after an epoch.
-        signals=SignalAgreement(ctx, signals, between=not settings.join),
-        sync_checks=SyncChecks(trainer, recorder.console),
-        best=best,
-    )
+        return run_job(Job(settings, ctx, recorder, signals, lock))
 
 
 def run_job(job: Job) -> Result:
     """Train until the plan ends. Raises the same errors as `train`."""
-    # The start of the run, or the restored state of --resume.
-    position = job.state_saver.position
+    position = job.position
     diverged: int | None = None
     job.signals.begin()
     job.metrics_logger.start(position.step if job.state_saver.resumed else None)
     start = time.perf_counter()
-    with job.sync_checks.monitor or nullcontext():
+    with job.sync_checks.monitor if job.sync_checks else nullcontext():
         while True:
             train_epoch(job, position)
             trained, test = score_epoch(job, position)
@@ -186,29 +154,36 @@ def train_epoch(job: Job, position: Position) -> None:
     end = position.step + steps
     # The epoch determines the order and augmentation of samples. Both count epochs from 0, as in torch.
     sampler.set_epoch(position.epoch - 1, position.in_epoch)
-    job.loaders.samples.set_epoch(position.epoch - 1)
-    trainer.forward.train()
+    job.loaders.dataset.set_epoch(position.epoch - 1)
+    trainer.wrapped.train()
     job.metrics_logger.begin_epoch()
     sizes = islice(sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps allows.
-    batches = zip(sizes, job.metrics_logger.time_batches(job.loaders.train), strict=False)
+    batches = zip(sizes, job.metrics_logger.time_batches(job.loaders.train_batches), strict=False)
     with job.method.join_ranks(trainer.optimizer) if join else nullcontext():
-        for samples, (x, y) in batches:  # samples: size of the global batch. x, y: this rank's share
+        for size, (x, y) in batches:  # size: of the global batch. x, y: this rank's share
             lr = job.rate.at(position.step)
             set_learning_rate(trainer.optimizer, lr)
             position.step += 1
             position.in_epoch += 1
-            trainer.run(position.step, x, y, samples, position.metric_sums)
+            trainer.run(position.step, x, y, size, position.metric_sums)
             if not join:
                 check_and_save(job, position)
-            job.metrics_logger.after_step(position, lr, samples)
+            job.metrics_logger.after_step(position, lr, size)
             stop_if_signaled(job, position)
     if join:
-        # A rank that ran out of batches early counts the last steps too: from here on all ranks are at the same step.
-        position.in_epoch += end - position.step
-        position.step = end
-        set_learning_rate(trainer.optimizer, job.rate.at(end - 1))
-        check_and_save(job, position)
+        end_joined_epoch(job, position, end)
+
+
+def end_joined_epoch(job: Job, position: Position, end: int) -> None:
+    """Check and save what is due in an epoch of --join, after its last step, `end`; a collective.
+
+    A rank that ran out of batches early counts the last steps too: from here on all ranks are at the same step.
+    """
+    position.in_epoch += end - position.step
+    position.step = end
+    set_learning_rate(job.trainer.optimizer, job.rate.at(end - 1))
+    check_and_save(job, position)
 
 
 def check_and_save(job: Job, position: Position) -> None:
@@ -217,11 +192,14 @@ def check_and_save(job: Job, position: Position) -> None:
     They come before any other forward, which would update BatchNorm's statistics in training mode and broadcast
     rank 0's through DDP's wrapper. The check comes first, so that the saved state has been checked or repaired.
     """
-    if warning := job.sync_checks.after_step(position.step, last=position.step == job.plan.steps):
+    settings, step = job.settings, position.step
+    if job.sync_checks and (warning := job.sync_checks.after_step(step, last=step == job.plan.steps)):
         job.recorder.note(f"warning: {warning}")
-    for path in job.saver.after_step(position.step):
-        job.recorder.note(f"saved {path}")
-    job.state_saver.after_step(position)
+    if settings.save_per_rank:
+        for path in job.saver.after_step(step):
+            job.recorder.note(f"saved {path}")
+    if settings.checkpoint_every:
+        job.state_saver.after_step(position)
 
 
 def score_epoch(job: Job, position: Position) -> tuple[Score, Score | None]:
@@ -233,10 +211,10 @@ def score_epoch(job: Job, position: Position) -> tuple[Score, Score | None]:
     job.metrics_logger.read_clock()
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
-        test = evaluate(job.method, job.loaders.test, job.ctx, job.trainer.task)
+        test = evaluate(job.method, job.loaders.test_batches, job.ctx, job.trainer.task)
         best = job.best.update(test, position.epoch, position.step)
     job.metrics_logger.after_epoch(position, trained, test, time.perf_counter() - start, best)
-    if best:
+    if best and job.settings.save_best:
         for path in job.saver.save_best(position.step):
             job.recorder.note(f"saved {path}")
     return trained, test
@@ -253,7 +231,7 @@ def stop_if_signaled(job: Job, position: Position, *, now: bool = False) -> None
         advice = "nothing was saved; use --checkpoint-every N to save states for --resume"
         raise Stopped(number, position.step, advice)
     try:
-        job.state_saver.after_step(position, now=True)
+        job.state_saver.save_now(position)
     except UserError as error:
         raise Stopped(number, position.step, f"its state is not saved: {error}") from error
     raise Stopped(number, position.step, "its state is saved; add --resume to continue")

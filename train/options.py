@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.checkpoints.formats import FORMATS
+from train.checkpoints.checkpoint_files import FORMATS
 from train.columns import align_columns, join_columns
 from train.data import AUGMENTATIONS, DATASETS
 from train.data.folders import OWN_IMAGES

@@ -30,10 +30,10 @@ def load(settings: Settings, ctx: RankContext) -> Data:
 
     Raises UserError on all ranks.
     """
-    with ctx.together():
+    with ctx.share_errors():
         if settings.download and ctx.local_rank == 0:
             download(settings.data, settings.data_dir)
-    with ctx.together():
+    with ctx.share_errors():
         return load_task_data(make_task(settings), settings)
 
 
@@ -164,22 +164,22 @@ def build_optimizer(settings: Settings, method: Method) -> Optimizer:
     )
 
 
-def compile_model(forward: nn.Module, ctx: RankContext) -> nn.Module:
-    """Compile the forward with torch.compile, after a test on all ranks; a collective.
+def compile_model(wrapped: nn.Module, ctx: RankContext) -> nn.Module:
+    """Compile the model with torch.compile, after a test on all ranks; a collective.
 
-    forward: the module called in training, including the parallel wrapper. Compiling around DDP lets torch split the
+    wrapped: the module called in training, including the parallel wrapper. Compiling around DDP lets torch split the
     graph at gradient buckets, so backward still overlaps with communication. The inner model keeps its tensor names,
     and evaluation uses it uncompiled. The first call compiles, and so does each new batch size. Raises UserError on all
     ranks if torch cannot compile. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
-    with ctx.together():
+    with ctx.share_errors():
         check_compiler(ctx.device)
-    for module in forward.modules():
+    for module in wrapped.modules():
         if isinstance(module, SyncBatchNorm):
             # Exclude its collectives in forward and backward from compiled code.
             disabled = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
             module.forward = disabled  # type: ignore[method-assign]
-    return cast("nn.Module", torch.compile(forward))
+    return cast("nn.Module", torch.compile(wrapped))
 
 
 def check_compiler(device: torch.device) -> None:

@@ -18,6 +18,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +44,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the second one in the ranks of --
 from train.engine import train
 from train.errors import RankError, Stopped, UserError
 from train.launch import spawn
-from train.launch.environment import (
-    describe_idle_gpus,
-    find_launcher,
-    make_rank_context,
-    prints_for_all_ranks,
-)
+from train.launch.environment import describe_idle_gpus, make_rank_context, prints_for_all_ranks
 from train.launch.launch_options import LaunchOptions
 from train.launch.process_group import PeerLost, process_group
 from train.launch.signals import (
@@ -60,7 +56,7 @@ from train.launch.signals import (
     print_once,
     print_status,
 )
-from train.methods import METHODS, check_modifiers
+from train.methods import METHODS, assign_mesh, check_modifiers
 from train.optional import MISSING, SyncheckError
 from train.options import build_parser, settings_from
 from train.recorders.composite import make_recorder
@@ -72,6 +68,7 @@ if TYPE_CHECKING:
     import argparse
 
     from train.launch import RankContext
+    from train.result import Result
     from train.settings import Settings
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -81,9 +78,21 @@ if __name__ in ("__main__", "__mp_main__"):
 LONGEST = 604_800  # seconds: a week
 
 
-def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
-    """Convert the options to settings, and determine the rank of this process. Raises UserError."""
-    settings = settings_from(args)
+def find_rank(settings: Settings, args: argparse.Namespace) -> RankContext:
+    """Find out the rank of this process, and check the settings for it. Raises UserError."""
+    check_options_of_method(settings, args)
+    grouped = METHODS[settings.method].grouped
+    ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
+    ctx = assign_mesh(settings, ctx)
+    # The number of ranks with data of their own depends on the mesh of the method.
+    check(settings, ctx.mesh.data_size)
+    if not 0 < args.timeout <= LONGEST:
+        raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
+    return ctx
+
+
+def check_options_of_method(settings: Settings, args: argparse.Namespace) -> None:
+    """Raise UserError for an option that the method does not support, with advice if the method ddp supports it."""
     try:
         check_modifiers(settings)
     except UserError as error:
@@ -93,39 +102,21 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
                 check_modifiers(replace(settings, method="ddp"))
                 advice = "; add --spawn 2, or start with torchrun"
         raise UserError(f"{error}{advice}") from error
-    grouped = METHODS[settings.method].grouped
-    ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
-    # The number of ranks with data of their own depends on the mesh of the method.
-    ctx = METHODS[settings.method].place(settings, ctx)
-    check(settings, ctx.mesh.data_size)
-    if not 0 < args.timeout <= LONGEST:
-        raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
-    return settings, ctx
 
 
-def work(args: argparse.Namespace) -> ExitStatus:
-    """Run one rank of a training."""
+def train_rank(settings: Settings, args: argparse.Namespace) -> ExitStatus:
+    """Train on this rank, the only one of this process."""
     try:
-        settings, ctx = settings_and_rank(args)
+        ctx = find_rank(settings, args)
         if idle := describe_idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
             print_once(ctx, idle)
         if MISSING:
             print_once(ctx, f"{MISSING}: checkpoints have no metadata blocks")
-        output, launcher = Output(), find_launcher(os.environ, LaunchOptions.from_args(args))
-        recorder = make_recorder(settings, ctx, args.progress, output, launcher)
+        output = Output()
+        recorder = make_recorder(settings, ctx, args.progress, output)
         with process_group(ctx, args.timeout), recorder:
             result = train(settings, ctx, recorder, SIGNALS)
-        if ctx.is_main:
-            output.write(summary(result, settings.method))
-        if result.diverged is not None:
-            since = f"the loss is not finite since epoch {result.diverged}"
-            print_once(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
-        if result.failed:
-            return ExitStatus(2, result.failed, shared=True)
-        if output.lost is not None:
-            # Not before: a lost console must not cost the training.
-            reason = output.lost.strerror
-            return ExitStatus(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
+        return report(result, settings, ctx, output)
     except UserError as error:
         return ExitStatus(2, str(error), shared=not isinstance(error, RankError))
     except Stopped as error:
@@ -138,44 +129,48 @@ def work(args: argparse.Namespace) -> ExitStatus:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
         return ExitStatus(128 + signal.SIGPIPE)  # what a shell reports
+
+
+def report(result: Result, settings: Settings, ctx: RankContext, output: Output) -> ExitStatus:
+    """Print the summary of a complete training, and return its status."""
+    if ctx.is_main:
+        output.write(summary(result, settings.method))
+    if result.diverged is not None:
+        since = f"the loss is not finite since epoch {result.diverged}"
+        print_once(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
+    if result.failed:
+        return ExitStatus(2, result.failed, shared=True)
+    if output.lost is not None:
+        # Not before: a lost console must not cost the training.
+        reason = output.lost.strerror
+        return ExitStatus(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
     return ExitStatus()
 
 
-def run(args: argparse.Namespace) -> ExitStatus:
-    """Run one rank, or start all ranks with --spawn."""
-    try:
-        spawn.replace_torchrun(os.environ, args, saves=settings_from(args).save_per_rank)
-        options = LaunchOptions.from_args(args)
-        if options.spawn is None:
-            return work(args)
-        spawn.check_options(os.environ, options)
-        # Report the errors of rank 0 before any process is started.
-        settings_and_rank(spawn.make_rank_args(args, 0, Path.cwd()))
-    except UserError as error:
-        return ExitStatus(2, str(error), shared=True)
-    return spawn.run_ranks(work, args)
+def spawn_ranks(settings: Settings, args: argparse.Namespace) -> ExitStatus:
+    """Start all ranks of --spawn, after reporting the errors of rank 0. Raises UserError."""
+    spawn.check_options(os.environ, LaunchOptions.from_args(args))
+    find_rank(settings, spawn.make_rank_args(args, 0, Path.cwd()))
+    return spawn.run_ranks(partial(train_rank, settings), args)
 
 
-def run_and_report(argv: list[str] | None = None) -> ExitStatus:
-    """Run one training, print its final message and return its status."""
+def main(argv: list[str] | None = None) -> ExitStatus:
+    """Run the training of a command line, print its final message, and return its status."""
     args = None
     try:
         args = build_parser().parse_args(argv)
-        status = run(args)
+        settings = settings_from(args)
+        spawn.replace_torchrun(os.environ, args, saves=settings.save_per_rank)
+        status = train_rank(settings, args) if args.spawn is None else spawn_ranks(settings, args)
     except UserError as error:
-        status = ExitStatus(2, str(error), shared=not isinstance(error, RankError))
+        status = ExitStatus(2, str(error), shared=True)
     if not status.shared or prints_for_all_ranks(os.environ, args):
         print_status(status)
     return status
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one training and return the exit code."""
-    return run_and_report(argv).code
-
-
 if __name__ == "__main__":
     open_closed_streams()
     SIGNALS.listen()
-    status = run_and_report()
+    status = main()
     exit_process(status.code, shared=status.shared, signaled=SIGNALS.number != 0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SyncChecks:
-    """Calls a SyncMonitor after every optimizer step, with --monitor.
+    """Calls a SyncMonitor after every optimizer step. Build it with --monitor.
 
     console: output of the checks on rank 0, by default stderr.
     """
@@ -22,28 +22,24 @@ class SyncChecks:
         self.settings, self.trainer = trainer.settings, trainer
         # Further contents of a checkpoint, under the same keys.
         self.extras: dict[str, Any] = {}
-        self.monitor: SyncMonitor | None = None
-        if self.settings.monitor:
-            method = trainer.method
-            # Without --amp fp16 the scaler has no state to compare.
-            scaler = trainer.scaler if trainer.scaler.is_enabled() else None
-            (replica,) = method.state(trainer.optimizer)
-            self.monitor = SyncMonitor(
-                (method.monitored, self.extras),
-                replica.optimizer,
-                scaler,
-                every=self.settings.monitor,
-                on_desync=self.settings.on_desync or "warn",
-                console=console,
-            )
+        method = trainer.method
+        # Without --amp fp16 the scaler has no state to compare.
+        scaler = trainer.scaler if trainer.scaler.is_enabled() else None
+        (replica,) = method.list_replicas(trainer.optimizer)
+        self.monitor = SyncMonitor(
+            (method.monitored, self.extras),
+            replica.optimizer,
+            scaler,
+            every=self.settings.monitor,
+            on_desync=self.settings.on_desync or "warn",
+            console=console,
+        )
 
     def after_step(self, step: int, *, last: bool) -> str:
         """Check if it is due after this step, counted from 1, or if it is the last step; a collective in that case.
 
         Returns the findings in a few words for a log, or an empty string.
         """
-        if self.monitor is None:
-            return ""
         # Metadata that may change between steps, for example the last average of localsgd. The block is equal on all
         # ranks, because the monitor knows the ranks.
         facts = self.trainer.method.metadata_fields

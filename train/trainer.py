@@ -33,11 +33,11 @@ class Trainer:
         settings: Settings,
         ctx: RankContext,
         method: Method,
-        forward: nn.Module,
+        wrapped: nn.Module,
         optimizer: Optimizer,
         fault: Fault,
     ) -> None:
-        self.settings, self.ctx, self.method, self.forward = settings, ctx, method, forward
+        self.settings, self.ctx, self.method, self.wrapped = settings, ctx, method, wrapped
         self.optimizer, self.fault, self.task = optimizer, fault, make_task(settings)
         # float16 cannot represent values below 6e-8, and many gradients are smaller. Scaling the loss scales the
         # gradients; they are unscaled before the step. bfloat16 has the range of float32 and needs no scaling.
@@ -49,18 +49,19 @@ class Trainer:
         if settings.ema is not None:
             self.average = AveragedModel(method.module, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))  # type: ignore[no-untyped-call]
 
-    def run(self, step: int, x: Tensor, y: Tensor, samples: int, metric_sums: MetricSums) -> None:
+    def run(self, step: int, x: Tensor, y: Tensor, batch_size: int, metric_sums: MetricSums) -> None:
         """Update the model once.
 
-        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N, ...] targets.
-        metric_sums: accumulates the loss and the metrics of the share.
+        step: counted from 1. x: [N, ...] this rank's share of a global batch. y: [N, ...] targets. batch_size:
+        of the global batch. metric_sums: accumulates the loss and the metrics of the share.
         """
-        method, parts = self.method, list(self.method.split(self._prepare(x), y.to(self.ctx.device, non_blocking=True)))
+        method = self.method
+        micro_batches = list(method.split(self._move(x), y.to(self.ctx.device, non_blocking=True)))
         measured = MetricSums(self.ctx.device, self.task)
-        for part, (xs, ys) in enumerate(parts, 1):
+        for number, (micro_x, micro_y) in enumerate(micro_batches, 1):
             # Gradients accumulate over micro-batches, and are reduced once, with the last micro-batch.
-            with nullcontext() if part == len(parts) else method.no_sync():
-                self.accumulate(xs, ys, samples, measured)
+            with nullcontext() if number == len(micro_batches) else method.no_sync():
+                self.accumulate(micro_x, micro_y, batch_size, measured)
         metric_sums.add_sums(method.share_sums(measured.totals))
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
@@ -93,23 +94,24 @@ class Trainer:
             return state
         return None
 
-    def _prepare(self, x: Tensor) -> Tensor:
+    def _move(self, x: Tensor) -> Tensor:
+        """Copy inputs to the device."""
         x = x.to(self.ctx.device, non_blocking=True)  # asynchronous from pinned memory
         if self.settings.channels_last and x.dim() == 4:
             # Use the layout of the weights, or each convolution would convert its input.
             x = x.contiguous(memory_format=torch.channels_last)
         return x
 
-    def accumulate(self, x: Tensor, y: Tensor, samples: int, metric_sums: MetricSums) -> None:
-        """Add the gradient of one micro-batch."""
+    def accumulate(self, x: Tensor, y: Tensor, batch_size: int, metric_sums: MetricSums) -> None:
+        """Add the gradient of one micro-batch. batch_size: of the global batch."""
         # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
         # weighted correctly. A sample of text has one prediction per token.
         self.predictions_per_sample = self.task.count_predictions(y[:1])
-        predictions = samples * self.predictions_per_sample
+        predictions = batch_size * self.predictions_per_sample
 
         def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
             loss_sum = self.task.loss(outputs, targets)
             metric_sums.add(loss_sum, outputs, targets)
             return self.scaler.scale(loss_sum / predictions)
 
-        self.method.train(self.forward, x, y, compute_loss)
+        self.method.train(self.wrapped, x, y, compute_loss)

@@ -31,9 +31,7 @@ TRAIN = {
         "launch mesh methods.pipeline_stages methods.tensor_parallel_plan methods.replica_threads "
         "methods.sync_batchnorm methods.comm_hooks"
     ),
-    "Checkpoints": (
-        "checkpoints checkpoints.saver checkpoints.formats checkpoints.checkpoint_files checkpoints.lock resume"
-    ),
+    "Checkpoints": "checkpoints checkpoints.saver checkpoints.checkpoint_files checkpoints.lock resume",
     "Faults, errors and signals": "faults errors sync_checks result",
     "Measurements and output": "metrics recorders evaluate bench columns",
     "Options": "options option old_options settings optional",

@@ -15,6 +15,7 @@ import syncheck
 torch = pytest.importorskip("torch")
 from train.engine import train  # noqa: E402
 from train.launch import RankContext  # noqa: E402
+from train.methods import assign_mesh  # noqa: E402
 from train.methods.fsdp import ON_CPU  # noqa: E402
 from train.recorders.base import Recorder  # noqa: E402
 from train.settings import Settings  # noqa: E402
@@ -78,7 +79,8 @@ def check_method(rank: Rank, method: str) -> None:
         method=method, model=model, data="text", width=16, depth=2, batch_size=8, limit_train=40, max_steps=2,
         optimizer="adamw", save_per_rank=True, out=rank.shared,
     )  # fmt: skip
-    train(settings, RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo"), Recorder())
+    ctx = RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo")
+    train(settings, assign_mesh(settings, ctx), Recorder())
     files = list_rank_files(rank.shared, f"{settings.run}_rank{{}}.pth", rank.world_size)
     tensors, complete = gather_state(rank, files[rank.rank])
     # A state of the optimizer, of which the last rank holds a part.

@@ -11,6 +11,7 @@ import torch
 
 from support.scenarios import load
 from train.engine import train
+from train.methods import assign_mesh
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
 from train.settings import Settings
@@ -64,19 +65,19 @@ class Notes(Recorder):
 def interrupt(ctx: RankContext, settings: Settings, step: int) -> None:
     """Train until just after `step`, and crash."""
     with pytest.raises(Crash):
-        train(settings, ctx, Stops(step))
+        train(settings, assign_mesh(settings, ctx), Stops(step))
 
 
 def resume(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
     """Resume from --out, and return the result and the recorded reports."""
     notes = Notes()
-    return train(replace(settings, resume=True), ctx, notes), notes
+    return train(replace(settings, resume=True), assign_mesh(settings, ctx), notes), notes
 
 
 def whole(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
     """Train without an interruption, and return the result and the recorded reports."""
     notes = Notes()
-    return train(replace(settings, resume=False), ctx, notes), notes
+    return train(replace(settings, resume=False), assign_mesh(settings, ctx), notes), notes
 
 
 def state_of(ctx: RankContext, settings: Settings, step: int) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from train.engine import Job, prepare, train, train_epoch
+from train.engine import Job, train, train_epoch
+from train.methods import assign_mesh
 from train.methods.fsdp import ON_CPU
 from train.recorders.base import Recorder
 from train.schedule import Position
@@ -45,12 +46,17 @@ def slow_fsdp(*values: Any) -> Any:
 
 def run(ctx: RankContext, settings: Settings) -> Result:
     """Train. The last operation is a collective, so the files of all ranks exist when this function returns."""
-    return train(settings, ctx, Recorder())
+    return train(settings, assign_mesh(settings, ctx), Recorder())
+
+
+def make_job(ctx: RankContext, settings: Settings) -> Job:
+    """Build the objects of a run."""
+    return Job(settings, assign_mesh(settings, ctx))
 
 
 def trained(ctx: RankContext, settings: Settings) -> Job:
     """Train, and return the job with its model and optimizer."""
-    job, position = prepare(settings, ctx), Position(ctx.device)
+    job, position = make_job(ctx, settings), Position(ctx.device)
     train_epoch(job, position)
     while position.step < job.plan.steps:
         position.next_epoch()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.engine import prepare
+from support.scenarios import make_job
 from train.launch import RankContext
 from train.metrics import MetricSums
 from train.settings import Settings
@@ -26,9 +26,9 @@ MOE = replace(GPT, model="gpt-tiny-moe")
 
 def train_losses(ctx: RankContext, settings: Settings) -> tuple[Job, list[float]]:
     """Train, and return the job and the mean loss of each step over all ranks."""
-    job = prepare(settings, ctx)
+    job = make_job(ctx, settings)
     losses = []
-    for step, (x, y) in zip(range(1, job.plan.steps + 1), job.loaders.train, strict=False):
+    for step, (x, y) in zip(range(1, job.plan.steps + 1), job.loaders.train_batches, strict=False):
         metric_sums = MetricSums(ctx.device)
         job.trainer.run(step, x, y, settings.batch_size, metric_sums)
         losses.append(metric_sums.over_ranks(job.ctx).loss)

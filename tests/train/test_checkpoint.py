@@ -14,7 +14,7 @@ from support.scenarios import SMALL, load, run, tensors
 from support.states import list_differing
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
-from train.engine import prepare, train
+from train.engine import Job, train
 from train.errors import UserError
 from train.launch import RankContext
 from train.models import build_model
@@ -83,7 +83,7 @@ def test_the_first_save_replaces_the_earlier_run(tmp_path: Path) -> None:
     settings = replace(SINGLE, out=tmp_path, save_every=1)
     assert train(settings, ctx, Recorder()).replaced == 0
     before = read_files(tmp_path.rglob("*.pth"))
-    prepare(settings, ctx)  # all that a run does before its first step
+    Job(settings, ctx)  # all that a run does before its first step
     assert read_files(tmp_path.rglob("*.pth")) == before
     result = train(replace(settings, save_every=None, max_steps=2), ctx, Recorder())
     assert result.replaced == len(before) == 4

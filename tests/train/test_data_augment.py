@@ -300,7 +300,7 @@ def test_augmented_runs_are_reproducible() -> None:
 def test_the_engine_sets_the_epoch() -> None:
     """The epoch of the training set is the last trained epoch, counted from 0."""
     job = trained(RankContext(), Settings(augment="basic", limit_train=64, epochs=3, width=4))
-    assert job.loaders.samples.epoch == 2
+    assert job.loaders.dataset.epoch == 2
 
 
 def test_seeds_are_scattered() -> None:

@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], name: str, folder: Path) -> str:
     """Return the only line of a refused run."""
     if CONTENTS[name] not in ("digits.npz", "text.txt"):
         pytest.importorskip("torchvision", exc_type=ImportError)
-    assert main(["--data", name, "--data-dir", str(folder), "--max-steps", "1", "--progress", "none"]) == 2
+    assert main(["--data", name, "--data-dir", str(folder), "--max-steps", "1", "--progress", "none"]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 

@@ -81,7 +81,7 @@ def test_a_network_learns_the_classes() -> None:
 )
 def test_refuses_unsupported_sizes(arguments: list[object], option: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes of other data sets and sizes above the limits cause one line with the option, and exit code 2."""
-    assert main([*map(str, arguments), "--progress", "none"]) == 2
+    assert main([*map(str, arguments), "--progress", "none"]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"run.py: error: {option}: ")
 

@@ -55,6 +55,6 @@ def test_a_model_learns_the_text(model: str) -> None:
     job = trained(
         RankContext(), Settings(model=model, data="text", optimizer="adamw", lr=0.005, width=32, max_steps=30, depth=1)
     )
-    x, y = job.loaders.samples[:64]
+    x, y = job.loaders.dataset[:64]
     with torch.no_grad():
         assert F.cross_entropy(job.method.module(x).flatten(0, 1), y.flatten()) < 3.8

@@ -93,7 +93,7 @@ def test_cifar_is_read_and_normalized(
 
 def fail(capsys: pytest.CaptureFixture[str], name: str, folder: Path, *options: str) -> str:
     """Run the trainer on an invalid data set, check for exit code 2, and return the text of the only line."""
-    assert main(["--data", name, "--data-dir", str(folder), "--progress", "none", *options]) == 2
+    assert main(["--data", name, "--data-dir", str(folder), "--progress", "none", *options]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("run.py: error: ")
 

@@ -73,8 +73,8 @@ def test_replicas_equal_the_ranks_of_ddp(ctx: RankContext, changes: dict[str, An
     """After 24 steps, replica r is bitwise equal to rank r of DDP: parameters, own statistics and optimizer state."""
     ddp, ddp_optimizer = train_on_shares(replace(SMALL, **changes), ctx)
     dp, dp_optimizer = train_on_shares(replace(DP, **changes), RankContext())
-    replicas = list_fields(dp.state(dp_optimizer), "model")
-    assert are_bitwise_equal(replicas[ctx.rank], ddp.state(ddp_optimizer)[0].model)
+    replicas = list_fields(dp.list_replicas(dp_optimizer), "model")
+    assert are_bitwise_equal(replicas[ctx.rank], ddp.list_replicas(ddp_optimizer)[0].model)
     assert not are_bitwise_equal(*replicas)
     states = zip(dp_optimizer.state_dict()["state"].values(), ddp_optimizer.state_dict()["state"].values(), strict=True)
     assert all(are_bitwise_equal(*pair) for pair in states)

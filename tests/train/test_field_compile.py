@@ -12,7 +12,7 @@ from support.listings import find_texts
 from support.scenarios import SMALL, load, run, widest_gap
 from test_matrix import make_settings, parametrize, read_table, train_and_compare
 
-from train.engine import prepare
+from train.engine import Job
 from train.launch import RankContext
 from train.methods import METHODS
 
@@ -67,8 +67,8 @@ def test_sync_bn_is_not_compiled(ctx: RankContext, syncheck_rank: Rank, graphs: 
     assert len(graphs) > 2
     assert widest_gap(usual[0], saved[0]) == 0
     assert widest_gap(*saved) == 0
-    job = prepare(replace(settings, compile=True), ctx)
-    assert job.trainer.forward is not job.method.module  # checkpoints and evaluations use the module as before
+    job = Job(replace(settings, compile=True), ctx)
+    assert job.trainer.wrapped is not job.method.module  # checkpoints and evaluations use the module as before
     assert list(job.method.module.state_dict()) == list(load(usual[0])["model"])
 
 

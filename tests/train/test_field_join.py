@@ -17,7 +17,7 @@ from torch import nn
 
 import syncheck
 from train.data import OwnSharesSampler, load_data
-from train.engine import prepare, train
+from train.engine import Job, train
 from train.errors import UserError
 from train.models import build_model
 from train.recorders.base import EpochRecord, Recorder
@@ -38,7 +38,7 @@ UNEVEN = replace(SMALL, join=True, limit_train=71, batch_size=16, epochs=2, max_
 def test_ranks_end_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
     """After two epochs of 5 and 4 batches, ranks are bitwise equal, including BatchNorm statistics and momentum."""
     settings = replace(UNEVEN, optimizer=optimizer, out=syncheck_rank.shared)
-    job = prepare(settings, ctx)
+    job = Job(settings, ctx)
     assert len(job.loaders.sampler.sizes) == (5, 4)[ctx.rank]
     assert job.plan.steps == 10
     saved = run(ctx, settings).saved
@@ -118,7 +118,7 @@ def test_checkpoints_and_checks_are_due_at_epoch_ends(ctx: RankContext, syncheck
     assert syncheck.compare(syncheck_rank.shared).verdict == "in_sync"
     for changes in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
         with pytest.raises(UserError, match="must be a multiple of 5"):
-            prepare(replace(UNEVEN, **changes), ctx)
+            Job(replace(UNEVEN, **changes), ctx)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -137,10 +137,10 @@ def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank) -
 def test_a_single_sample_is_refused(ctx: RankContext) -> None:
     """If one rank would have no batch, or a single sample for BatchNorm, all ranks refuse instead of hanging."""
     with pytest.raises(UserError, match="the last batch of an epoch would be a single sample"):
-        prepare(replace(UNEVEN, limit_train=73), ctx)
-    prepare(replace(UNEVEN, limit_train=73, model="convnet"), ctx)
+        Job(replace(UNEVEN, limit_train=73), ctx)
+    Job(replace(UNEVEN, limit_train=73, model="convnet"), ctx)
     with pytest.raises(UserError, match="each of 2 ranks needs one"):
-        prepare(replace(UNEVEN, limit_train=8), ctx)
+        Job(replace(UNEVEN, limit_train=8), ctx)
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(71, 2), (64, 4), (65, 4), (9, 3)])

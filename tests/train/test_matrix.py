@@ -157,7 +157,7 @@ def train_and_compare(ctx: RankContext, settings: Settings) -> str:
     """Train, compare the files of this run, and return the verdict in the table's words."""
     if any(settings.uses(option) for option in METHODS[settings.method].refuses):
         with pytest.raises(UserError, match=f"not with --method {settings.method}: "):
-            run(ctx, settings)
+            check_modifiers(settings)
         return "refused"
     saved = run(ctx, settings).saved
     return "; ".join(dict.fromkeys(describe_group(group) for group in syncheck.compare(*saved).groups))

@@ -13,7 +13,7 @@ from support.scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.testing import assert_in_sync
-from train.engine import Job, prepare
+from train.engine import Job
 from train.launch import RankContext
 from train.methods import METHODS, ddp
 from train.methods.ddp import Ddp
@@ -117,10 +117,10 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     retained: list[Job] = []
 
     def keep(*arguments: Any) -> Job:
-        retained.append(prepare(*arguments))
+        retained.append(Job(*arguments))
         return retained[-1]
 
-    monkeypatch.setattr("train.engine.prepare", keep)
+    monkeypatch.setattr("train.engine.Job", keep)
     return retained
 
 

@@ -20,7 +20,7 @@ import syncheck
 from train.data import load_data
 from train.errors import UserError
 from train.launch import RankContext
-from train.methods import METHODS, MODIFIERS
+from train.methods import METHODS, MODIFIERS, assign_mesh
 from train.methods.ddp import Ddp
 from train.models import build_model
 from train.models.convnet import ConvNet
@@ -64,7 +64,7 @@ def test_amp_computes_in_its_precision(
     """Layers compute in the requested precision, while weights and optimizer state stay in float32."""
     job = trained(ctx, replace(CONVNET, method=method, amp=amp))
     assert dtypes == {"activation": {dtype}, "weight": {torch.float32}}
-    states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
+    states = job.method.list_replicas(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
     for state in states:
         assert set(list_fields(filter(torch.is_tensor, state.values()), "dtype")) == {torch.float32}
     assert job.trainer.scaler.is_enabled() is (amp == "fp16")
@@ -364,12 +364,13 @@ def test_the_group_of_reshard_must_divide_the_ranks() -> None:
     """FSDP cannot keep a shard of three ranks on four ranks."""
     settings = replace(SMALL, method="fsdp", reshard_after_forward="3")
     with pytest.raises(UserError, match="--reshard-after-forward 3: must divide 4"):
-        METHODS["fsdp"](settings, METHODS["fsdp"].place(settings, RankContext(0, 4, backend="gloo")))
+        METHODS["fsdp"](settings, assign_mesh(settings, RankContext(0, 4, backend="gloo")))
 
 
 @pytest.mark.parametrize("method", ["fsdp", "hsdp"])
 def test_fsdp_reports_an_old_torch(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """If torch cannot shard on CPUs, the error names the installed and the required version."""
     monkeypatch.setattr("train.methods.fsdp.ON_CPU", False)
+    settings = replace(SMALL, method=method)
     with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; use 2.7"):
-        METHODS[method](replace(SMALL, method=method), RankContext(0, 2, backend="gloo"))
+        METHODS[method](settings, assign_mesh(settings, RankContext(0, 4, backend="gloo")))

@@ -41,7 +41,7 @@ def test_counterparts_are_options() -> None:
 @pytest.mark.parametrize("old", COUNTERPARTS)
 def test_an_old_option_names_its_counterpart(capsys: pytest.CaptureFixture[str], old: str) -> None:
     """A run with an old option ends with exit code 2 and one line that names the counterpart."""
-    assert main([old, "1"]) == 2
+    assert main([old, "1"]).code == 2
     message = f"run.py: error: unrecognized arguments: {old} 1; did you mean {COUNTERPARTS[old]}?\n"
     assert capsys.readouterr().err == message
 
@@ -63,7 +63,7 @@ def test_each_unknown_option_has_its_suggestion(
     capsys: pytest.CaptureFixture[str], words: list[str], meant: str
 ) -> None:
     """Several unknown options, of older scripts or misspelled, are named with their suggestions."""
-    assert main(words) == 2
+    assert main(words).code == 2
     assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
@@ -78,7 +78,7 @@ def test_each_unknown_option_has_its_suggestion(
 )
 def test_an_unknown_data_set_leads_to_tasks(capsys: pytest.CaptureFixture[str], name: str, advice: str) -> None:
     """A folder or a class in place of the name of a data set leads to the page on tasks, a misspelled name does not."""
-    assert main(["--data", name]) == 2
+    assert main(["--data", name]).code == 2
     error = capsys.readouterr().err
     assert ("docs/tasks.md" in error, advice in error) == ("tasks" in advice, True)
 
@@ -86,7 +86,7 @@ def test_an_unknown_data_set_leads_to_tasks(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("words", [["--gpu", "cpu"], ["--gpu=cpu"], ["--gpu_id", "-1"], ["--gpu-devices=None"]])
 def test_the_cpu_of_an_old_option(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     """A value that selects the CPU has another counterpart than the number of a GPU."""
-    assert main([*words, "--epochs", "1"]) == 2
+    assert main([*words, "--epochs", "1"]).code == 2
     error = capsys.readouterr().err
     assert error.endswith("; did you mean --gpus none?\n")
     assert len(error.splitlines()) == 1
@@ -99,5 +99,5 @@ def test_an_address_under_a_launcher_is_an_option_of_the_launcher(
     """Under torchrun and torch.distributed.launch, --ip and --port are refused with the option of the launcher."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert main([ours, "29500"]) == 2
+    assert main([ours, "29500"]).code == 2
     assert f"did you mean {of_launcher} of the launcher, before train/run.py?" in capsys.readouterr().err

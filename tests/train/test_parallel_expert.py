@@ -13,6 +13,7 @@ from support.sequences import MOE, ROUNDING, difference_to_single
 
 import syncheck
 from train.errors import UserError
+from train.methods import check_modifiers
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -103,5 +104,7 @@ def test_refusals(ctx: RankContext) -> None:
         ({"fault": "expert-replicated-wrongly"}, "no replicas on 2 ranks; start 4$"),
         ({"amp": "fp16"}, "^--amp fp16: not with --method ep: "),
     ):
-        with pytest.raises(UserError, match=message):
-            trained(ctx, replace(EP, **changes))
+        settings = replace(EP, **changes)
+        with pytest.raises(UserError, match=message):  # noqa: PT012 - either of them refuses
+            check_modifiers(settings)
+            trained(ctx, settings)

@@ -15,7 +15,7 @@ import syncheck
 from train.errors import UserError
 from train.evaluate.replicas import find_replicas
 from train.launch import RankContext
-from train.methods import METHODS
+from train.methods import METHODS, assign_mesh
 from train.models import build_model
 from train.settings import Settings
 from train.trainer import Trainer
@@ -171,7 +171,7 @@ def test_sizes_are_checked_early(changes: dict[str, Any], ranks: int, message: s
     """Uneven micro-batches, and ranks that do not fit, are refused before any process starts."""
     settings = replace(GPT, **changes)
     with pytest.raises(UserError, match=message):
-        METHODS[settings.method].place(settings, RankContext(0, ranks))
+        assign_mesh(settings, RankContext(0, ranks))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_sizes_are_checked_early(changes: dict[str, Any], ranks: int, message: s
 def test_models_that_cannot_be_split(model: str, schedule: str | None, message: str) -> None:
     """Models for images, and fewer layers than stages, are refused."""
     settings = replace(GPT, model=model, pipeline_schedule=schedule)
-    ctx = METHODS["pp"].place(settings, RankContext(0, 2))
+    ctx = assign_mesh(settings, RankContext(0, 2))
     network = build_model(model, 0 if model == "gpt-tiny" else 3, 256, 16, depth=3 if model == "gpt-tiny" else None)
     with pytest.raises(UserError, match=message):
         METHODS["pp"](settings, ctx).wrap(network)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from support.listings import list_codes, list_failing
 from support.resumed import assert_bitwise
-from support.scenarios import NEEDS_FSDP, run, trained, whole_state
+from support.scenarios import NEEDS_FSDP, make_job, run, trained, whole_state
 from support.states import clone_parameters
 
 import syncheck
-from train.engine import prepare
 from train.errors import UserError
 from train.launch import RankContext
-from train.methods import METHODS, check_modifiers
+from train.methods import METHODS, assign_mesh, check_modifiers
 from train.methods.tensor_parallel_plan import check_length
 from train.metrics import MetricSums
 from train.settings import Settings
@@ -143,7 +142,7 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
 @pytest.mark.syncheck(ranks=2, timeout=120)
 def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(ctx: RankContext) -> None:
     """With fp16, an infinite gradient of one rank's shard leaves all weights unchanged and halves all scales."""
-    job = prepare(replace(GPT, amp="fp16", max_steps=1, grad_clip=None, accumulate=1), ctx)
+    job = make_job(ctx, replace(GPT, amp="fp16", max_steps=1, grad_clip=None, accumulate=1))
     trainer, method = job.trainer, job.trainer.method
     before, backward = clone_parameters(method.module), method.backward
 
@@ -183,9 +182,9 @@ def test_meshes_that_do_not_fit_are_refused(changes: dict[str, Any], world_size:
 def test_models_that_cannot_be_sharded_are_refused(ctx: RankContext) -> None:
     """A model without a plan, more ranks than heads, and tokens that ranks cannot share."""
     with pytest.raises(UserError, match=r"^--model resnet8: --method tp needs a model with a tp_plan; use gpt"):
-        prepare(replace(GPT, model="resnet8", data="digits", width=None, depth=None), ctx)
+        make_job(ctx, replace(GPT, model="resnet8", data="digits", width=None, depth=None))
     with pytest.raises(UserError, match=r"^--method tp --parallel-degree 4: must divide the 2 heads of .*attention\.k"):
-        prepare(GPT, ctx)
+        make_job(ctx, GPT)
 
 
 @pytest.mark.parametrize("method", ["tp", "cp", "pp"])
@@ -195,7 +194,7 @@ def test_the_refused_model_of_a_task(ctx: RankContext, method: str) -> None:
     settings = replace(GPT, method=method, task="tasks:Images", parallel_degree=None)
     network = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=rf"^--task tasks:Images: --method {method} .*; use another --method$"):
-        METHODS[method](settings, METHODS[method].place(settings, ctx)).wrap(network)
+        METHODS[method](settings, assign_mesh(settings, ctx)).wrap(network)
 
 
 def test_options_that_need_tensor_parallelism_are_refused() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.imports import import_or_skip
 from support.resumed import TINY, assert_bitwise
-from support.scenarios import SMALL, fsdp, run, trained, whole_state
+from support.scenarios import SMALL, fsdp, make_job, run, trained, whole_state
 from support.states import list_differing, pick
 
 import syncheck
-from train.engine import prepare
+from train.engine import Job
 from train.launch import RankContext
 from train.metrics import MetricSums
 from train.options import build_parser
@@ -36,11 +36,11 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
         # One sample's mask, because ranks may have shares of different sizes.
         masks_of_steps.append((output[0] == 0).numpy().tobytes())
 
-    job = prepare(replace(settings, max_steps=2), ctx)
+    job = make_job(ctx, replace(settings, max_steps=2))
     layer = job.method.module.get_submodule("dropout1")
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
     layer.register_forward_hook(keep)
-    for step, (x, y) in enumerate(job.loaders.train, 1):
+    for step, (x, y) in enumerate(job.loaders.train_batches, 1):
         job.trainer.run(step, x, y, settings.batch_size, MetricSums(torch.device("cpu")))
         if step == 2:
             break
@@ -88,9 +88,9 @@ def test_dropout_of_dp_is_reproducible() -> None:
 def test_a_model_without_dropout_draws_no_random_numbers() -> None:
     """A training step without dropout does not change the RNG state."""
     settings = replace(SMALL, method="single", save_per_rank=False)
-    job = prepare(settings, RankContext())
+    job = Job(settings, RankContext())
     state = torch.get_rng_state()
-    x, y = job.loaders.samples[:8]
+    x, y = job.loaders.dataset[:8]
     job.trainer.run(1, x, y, 8, MetricSums(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -18,6 +18,7 @@ from support.states import list_differing
 from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
+from train.methods import assign_mesh
 from train.metrics import Best, Score
 from train.recorders.base import Pace, StepRecord
 from train.recorders.composite import CompositeRecorder, make_recorder
@@ -53,7 +54,7 @@ def run(settings: Settings, ctx: RankContext | None = None) -> Result:
     """Train with the recorders of run.py, but without progress on the terminal."""
     ctx = ctx or RankContext()
     with make_recorder(settings, ctx, "none") as recorder:
-        return train(settings, ctx, recorder)
+        return train(settings, assign_mesh(settings, ctx), recorder)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

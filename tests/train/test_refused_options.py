@@ -123,7 +123,7 @@ NEXT = "; add --spawn 2, or start with torchrun"
 )
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     """A usage error prints exactly one line on stderr and exits with 2."""
-    assert main(arguments.split()) == 2
+    assert main(arguments.split()).code == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"run.py: error: {message}\n")
 
@@ -140,7 +140,7 @@ def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments
 )
 def test_misspelled_name_lists_the_choices(capsys: pytest.CaptureFixture[str], arguments: str, meant: str) -> None:
     """A misspelled name is refused in one line with the valid choices and the closest match."""
-    assert main(arguments.split()) == 2
+    assert main(arguments.split()).code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"invalid choice: '{arguments.split()[1]}' (choose from" in error
@@ -157,7 +157,7 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
         monkeypatch.setattr("torch.nn.init.kaiming_normal_", start)
 
     fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate 36 bytes")
-    assert main(["--limit-train", "64"]) == 2
+    assert main(["--limit-train", "64"]).code == 2
     assert capsys.readouterr().err == "run.py: error: --model resnet8: not enough memory on this machine\n"
     fail("something else")
     with pytest.raises(RuntimeError, match="something else"):
@@ -168,7 +168,7 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
     """If a list cannot be printed, one line reports the error, and the exit code is 2."""
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it also fails
     monkeypatch.setattr("sys.stdout", full)
-    assert main(["--list-faults"]) == 2
+    assert main(["--list-faults"]).code == 2
     assert capsys.readouterr().err == "run.py: error: cannot write to stdout: No space left on device\n"
     with suppress(OSError):
         full.close()

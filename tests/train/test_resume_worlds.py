@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.resumed import TINY, Stops, interrupt, resume, whole
-from support.scenarios import NEEDS_FSDP, fsdp, whole_state
+from support.resumed import TINY, interrupt, resume, whole
+from support.scenarios import NEEDS_FSDP, fsdp, make_job, whole_state
 from support.states import find_largest_difference, merge
 
-from train.engine import prepare, train
 from train.errors import UserError
 from train.launch import RankContext
 from train.mesh import gather_whole
@@ -66,7 +65,7 @@ def leave_group() -> None:
 
 def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
     """Resume, and return the full tensors of the model and of all ranks' optimizers by parameter name."""
-    job = prepare(replace(settings, resume=True), ctx)
+    job = make_job(ctx, replace(settings, resume=True))
     optimizer = find_local_optimizer(job.trainer)
     names = parameter_names(job.method.module, optimizer)
     mine = {}
@@ -111,8 +110,8 @@ def test_state_is_exact_on_another_number_of_ranks(syncheck_rank: Rank, method: 
 
 def _max_difference(a: Settings, b: Settings, ctx: RankContext) -> float:
     """Load the final states of two runs, and return the largest difference between their weights."""
-    remaining = whole_state(prepare(replace(a, resume=True), ctx))
-    right = whole_state(prepare(replace(b, resume=True), ctx))
+    remaining = whole_state(make_job(ctx, replace(a, resume=True)))
+    right = whole_state(make_job(ctx, replace(b, resume=True)))
     return find_largest_difference(remaining, right)
 
 
@@ -159,7 +158,7 @@ def test_new_ranks_start_from_saved_ranks(syncheck_rank: Rank, method: str) -> N
             interrupt(ctx, settings, 5)
     with world(syncheck_rank, "new", 4) as ctx:
         assert ctx is not None
-        job = prepare(replace(settings, resume=True), ctx)
+        job = make_job(ctx, replace(settings, resume=True))
         model = whole_state(job)
         saved = torch.load(state_path(states_folder(settings.out, settings.run), 5, ctx.rank % 2), weights_only=True)[
             "model"
@@ -203,7 +202,7 @@ def test_hsdp_loads_the_shards_of_one_replica(ctx: RankContext, syncheck_rank: R
     interrupt(ctx, settings, 3)
     folder = states_folder(settings.out, settings.run)
     state = torch.load(state_path(folder, 3, ctx.rank), weights_only=True)
-    job = prepare(replace(settings, resume=True), ctx)
+    job = make_job(ctx, replace(settings, resume=True))
     before = {name: _local(tensor).clone() for name, tensor in job.method.module.state_dict().items()}
     loaded = load_shards(folder / "step_3", job.trainer, state)
     full = whole_state(job)
@@ -240,7 +239,7 @@ def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.C
             capfd.readouterr()
             if method == "zero":
                 with pytest.raises(UserError, match=r"no state in .* is usable"):
-                    train(replace(settings, resume=True), alone, Stops(8))
+                    resume(alone, settings)
                 stderr = capfd.readouterr().err
                 assert f"skipping step 1: rank 0 cannot read {lost}" in stderr
             else:
@@ -273,7 +272,7 @@ def test_parts_of_a_model_need_the_same_number_of_ranks(
     with world(syncheck_rank, "new", 2) as ctx:
         if ctx is not None:
             with pytest.raises(UserError, match="step_1 was saved by 4 ranks, each with another part of the model"):
-                train(replace(settings, resume=True), ctx, Stops(8))
+                resume(ctx, settings)
             assert read == [f"rank_{ctx.rank}.pth"]
     assert "DeviceMesh" not in capfd.readouterr().err
 

@@ -67,7 +67,7 @@ def test_cudnn_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """--cudnn-benchmark switches cuDNN's search for its fastest algorithms on; another run switches it off."""
     monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
     for options, expected in ((["--cudnn-benchmark"], True), ([], False)):
-        assert main([*options, "--limit-train", "64", "--epochs", "1", "--width", "4", "--progress", "none"]) == 0
+        assert main([*options, "--limit-train", "64", "--epochs", "1", "--width", "4", "--progress", "none"]).code == 0
         assert torch.backends.cudnn.benchmark is expected
 
 
@@ -86,7 +86,7 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_non_finite_loss_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """If the loss becomes infinite or NaN, stderr has one warning, and the exit code is 0."""
-    assert main("--lr 3e38 --limit-train 64 --epochs 2 --width 4 --progress none".split()) == 0
+    assert main("--lr 3e38 --limit-train 64 --epochs 2 --width 4 --progress none".split()).code == 0
     warning = "run.py: warning: the loss is not finite since epoch 1; lower --lr, or add --grad-clip\n"
     assert capsys.readouterr().err == warning
 
@@ -99,7 +99,7 @@ def test_only_rank_0_reports_errors(
     environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert main(["--batch-size", "1"]) == 2
+    assert main(["--batch-size", "1"]).code == 2
     expected = "run.py: error: --batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more\n"
     assert capsys.readouterr().err == expected * lines
 
@@ -109,7 +109,7 @@ def test_broken_environment_is_reported_by_its_own_rank(
 ) -> None:
     """A process with RANK but without WORLD_SIZE reports the error itself, also if its rank is not 0."""
     monkeypatch.setenv("RANK", "3")
-    assert main([]) == 2
+    assert main([]).code == 2
     assert capsys.readouterr().err.startswith("run.py: error: the environment variable WORLD_SIZE is not set")
 
 

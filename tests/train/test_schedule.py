@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.scenarios import SMALL
 
-from train.engine import prepare
+from train.engine import Job
 from train.errors import UserError
 from train.schedule import LearningRate, Plan, compute_lr_scale
 from train.settings import Settings, check
@@ -61,9 +61,9 @@ def test_warm_up_must_end_within_the_run() -> None:
 @pytest.mark.syncheck(ranks=2)
 def test_ranks_and_replicas_count(ctx: RankContext) -> None:
     """With --lr-scale linear, two ranks double the rate, and so do two dp replicas in one process."""
-    job = prepare(Settings(method="ddp", width=4, lr_scale="linear", max_steps=1), ctx)
+    job = Job(Settings(method="ddp", width=4, lr_scale="linear", max_steps=1), ctx)
     assert job.rate.peak == 0.2
     from train.launch import RankContext as Alone
 
-    assert prepare(Settings(method="dp", width=4, lr_scale="linear", max_steps=1), Alone()).rate.peak == 0.2
+    assert Job(Settings(method="dp", width=4, lr_scale="linear", max_steps=1), Alone()).rate.peak == 0.2
     assert SMALL.lr_scale == "none"

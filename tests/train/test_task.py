@@ -14,7 +14,7 @@ from support.listings import find_all, read_json_lines
 from support.programs import TRAIN
 from support.scenarios import run, trained
 
-from train.engine import prepare
+from train.engine import Job
 from train.errors import UserError
 from train.evaluate.__main__ import main as evaluate
 from train.launch import RankContext
@@ -129,7 +129,7 @@ def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> 
         "--checkpoint-every",
         "50",
     ]
-    assert main(options) == 0
+    assert main(options).code == 0
     assert re.search(r"^single: test rmse 0\.\d+, 6 epochs, 186 steps", capsys.readouterr().out, re.MULTILINE)
     start, *records, end = read_events(Path("log/single/metrics.jsonl"))
     epochs = find_all(records, event="epoch")
@@ -142,7 +142,7 @@ def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> 
     # The model in the file has the recorded error, and the error is the mean over all test samples.
     job = trained(RankContext(), Settings(task=f"{module}:Sine", max_steps=1))
     job.method.module.load_state_dict(torch.load("ckpts/best/single/rank_0.pth", weights_only=True)["model"])
-    x, y = job.loaders.test.dataset[:]
+    x, y = job.loaders.test_batches.dataset[:]
     with torch.no_grad():
         assert (job.method.module(x) - y).square().mean().sqrt().item() == pytest.approx(best["test_rmse"], rel=1e-5)
 
@@ -151,14 +151,14 @@ def test_a_resumed_run_keeps_the_best(module: str) -> None:
     """A run of 6 epochs resumed after 3 ends with the metrics of an uninterrupted run; another task is refused."""
     options = ["--task", f"{module}:Sine", "--epochs", "6", "--schedule", "constant"]
     options += ["--warmup-steps", "5", "--log-dir"]
-    assert main([*options, "whole", "--out", "whole"]) == 0
-    assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]) == 0
-    assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]) == 0
+    assert main([*options, "whole", "--out", "whole"]).code == 0
+    assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]).code == 0
+    assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]).code == 0
     complete = read_events(Path("whole", "single", "metrics.jsonl"))[-1]
     half = read_events(Path("half", "single", "metrics.jsonl"))[-1]
     for key in ("test_rmse", "best_rmse", "best_epoch"):
         assert half[key] == complete[key]
-    assert main(["--out", "half", "--resume"]) == 2
+    assert main(["--out", "half", "--resume"]).code == 2
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_two_ranks_and_their_evaluation(module: str, programs: Programs, capsys:
 def test_unsuitable_tasks_are_refused(module: str, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A task that cannot be imported, is no task, or has unsuitable samples is one line and exit code 2."""
     Path("unfinished.py").write_text("class Sine(\n")
-    assert main(["--task", name.format(module)]) == 2
+    assert main(["--task", name.format(module)]).code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"--task {name.format(module)}: " in error
@@ -221,7 +221,7 @@ def test_plain_numbers_as_labels_resume(ctx: RankContext, syncheck_rank: Rank, m
         out=syncheck_rank.shared,
     )
     run(ctx, settings)
-    assert prepare(replace(settings, max_steps=4, resume=True), ctx).state_saver.position.step == 2
+    assert Job(replace(settings, max_steps=4, resume=True), ctx).position.step == 2
 
 
 def test_replaced_options_are_refused() -> None:
@@ -258,6 +258,6 @@ def test_a_folder_of_images_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / f"{name}.py").write_text(small)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["--task", f"{name}:Photos", "--epochs", "3", "--batch-size", "8", "--log-dir", "log"]) == 0
+    assert main(["--task", f"{name}:Photos", "--epochs", "3", "--batch-size", "8", "--log-dir", "log"]).code == 0
     _, *records, _ = read_events(Path("log/single/metrics.jsonl"))
     assert find_all(records, event="epoch")[-1]["accuracy"] == 1

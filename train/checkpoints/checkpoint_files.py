@@ -1,4 +1,4 @@
-"""Names, atomic writes and removal of checkpoint files.
+"""The files of checkpoints: their content, formats and names, atomic writes, and removal.
 
     <out>/<run>_rank<r>.<ext>                          the end of the run
     <out>/history/<run>/step_<n>/rank_<r>.<ext>        after step n
@@ -11,31 +11,102 @@ cannot show a difference.
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import re
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from train.checkpoints.formats import FORMATS
+import torch
+
 from train.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
+    from torch import Tensor
 
 STEP_FOLDER = r"step_\d+"
 
 
-def list_matching(folder: Path, pattern: str) -> list[Path]:
-    """List the entries of a folder whose whole names match a regular expression; none if there is no folder.
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of one rank after a step.
 
-    A list, so that the caller can remove files while it iterates. Raises OSError.
+    model: tensors by name, without a wrapper's prefix. optimizer, scaler: state dicts; scaler is None if disabled.
+    block: the result of syncheck.metadata(), written if syncheck is installed. ema: averaged parameters, with --ema.
     """
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None
+    epoch: int
+    step: int
+    block: dict[str, Any]
+    ema: dict[str, Tensor] | None = None
+
+
+def encode_pth(checkpoint: Checkpoint) -> bytes:
+    """Serialize with torch.save. torch.load(weights_only=True) accepts the result."""
+    buffer = io.BytesIO()
+    content: dict[str, Any] = {"model": checkpoint.model}
+    if checkpoint.ema is not None:
+        content["ema"] = checkpoint.ema
+    content["optimizer"] = checkpoint.optimizer
+    if checkpoint.scaler is not None:
+        content["scaler"] = checkpoint.scaler
+    content |= {"epoch": checkpoint.epoch, "step": checkpoint.step}
+    if "schema" in checkpoint.block:
+        content["syncheck"] = checkpoint.block
+    torch.save(copy_to_cpu(content), buffer)
+    return buffer.getvalue()
+
+
+def encode_safetensors(checkpoint: Checkpoint) -> bytes:
+    """Serialize as a flat safetensors file.
+
+    Optimizer state is named `optimizer.<parameter>.<state>` and averaged parameters are named `ema.<parameter>`. The
+    format stores only tensors and strings, so param_groups and the state of the GradScaler are omitted. Raises
+    UserError if safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
+    tensors = checkpoint.model | {f"ema.{name}": tensor for name, tensor in (checkpoint.ema or {}).items()}
+    # In the order of the state dict's integer ids.
+    names = checkpoint.block["optimizer_parameters"]
+    for index, states in checkpoint.optimizer["state"].items():
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{names[index]}.{key}"] = value
+    strings = {"epoch": str(checkpoint.epoch), "step": str(checkpoint.step)}
+    if "schema" in checkpoint.block:
+        strings["syncheck"] = json.dumps(checkpoint.block)
+    return save({name: copy_to_cpu(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
+
+
+def copy_to_cpu(tree: Any) -> Any:
+    """Copy all tensors in nested dicts, lists and tuples to the CPU.
+
+    CPU tensors are copied too: for a view, torch.save would write the whole storage, and safetensors rejects tensors
+    that share memory.
+    """
+    if isinstance(tree, dict):
+        return {key: copy_to_cpu(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(copy_to_cpu(value) for value in tree)
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone()
+    return tree
+
+
+# Encoders by file extension.
+FORMATS: dict[str, Callable[[Checkpoint], bytes]] = {"pth": encode_pth, "safetensors": encode_safetensors}
 
 
 def write_atomic(path: Path, payload: bytes) -> None:
@@ -99,6 +170,16 @@ def check_writable(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
+
+
+def list_matching(folder: Path, pattern: str) -> list[Path]:
+    """List the entries of a folder whose whole names match a regular expression; none if there is no folder.
+
+    A list, so that the caller can remove files while it iterates. Raises OSError.
+    """
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name)]
 
 
 def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:

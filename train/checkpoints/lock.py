@@ -58,11 +58,11 @@ class RunLock:
         if not self.needed:
             return
         self.token = ctx.gather(secrets.token_hex(8))[0]
-        with ctx.together():
+        with ctx.share_errors():
             check_writable(self.out)
         # Rank 0 first: on a shared file system its lock serves all nodes.
         for leads in (ctx.is_main, ctx.local_rank == 0):
-            with ctx.together():
+            with ctx.share_errors():
                 if leads and self.read_owner().get("token") != self.token:
                     self._create()
 

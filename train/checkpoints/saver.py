@@ -6,13 +6,14 @@ import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from train.checkpoints.checkpoint_files import (
+    FORMATS,
+    Checkpoint,
     remove_run,
     remove_temporary,
     rename_into_place,
     temporary_path,
     write_temporary,
 )
-from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
 from train.launch.signals import print_once
 from train.optional import metadata
@@ -61,12 +62,10 @@ class Saver:
     def after_step(self, step: int) -> list[Path]:
         """Write the checkpoints due after this optimizer step, counted from 1; a collective if any is due.
 
-        Returns the files written by this process.
+        Call it with --save-per-rank. Returns the files written by this process.
         """
         s = self.settings
         written: list[Path] = []
-        if not s.save_per_rank:
-            return written
         if is_due(step, s.save_every):
             paths = self._paths(f"history/{s.run}/step_{step}/rank_")
             written += self.attempt(f"step {step}", lambda: self._save(paths, step)) or []
@@ -76,8 +75,6 @@ class Saver:
 
     def save_best(self, step: int) -> list[Path]:
         """Replace the best checkpoint after an epoch, with --save-best; a collective. Returns this process's files."""
-        if not self.settings.save_best:
-            return []
         paths = self._paths(f"best/{self.settings.run}/rank_")
         return self.attempt(f"the best checkpoint so far, of step {step},", lambda: self._save(paths, step)) or []
 
@@ -114,10 +111,8 @@ class Saver:
         paths = [self.settings.out / name for name in saved]
         self.saved = [path for path in paths if same_ranks or path.parent != self.settings.out]
 
-    def finish(self, step: int) -> None:
+    def save_missing_final(self, step: int) -> None:
         """Write the final checkpoints of a resumed run that had already ended, if any is missing; a collective."""
-        if not self.settings.save_per_rank:
-            return
         paths = self._paths(f"{self.settings.run}_rank")
         # Files may have been removed or moved since.
         exist = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own_indices)
@@ -135,31 +130,50 @@ class Saver:
         """
         written: list[Path] = []
         try:
-            replicas = self.trainer.method.state(self.trainer.optimizer)
-            with self.ctx.together():
-                self.lock.check()
-                for index, replica in zip(self._own_indices, replicas, strict=True):
-                    payload = self._encode(replica, index, step, final=final)
-                    if payload is not None:
-                        written.append(paths[index])
-                        write_temporary(paths[index], payload)
+            self._write_temporary_files(paths, step, written, final=final)
             if not self.cleared:
                 self._remove_old_files(paths)
-            with self.ctx.together():
-                for path in written:
-                    rename_into_place(path)
-                    self.trainer.fault.after_save(path, final=final)
+            self._rename_into_place(written, final=final)
         finally:
+            # None is left after the renames.
             for path in written:
                 remove_temporary(path)
-        # Remove files of other ranks or another format, written before the run was resumed: a mixture of old and new
-        # files would be reported as a difference between ranks.
-        old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
-        self.saved = [path for path in self.saved if path not in old]
         self.saved += [path for path in paths if path not in self.saved]
-        if old:
-            self._remove_old_files(paths)
+        if self.resumed:
+            self._remove_replaced_files(paths)
         return [paths[index] for index in self._own_indices]
+
+    def _write_temporary_files(self, paths: list[Path], step: int, written: list[Path], *, final: bool) -> None:
+        """Write a temporary file for each replica of this process; a collective. Adds their final paths to `written`.
+
+        If this raises UserError, `written` has the paths so far, whose temporary files remain.
+        """
+        replicas = self.trainer.method.list_replicas(self.trainer.optimizer)
+        with self.ctx.share_errors():
+            self.lock.check()
+            for index, replica in zip(self._own_indices, replicas, strict=True):
+                payload = self._encode(replica, index, step, final=final)
+                if payload is not None:
+                    written.append(paths[index])
+                    write_temporary(paths[index], payload)
+
+    def _rename_into_place(self, written: list[Path], *, final: bool) -> None:
+        """Rename the temporary files, which all ranks have written; a collective."""
+        with self.ctx.share_errors():
+            for path in written:
+                rename_into_place(path)
+                self.trainer.fault.after_save(path, final=final)
+
+    def _remove_replaced_files(self, paths: list[Path]) -> None:
+        """Remove the files that `paths` replace, of other ranks or in another format; a collective.
+
+        Only a run before --resume has written such files. A mixture of old and new files would be reported as a
+        difference between ranks.
+        """
+        old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
+        if old:
+            self.saved = [path for path in self.saved if path not in old]
+            self._remove_old_files(paths)
 
     @property
     def _own_indices(self) -> range:
@@ -171,7 +185,7 @@ class Saver:
         """Encode one replica, as modified by an injected fault; None means no file. index: of the replica."""
         trainer = self.trainer
         block = build_metadata_block(trainer, replica.optimizer, self.plan, self.run_id, step, index, self.replicas)
-        snapshot = Snapshot(
+        checkpoint = Checkpoint(
             model=replica.model,
             optimizer=replica.optimizer.state_dict(),
             scaler=trainer.scaler_state,
@@ -180,7 +194,7 @@ class Saver:
             block=block,
             ema=trainer.averages,
         )
-        written = trainer.fault.before_save(snapshot, final=final)
+        written = trainer.fault.before_save(checkpoint, final=final)
         if written is None:
             return None
         return FORMATS[self.settings.save_format](written)
@@ -191,7 +205,7 @@ class Saver:
         paths: files about to be renamed into place; their temporary files are kept.
         """
         s, removed = self.settings, 0
-        with self.ctx.together():
+        with self.ctx.share_errors():
             if self.ctx.local_rank == 0:  # once per node, because the folder may be local
                 removed = remove_run(s.out, s.run, keep=[*self.saved, *map(temporary_path, paths)])
         if not self.resumed:

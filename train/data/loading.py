@@ -28,12 +28,12 @@ Batches = DataLoader[tuple["Tensor", ...]]
 
 @dataclass(frozen=True)
 class Loaders:
-    """The training samples with their sampler, and the batches of training and evaluation."""
+    """The data set of training with its sampler, and the batches of training and evaluation."""
 
-    samples: Images
+    dataset: Images
     sampler: DistributedBatchSampler | OwnSharesSampler
-    train: Batches
-    test: Batches
+    train_batches: Batches
+    test_batches: Batches
 
     @classmethod
     def build(

@@ -11,7 +11,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.checkpoints.formats import FORMATS
+from train.checkpoints.checkpoint_files import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError, first_line, refuse
 from train.mesh import local_part

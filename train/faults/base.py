@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.checkpoints.formats import Snapshot
+    from train.checkpoints.checkpoint_files import Checkpoint
     from train.data import DistributedBatchSampler, OwnSharesSampler
     from train.launch import RankContext
     from train.methods.single import Method
@@ -52,7 +52,7 @@ class Fault:
     needs: ClassVar[Mapping[str, str]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     scaler: GradScaler  # set by FaultyTrainer
-    # Builds the model of the run from torch's seed; set by prepare.
+    # Builds the model of the run from torch's seed; set by the engine.
     build_model: Callable[[], nn.Module]
     early_save_step: int | None = None
 
@@ -82,9 +82,9 @@ class Fault:
         """Return the sampler, changed so that this rank trains on other samples."""
         return sampler
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""
-        return forward
+        return wrapped
 
     def before_training(self, method: Method) -> None:
         """Run once, when each rank has its own stream of random numbers."""
@@ -106,9 +106,9 @@ class Fault:
     def after_resume(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Run after a state of this step has been restored."""
 
-    def before_save(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:  # noqa: ARG002 - for subclasses
+    def before_save(self, checkpoint: Checkpoint, *, final: bool) -> Checkpoint | None:  # noqa: ARG002 - for subclasses
         """Run before this rank's file is written. final: not a history file. Returns the content; None for no file."""
-        return snapshot
+        return checkpoint
 
     def after_save(self, path: Path, *, final: bool) -> None:
         """Run after this rank's file is on disk. final: not in the history."""

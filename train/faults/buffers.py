@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class BatchNormFault(Fault):
     """Base class of faults in BatchNorm layers."""
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Reject a model without BatchNorm."""
         if not any(isinstance(layer, _BatchNorm) for layer in method.module.modules()):
             self.refuse(f"--model {self.settings.model} has no BatchNorm layers; use --model resnet8")
-        return forward
+        return wrapped
 
 
 class BuffersNeverSynced(BatchNormFault):
@@ -45,14 +45,14 @@ class BuffersNeverSynced(BatchNormFault):
         "--no-buffer-sync": "--no-buffer-sync has the same effect; remove either option",
     }
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Disable synchronization on all ranks; buffers start equal."""
-        super().after_wrap(method, forward)
-        assert isinstance(forward, DistributedDataParallel)
+        super().after_wrap(method, wrapped)
+        assert isinstance(wrapped, DistributedDataParallel)
         # DDP reads this attribute before each forward. The second name is used before torch 2.13.
-        name = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if hasattr(forward, name))
-        setattr(forward, name, False)
-        return forward
+        name = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if hasattr(wrapped, name))
+        setattr(wrapped, name, False)
+        return wrapped
 
 
 class ExtraForward(BatchNormFault):
@@ -101,14 +101,14 @@ class VarianceOnly(BatchNormFault):
         "--sync-bn": "plain BatchNorm always uses the local count; add --sync-bn",
     }
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Replace the class of the layers on one rank."""
-        super().after_wrap(method, forward)
+        super().after_wrap(method, wrapped)
         for layer in method.module.modules():
             if self.is_faulty and isinstance(layer, SyncBatchNorm):
                 # Keep the object, because DDP holds references to it, and change only its class.
                 layer.__class__ = LocalCount
-        return forward
+        return wrapped
 
 
 class InputNormalizer(nn.Module):
@@ -149,7 +149,7 @@ class LocalNormalizer(Fault):
     summary = "images are normalized by running statistics of each rank's own batches"
     code = "SYN205"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Insert a normalizer before the first convolution on all ranks."""
         convolution = find_first_layer(method.module)
         if not isinstance(convolution, nn.Conv2d):
@@ -157,4 +157,4 @@ class LocalNormalizer(Fault):
         normalizer = InputNormalizer(convolution.in_channels).to(self.ctx.device)
         method.module.normalizer = normalizer
         convolution.register_forward_pre_hook(lambda _, inputs: (normalizer(*inputs),))
-        return forward
+        return wrapped

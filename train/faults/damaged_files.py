@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from train.checkpoints.formats import Snapshot
+    from train.checkpoints.checkpoint_files import Checkpoint
 
 
 class FileFault(Fault):
@@ -35,12 +35,12 @@ class OtherDtype(FileFault):
     summary = "one rank saves its model in bfloat16"
     code = "SYN102"
 
-    def before_save(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:  # noqa: ARG002
+    def before_save(self, checkpoint: Checkpoint, *, final: bool) -> Checkpoint | None:  # noqa: ARG002
         """Cast floating-point tensors."""
         if not self.is_faulty:
-            return snapshot
-        tensors = snapshot.model.items()
-        return replace(snapshot, model={n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors})
+            return checkpoint
+        tensors = checkpoint.model.items()
+        return replace(checkpoint, model={n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors})
 
 
 class LastSaveFailed(FileFault):
@@ -59,9 +59,9 @@ class LastSaveFailed(FileFault):
             self.refuse(f"the earlier save must come before the last step, {self.steps}; use a smaller --fault-step")
         self.early_save_step = self.fault_step
 
-    def before_save(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:
+    def before_save(self, checkpoint: Checkpoint, *, final: bool) -> Checkpoint | None:
         """Skip the second write of the final file; the history is unaffected."""
-        return None if self.is_faulty and final and snapshot.step == self.steps else snapshot
+        return None if self.is_faulty and final and checkpoint.step == self.steps else checkpoint
 
 
 class DamagedOnDisk(FileFault):

@@ -35,7 +35,7 @@ class NormNotReduced(Fault):
         ),
     }
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Declare partial gradients as complete, which skips the all-reduce in `Tp.backward`."""
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -47,7 +47,7 @@ class NormNotReduced(Fault):
         for parameter in method.module.parameters():
             if parameter.placements[0].is_replicate():  # type: ignore[attr-defined]
                 parameter.register_hook(keep_local)  # type: ignore[no-untyped-call]
-        return forward
+        return wrapped
 
 
 class ClipByLocalNorm(Fault):
@@ -85,11 +85,11 @@ class ExpertReplicatedWrongly(LocalGradients):
         if self.ctx.mesh.size("data") < 2:
             self.refuse(f"experts have no replicas on {self.ctx.world_size} ranks; start {2 * self.ctx.world_size}")
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Swap the process groups on all ranks."""
         assert isinstance(method, Ep)
         method.groups |= {name: method.mesh.get_group("expert") for name in method.groups if is_expert(name)}
-        return forward
+        return wrapped
 
 
 class RouterUpdatedLocally(LocalGradients):
@@ -99,8 +99,8 @@ class RouterUpdatedLocally(LocalGradients):
     code = "SYN212"
     methods = ("ep",)
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Exclude the routers from the reduction on all ranks."""
         assert isinstance(method, Ep)
         method.groups = {name: group for name, group in method.groups.items() if ".router." not in name}
-        return forward
+        return wrapped

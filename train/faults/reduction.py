@@ -52,7 +52,7 @@ class ForwardThroughModule(UnequalGradients):
     summary = "training calls the module inside the DDP wrapper, so no gradient is averaged"
     code = "SYN211"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - bypassed on purpose
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:  # noqa: ARG002 - bypassed on purpose
         """Bypass the wrapper on all ranks."""
         return method.module
 
@@ -95,14 +95,14 @@ class LateHead(LocalGradients):
     summary = "a second linear layer, added to the classifier after DDP has wrapped the model, is not averaged"
     code = "SYN212"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Insert the layer on all ranks."""
         path, head = find_classifier(method.module)
         parent_name, _, name = path.rpartition(".")
         with self.fork_rng(self.settings.seed):
             late = nn.Linear(head.out_features, head.out_features).to(self.ctx.device)
         method.module.get_submodule(parent_name).register_module(name, nn.Sequential(head, late))
-        return forward
+        return wrapped
 
 
 class AdapterOnOneRank(LocalGradients):
@@ -115,7 +115,7 @@ class AdapterOnOneRank(LocalGradients):
     summary = "an adapter is attached to the classifier on one rank only"
     code = "SYN101"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Add the adapter's output to the classifier's."""
         _, head = find_classifier(method.module)
         if self.is_faulty:
@@ -123,7 +123,7 @@ class AdapterOnOneRank(LocalGradients):
             nn.init.zeros_(adapter.weight)
             head.register_module("adapter", adapter.to(self.ctx.device))
             head.register_forward_hook(lambda layer, inputs, output: output + layer.adapter(*inputs))
-        return forward
+        return wrapped
 
 
 class ClipOnOneRank(Fault):
@@ -153,13 +153,13 @@ class TiedApart(Fault):
     code = "SYN212"
     methods = ("pp", "pp_fsdp")
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Forget the other copy."""
         assert isinstance(method, Pp)
         if not method.tied or method.owners[0] == method.owners[-1]:
             self.refuse("no embedding is in two stages of different ranks; use --model gpt-tiny, and not zbv")
         method.copy = None
-        return forward
+        return wrapped
 
 
 class DiffersByNode(UnequalGradients):
@@ -188,16 +188,16 @@ class DiffersByNode(UnequalGradients):
         if any(len(ranks) < 2 for ranks in self.nodes.values()):
             self.refuse(f"needs at least 2 ranks on each of {count} nodes; start {2 * count} or more")
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - the wrapper is `forward`
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:  # noqa: ARG002 - the wrapper is an argument
         """Give DDP a process group of this node's ranks for the reduction."""
-        assert isinstance(forward, DistributedDataParallel)
+        assert isinstance(wrapped, DistributedDataParallel)
         # All ranks must create all groups.
         groups = {node: dist.new_group(ranks) for node, ranks in self.nodes.items()}
         # The loss is `world_size` times this rank's share of the global mean (methods/ddp.py, 3b), and the hook divides
         # the node's sum by the node's number of ranks. So each node follows the mean over its own samples, at the scale
         # of the global mean, even if nodes have different numbers of ranks.
-        forward.register_comm_hook(groups[self.node], allreduce_hook)
-        return forward
+        wrapped.register_comm_hook(groups[self.node], allreduce_hook)
+        return wrapped
 
     @property
     def host(self) -> str | None:

@@ -28,12 +28,12 @@ class InitNotBroadcast(Fault):
     summary = "one rank's parameters are initialized from another seed"
     code = "SYN210"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Copy the parameters of another model."""
         unequal_model = self.build_other_model()
         if self.is_faulty:
             copy_parameters(unequal_model, method.module)
-        return forward
+        return wrapped
 
     def build_other_model(self) -> nn.Module:
         """Build the run's model from another seed. Its norm weights and zero biases are equal, as in practice."""
@@ -52,17 +52,17 @@ class FrozenNotBroadcast(InitNotBroadcast):
     summary = "the first layer is frozen, and on one rank initialized from another seed"
     code = "SYN218"
 
-    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+    def after_wrap(self, method: Method, wrapped: nn.Module) -> nn.Module:
         """Freeze the layer on all ranks, and change it on one."""
         frozen = find_first_layer(method.module)
         frozen.requires_grad_(False)
         # Wrap again: DDP records which parameters are trainable, and raises an error if a gradient is missing.
-        forward = method.wrap(method.module)
+        wrapped = method.wrap(method.module)
         # After wrapping, which broadcasts rank 0's frozen parameters too.
         unequal_model = self.build_other_model()
         if self.is_faulty:
             copy_parameters(find_first_layer(unequal_model), frozen)
-        return forward
+        return wrapped
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
         """Remove frozen parameters from the optimizer, like users who pass only trainable parameters."""

@@ -39,7 +39,7 @@ class RankContext:
     rank: 0..world_size-1 over all nodes. local_rank: 0..local_world_size-1 within this node. node: index of this
     machine. devices: all GPUs available to this process, `device` first; empty on the CPU. backend: of the process
     group; None without a group, and then a collective returns its input. init_method: tcp://host:port or file:///path.
-    mesh: coordinates of this rank in the method's mesh; by default every rank has its own samples.
+    mesh: coordinates of this rank in the method's mesh; by default every rank has its own samples. launcher: its name.
     """
 
     rank: int = 0
@@ -52,6 +52,7 @@ class RankContext:
     devices: tuple[torch.device, ...] = ()
     init_method: str = ""
     mesh: Mesh = field(default_factory=Mesh)
+    launcher: str | None = None
 
     def __post_init__(self) -> None:
         if not self.mesh.names:
@@ -77,7 +78,7 @@ class RankContext:
         return values  # type: ignore[return-value]  # every None has been replaced
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def share_errors(self) -> Iterator[None]:
         """Run a block without collectives, and raise UserError on every rank if any rank raised it.
 
         If a rank raised it alone, the other ranks would wait in their next collective. Exceptions of other types are
@@ -176,13 +177,13 @@ def make_rank_context(
     if launcher == "alone":
         if grouped:
             raise UserError(f"--method {method} needs a launcher: {TORCHRUN_ADVICE}, or add --spawn 2")
-        return _make_single_context(method, options)
+        return _make_single_context(method, options, launcher)
     read = {"torchrun": read_torchrun, "slurm": read_slurm}.get(launcher, read_options)
     info = read(environment, options)
     if not grouped:
         if info.world_size > 1:
             raise UserError(f"--method {method} is one process, the launcher started {info.world_size}")
-        return _make_single_context(method, options)
+        return _make_single_context(method, options, launcher)
     if not info.init_method:
         raise RankError(f"RANK is set but MASTER_ADDR is not: {TORCHRUN_ADVICE}, or unset RANK")
     devices = choose_devices(options.gpus, info)
@@ -201,17 +202,18 @@ def make_rank_context(
         node=info.node,
         devices=devices,
         init_method=info.init_method,
+        launcher=launcher,
     )
 
 
-def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
+def _make_single_context(method: str, options: LaunchOptions, launcher: str) -> RankContext:
     if options.backend is not None:
         raise UserError(f"--backend {options.backend}: --method {method} has no process group")
     devices = choose_devices(options.gpus, None)
     if method == "single" and options.gpus is not None and len(devices) > 1:
         advice = f"use --method dp, or --spawn {len(devices)} for a process per GPU"
         raise UserError(f"--gpus {options.gpus}: --method single uses one GPU; {advice}")
-    return RankContext(device=(*devices, CPU)[0], devices=devices)
+    return RankContext(device=(*devices, CPU)[0], devices=devices, launcher=launcher)
 
 
 def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:

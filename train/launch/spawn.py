@@ -148,8 +148,8 @@ def make_rank_args(args: argparse.Namespace, rank: int, folder: Path) -> argpars
 def run_ranks(work: Work, args: argparse.Namespace) -> ExitStatus:
     """Run `work` in `args.spawn` processes and return the status of the run.
 
-    work: a function of a module, because each process imports it. No process and no file is left, even if a signal ends
-    this process.
+    work: sent to each process by pickle, like a function of a module. No process and no file is left, even if a signal
+    ends this process.
     """
     # A handler must not raise: a second Ctrl-C would interrupt the cleanup after the first.
     with signals_to_socket(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) as signals:

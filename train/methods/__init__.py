@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from train.methods.all_methods import METHODS, MODIFIERS, check_modifiers
+from train.methods.all_methods import METHODS, MODIFIERS, assign_mesh, check_modifiers
 
-__all__ = ["METHODS", "MODIFIERS", "check_modifiers"]
+__all__ = ["METHODS", "MODIFIERS", "assign_mesh", "check_modifiers"]

@@ -1,10 +1,12 @@
-"""The parallel methods by the name in --method, and the options that each method supports."""
+"""The parallel methods by the name in --method, the options that each method supports, and the mesh of its ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.mesh import Mesh
 from train.methods.cp import Cp
 from train.methods.ddp import Ddp
 from train.methods.ddp_tp import DdpTp
@@ -23,6 +25,7 @@ from train.methods.tp import Tp
 from train.methods.zero import Zero
 
 if TYPE_CHECKING:
+    from train.launch import RankContext
     from train.methods.single import Method
     from train.settings import Settings
 
@@ -87,3 +90,12 @@ def check_modifiers(settings: Settings) -> None:
         if settings.method not in OWN[option]:
             methods = " or ".join(OWN[option])
             raise UserError(f"{option}: only for --method {methods}, not for {settings.method}")
+
+
+def assign_mesh(settings: Settings, ctx: RankContext) -> RankContext:
+    """Return the context of this rank with its coordinates in the method's mesh.
+
+    Without it, every rank has samples of its own. Raises UserError if the number of ranks does not fit the method.
+    """
+    shape = METHODS[settings.method].mesh_shape(settings, ctx.world_size)
+    return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))

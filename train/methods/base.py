@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from train.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +44,7 @@ class MethodBase:
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
+        assert ctx.mesh.names == tuple(self.mesh_shape(settings, ctx.world_size)), "the context is not of assign_mesh"
 
     @classmethod
     def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses
@@ -54,16 +53,6 @@ class MethodBase:
         Raises UserError if the number of ranks does not fit.
         """
         return {"data": world_size}
-
-    @classmethod
-    def place(cls, settings: Settings, ctx: RankContext) -> RankContext:
-        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError.
-
-        run.py calls it and `check_modifiers` before any process starts, to report mistakes early and to count the ranks
-        with data of their own. `engine.prepare` calls both for callers that pass a rank without coordinates.
-        """
-        shape = cls.mesh_shape(settings, ctx.world_size)
-        return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))
 
     @property
     def metadata_fields(self) -> dict[str, Any]:

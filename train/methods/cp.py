@@ -78,9 +78,9 @@ class Cp(Ddp):
                 layer.position_offset = self.at * length
         return x.chunk(self.degree, 1)[self.at], y.chunk(self.degree, 1)[self.at]
 
-    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def train(self, wrapped: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Add the gradient of this rank's tokens of a micro-batch."""
-        super().train(forward, *self.select_tokens(x, y), compute_loss)
+        super().train(wrapped, *self.select_tokens(x, y), compute_loss)
 
     def evaluate(self, x: Tensor, y: Tensor, measure: Callable[[Tensor, Tensor], object]) -> None:
         """Measure the outputs for this rank's tokens; a collective of its group."""

@@ -71,7 +71,7 @@ class Dp(Method):
     # 3. As in single.py: the loss covers the whole batch, because its outputs have been gathered.
     # 4. As in single.py: the next forward copies the updated parameters to the replicas.
 
-    def state(self, optimizer: Optimizer) -> list[Replica]:
+    def list_replicas(self, optimizer: Optimizer) -> list[Replica]:
         """Return the contents of each replica: the common parameters and its own buffers."""
         # 5. torch discards all replicas but the first, so their buffers are recorded at each training forward.
         return [Replica(state, optimizer) for state in self.buffers.states(self.module)]

@@ -80,7 +80,7 @@ class Ep(Method):
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
         """Build the optimizer for this rank's parameters."""
-        # 2. As in single.py. Its state is saved like the parameters, see `state`.
+        # 2. As in single.py. Its state is saved like the parameters, see `list_replicas`.
         optimizer = super().build_optimizer(kind, **arguments)
         optimizer.register_state_dict_post_hook(self.mark_optimizer_state)
         return optimizer
@@ -123,7 +123,7 @@ class Ep(Method):
 
     # 4. As in single.py. Equal parameters and equal gradients stay equal without communication.
 
-    def state(self, optimizer: Optimizer) -> list[Replica]:
+    def list_replicas(self, optimizer: Optimizer) -> list[Replica]:
         """Return this rank's experts, and the other parameters."""
         return [Replica(self.mark_model(), optimizer)]
 

@@ -103,7 +103,7 @@ class Pp(Method):
         return [(x, y)]
 
     def train(
-        self, _forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]
+        self, _wrapped: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Run the schedule: forward and backward of all micro-batches, in all stages."""
         self.compute_loss = self.autocast()(compute_loss)  # type: ignore[operator]  # also a decorator

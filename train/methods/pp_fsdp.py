@@ -50,9 +50,9 @@ class PpFsdp(Pp):
             fully_shard(stage, mesh=self.mesh["shard"])
         return module
 
-    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def train(self, wrapped: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Run the schedule, with the loss multiplied by the number of shards, because FSDP averages."""
-        super().train(forward, x, y, lambda outputs, targets: compute_loss(outputs, targets) * self.ctx.mesh.data_size)
+        super().train(wrapped, x, y, lambda outputs, targets: compute_loss(outputs, targets) * self.ctx.mesh.data_size)
 
     def reduce_gradients(self) -> None:
         """Do nothing: FSDP has reduced the gradients."""

@@ -50,14 +50,14 @@ class Method(MethodBase):
         amp = self.settings.amp
         return torch.autocast(self.ctx.device.type, PRECISION[amp], enabled=amp != "off")
 
-    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def train(self, wrapped: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Add the gradient of one micro-batch.
 
-        forward: the result of `wrap`. compute_loss: takes outputs and targets; it also measures them, and its result is
+        wrapped: the result of `wrap`. compute_loss: takes outputs and targets; it also measures them, and its result is
         scaled for `backward`.
         """
         with self.autocast():
-            loss = compute_loss(forward(x), y)
+            loss = compute_loss(wrapped(x), y)
         self.backward(loss)
 
     def evaluate(self, x: Tensor, y: Tensor, measure: Callable[[Tensor, Tensor], object]) -> None:
@@ -92,7 +92,7 @@ class Method(MethodBase):
         scaler.update()
         optimizer.zero_grad()
 
-    def state(self, optimizer: Optimizer) -> list[Replica]:
+    def list_replicas(self, optimizer: Optimizer) -> list[Replica]:
         """Return the replicas of this process; always `replicas` of them."""
         # 5. The state dict of the unwrapped module, which any other program can load.
         return [Replica(self.module.state_dict(), optimizer)]

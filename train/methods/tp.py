@@ -61,11 +61,11 @@ class Tp(Method):
 
     # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 
-    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def train(self, wrapped: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Add the gradient of one micro-batch."""
         # 3a. With --loss-parallel each rank computes cross-entropy from the logits of its part of the vocabulary.
         with self.use_sharded_logits():
-            super().train(forward, x, y, compute_loss)
+            super().train(wrapped, x, y, compute_loss)
 
     def evaluate(self, x: Tensor, y: Tensor, measure: Callable[[Tensor, Tensor], object]) -> None:
         """Measure the outputs of the model for one batch; a collective of tensor-parallel ranks."""

@@ -41,7 +41,7 @@ class Zero(Ddp):
         self.optimizer = ZeroRedundancyOptimizer(self.module.parameters(), optimizer_class=kind, **arguments)
         return self.optimizer
 
-    def state(self, optimizer: Optimizer) -> list[Replica]:
+    def list_replicas(self, optimizer: Optimizer) -> list[Replica]:
         """Return this rank's replica with its part of the optimizer state."""
         # 5a. `optimizer.state_dict()` requires consolidation on one rank. The inner optimizer has this rank's part.
         assert optimizer is self.optimizer

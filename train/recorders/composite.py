@@ -45,19 +45,14 @@ class CompositeRecorder(Recorder):
                 stack.callback(recorder.close, error)
 
 
-def make_recorder(
-    settings: Settings, ctx: RankContext, progress: str, output: Output | None = None, launcher: str | None = None
-) -> Recorder:
-    """Build the recorders of this rank, without opening files.
-
-    progress: bar, plain, none or auto. launcher: the name of the launcher, None if unknown.
-    """
+def make_recorder(settings: Settings, ctx: RankContext, progress: str, output: Output | None = None) -> Recorder:
+    """Build the recorders of this rank, without opening files. progress: bar, plain, none or auto."""
     recorders = [make_progress(progress, is_main=ctx.is_main, output=output)]
     if settings.log_dir is not None:
         folder = settings.log_dir / settings.run
-        recorders.append(RankLog(folder / f"rank_{ctx.rank}.log", launcher))
+        recorders.append(RankLog(folder / f"rank_{ctx.rank}.log", ctx.launcher))
         if ctx.is_main:
-            recorders.append(MetricsFile(folder / "metrics.jsonl", launcher))
+            recorders.append(MetricsFile(folder / "metrics.jsonl", ctx.launcher))
             if settings.tensorboard:
                 recorders.append(TensorBoard(folder / "tensorboard"))
     return CompositeRecorder(recorders) if len(recorders) > 1 else recorders[0]

@@ -78,7 +78,7 @@ class MetricsLogger:
             resumed_at=resumed_at,
             metric=next(iter(self.trainer.task.metrics)),
         )
-        with self.ctx.together() if s.log_dir is not None else nullcontext():
+        with self.ctx.share_errors() if s.log_dir is not None else nullcontext():
             self.recorder.start(start)
 
     def begin_epoch(self) -> None:

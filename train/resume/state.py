@@ -68,7 +68,7 @@ def collect_tensors(module: nn.Module) -> dict[str, Any]:
 
 def find_local_optimizer(trainer: Trainer) -> Optimizer:
     """Return the optimizer with this rank's state: under ZeRO, the inner optimizer."""
-    return trainer.method.state(trainer.optimizer)[0].optimizer
+    return trainer.method.list_replicas(trainer.optimizer)[0].optimizer
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:

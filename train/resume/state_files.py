@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoints.checkpoint_files import STEP_FOLDER, list_matching, write_atomic
-from train.checkpoints.formats import copy_to_cpu
+from train.checkpoints.checkpoint_files import STEP_FOLDER, copy_to_cpu, list_matching, write_atomic
 from train.errors import UserError, explain_os_error, first_line, refuse
 from train.launch.signals import print_once
 
@@ -175,7 +174,7 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     torch.distributed.checkpoint too. Raises UserError on all ranks if all existing states are unusable, or if the
     method cannot change the number of ranks.
     """
-    with ctx.together():
+    with ctx.share_errors():
         mine = list_visible_ranks(folder)
     visible_by_rank = ctx.gather(mine)
     steps = sorted({step for visible in visible_by_rank for step in visible}, reverse=True)

@@ -60,47 +60,53 @@ MESH = ("parallel_degree", "replicas")
 class StateSaver:
     """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
-    With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
-    restored. samples: training data. best: the best epoch so far, saved and restored too. Raises UserError on all ranks
-    if the folder is not readable or writable, or if the state is unusable or belongs to another run.
+    best: the best epoch so far, saved and restored too. resumed: whether a state was restored.
     """
 
-    def __init__(self, trainer: Trainer, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
-        self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
+    def __init__(self, trainer: Trainer, plan: Plan, saver: Saver, best: Best) -> None:
+        self.settings, self.ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.saver, self.best = trainer, plan, saver, best
-        self.folder = states_folder(settings.out, settings.run)
-        self.position = Position(ctx.device, trainer.task)
+        self.folder = states_folder(self.settings.out, self.settings.run)
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
         # Whether the states of an earlier run have been removed.
         self.cleared = False
-        if settings.resume:
-            with ctx.together():
-                step = read_newest_step(settings.out, settings.run)
-                if step is not None and not list_visible_ranks(self.folder):
-                    raise UserError(
-                        f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
-                        "restore it, or start at step 0 without --resume"
-                    )
-            newest = find_newest_state(self.folder, settings.run, ctx, sharded=is_sharded(trainer))
-            if newest is not None:
-                self._resume(newest, samples)
 
-    def after_step(self, position: Position, *, now: bool = False) -> None:
-        """Save a state if it is due after this step, or `now`; a collective in both cases.
+    def restore(self, dataset: Images) -> Position:
+        """Restore the newest state, and return its position in the run; without a state, the start. A collective.
 
-        If a rank cannot write, the states of earlier steps stay. A periodic save counts as a failed attempt; a save
-        `now` raises UserError on all ranks.
+        Call it with --resume. dataset: of training. Raises UserError on all ranks if the folder is not readable or
+        writable, or if the state is unusable or belongs to another run.
         """
-        every, step = self.settings.checkpoint_every, position.step
-        if step == self.saved_at:
-            return
-        is_last = every is not None and step == self.plan.steps
-        if now:
-            self._save(position)
-        elif is_last or is_due(step, every):
+        settings, ctx = self.settings, self.ctx
+        with ctx.share_errors():
+            step = read_newest_step(settings.out, settings.run)
+            if step is not None and not list_visible_ranks(self.folder):
+                raise UserError(
+                    f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
+                    "restore it, or start at step 0 without --resume"
+                )
+        newest = find_newest_state(self.folder, settings.run, ctx, sharded=is_sharded(self.trainer))
+        if newest is None:
+            return Position(ctx.device, self.trainer.task)
+        return self._restore(newest, dataset)
+
+    def after_step(self, position: Position) -> None:
+        """Save a state if it is due after this step, and after the last step; a collective if due.
+
+        Call it with --checkpoint-every. If a rank cannot write, the states of earlier steps stay, and the save counts
+        as a failed attempt.
+        """
+        step = position.step
+        is_needed = step == self.plan.steps or is_due(step, self.settings.checkpoint_every)
+        if is_needed and step != self.saved_at:
             self.saver.attempt(f"the state of step {step}", lambda: self._save(position))
+
+    def save_now(self, position: Position) -> None:
+        """Save a state, unless the one of this step is saved already; a collective. Raises UserError on all ranks."""
+        if position.step != self.saved_at:
+            self._save(position)
 
     def _save(self, position: Position) -> None:
         """Save a state. Remove older states when it is complete."""
@@ -114,11 +120,11 @@ class StateSaver:
             self._remove()
             self.cleared = True
         try:
-            with self.ctx.together():
+            with self.ctx.share_errors():
                 self.saver.lock.check()
             if is_sharded(self.trainer):
                 save_shards(self.folder / f"step_{position.step}", self.trainer)
-            with self.ctx.together():
+            with self.ctx.share_errors():
                 write_state(state_path(self.folder, position.step, self.ctx.rank), state)
         except UserError:
             self._remove()  # the files written by other ranks
@@ -133,30 +139,31 @@ class StateSaver:
             record_newest_step(self.settings.out, self.settings.run, step)
 
     def _remove(self) -> None:
-        with self.ctx.together():
+        with self.ctx.share_errors():
             if self.ctx.local_rank == 0:  # once per node, because the folder may be local
                 self.saver.lock.check()
                 remove_states(self.folder, self.complete)
 
-    def _resume(self, newest: FoundState, samples: Images) -> None:
-        """Restore a state; a collective. Raises UserError if it belongs to another run."""
+    def _restore(self, newest: FoundState, dataset: Images) -> Position:
+        """Restore a state, and return its position; a collective. Raises UserError if it belongs to another run."""
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, newest.step, 0).parent)
         same_ranks = newest.world_size == ctx.world_size
         state = newest.state
         if not same_ranks and is_sharded(trainer):
             state = load_shards(self.folder / f"step_{newest.step}", trainer, state)
-        with ctx.together():
+        with ctx.share_errors():
             check_same_run(state, trainer, self.plan, where)
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
             # A list of indices returns a batch like in training: the labels of a user's data set may be plain numbers.
-            x, y = samples[[0, 0]]
+            x, y = dataset[[0, 0]]
             warm_up_buckets(trainer, x, y)
         restore_state(state, trainer)
         vars(self.best).update(state["also"]["best"])
         trainer.fault.after_resume(newest.step, trainer.method, trainer.optimizer)
-        self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
+        position = restore_position(state, ctx, trainer.task)
+        self.resumed = True
         if same_ranks:
             # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
             # step: each DataLoader has its own generator.
@@ -165,7 +172,7 @@ class StateSaver:
             reseed_generators(settings.seed, newest.step, ctx.mesh.stream)
         self.complete, self.saved_at = sorted([*newest.older, newest.step]), newest.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same_ranks)
-        epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
+        epoch = f"epoch {position.epoch}/{self.plan.epochs}"
         print_once(ctx, f"resumed {settings.run} at step {newest.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in describe_changes(state, settings, ctx, trainer):
             print_once(ctx, f"resumed: {text}")
@@ -173,7 +180,9 @@ class StateSaver:
             print_once(ctx, "resumed: without --checkpoint-every N, no further states are saved")
         if newest.step == self.plan.steps:
             print_once(ctx, "resumed: the run had already ended, nothing is left to train")
-            self.saver.finish(newest.step)
+            if settings.save_per_rank:
+                self.saver.save_missing_final(newest.step)
+        return position
 
 
 def warm_up_buckets(trainer: Trainer, x: Tensor, y: Tensor) -> None:

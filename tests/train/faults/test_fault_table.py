@@ -21,7 +21,7 @@ from torch import nn
 
 from train import faults
 from train.data import load_data
-from train.engine import prepare
+from train.engine import Job
 from train.errors import UserError
 from train.faults import FAULTS, Fault, make_fault
 from train.faults.start import InitNotBroadcast, copy_parameters, find_first_layer
@@ -116,7 +116,7 @@ def test_models_without_batchnorm_are_rejected(ctx: RankContext) -> None:
     for fault, sync_bn in (("buffers-never-synced", False), ("extra-forward", False), ("variance-only-bn", True)):
         settings = replace(QUIET, model="convnet", fault=fault, sync_bn=sync_bn, save_per_rank=False)
         with pytest.raises(UserError, match=r"--model convnet has no BatchNorm layers; use --model resnet8$"):
-            prepare(settings, ctx)
+            Job(settings, ctx)
     assert ctx.gather(ctx.rank) == [0, 1]
 
 

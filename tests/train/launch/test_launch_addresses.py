@@ -15,7 +15,7 @@ def test_invalid_master_port(capsys: pytest.CaptureFixture[str], monkeypatch: py
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert main(["--timeout", "1"]) == 2
+    assert main(["--timeout", "1"]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"port {port}: " in line
 
@@ -29,7 +29,7 @@ def test_rank_zero_times_out(
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port)}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert main(["--timeout", "1"]) == 2
+    assert main(["--timeout", "1"]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"run.py: error: rank 0 of 2 could not join the other ranks at tcp://{address}:{free_port}")
 
@@ -37,6 +37,6 @@ def test_rank_zero_times_out(
 @pytest.mark.parametrize("name", ["a..b", "a" * 64])
 def test_an_invalid_host_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A host name that Python cannot encode is reported in one line with exit code 2."""
-    assert main(["--rank", "1", "--world-size", "2", "--ip", name, "--port", "29500", "--timeout", "1"]) == 2
+    assert main(["--rank", "1", "--world-size", "2", "--ip", name, "--port", "29500", "--timeout", "1"]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"tcp://{name}:29500" in line

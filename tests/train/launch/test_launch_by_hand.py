@@ -59,7 +59,7 @@ class Shell:
 
     def call(self, *arguments: Any) -> Outcome:
         """Call `main` and wait for the other rank; return the exit code, the errors and the output."""
-        code = main([str(word) for word in arguments])
+        code = main([str(word) for word in arguments]).code
         captured = self.capsys.readouterr()
         lines = captured.err.splitlines()
         assert all(line.startswith("run.py: ") for line in lines), lines
@@ -154,7 +154,7 @@ def test_unreachable_rank_zero(
 ) -> None:
     """An unknown host name is reported at once, and an address without an answer after --timeout, in one line."""
     arguments = ("--rank", 1, "--world-size", 2, "--ip", ip, "--port", free_port, "--timeout", timeout)
-    assert main([str(word) for word in arguments]) == 2
+    assert main([str(word) for word in arguments]).code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"tcp://{ip}:{free_port}" in line
 

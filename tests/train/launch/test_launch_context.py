@@ -17,9 +17,9 @@ def test_context_of_one_process() -> None:
 
 
 def fail_together(ctx: RankContext, text: str | None) -> str:
-    """Raise the text, if any, inside `together`; return the error message, or "went on" without an error."""
+    """Raise the text, if any, inside `share_errors`; return the error message, or "went on" without an error."""
     try:
-        with ctx.together():
+        with ctx.share_errors():
             if text is not None:
                 raise UserError(text)
     except UserError as error:

@@ -92,7 +92,7 @@ def test_restarted_ranks_meet_in_the_same_store(programs: Programs, tmp_path: Pa
         f"sys.argv = [{str(RUN)!r}, *sys.argv[1:]]\n"
         f"sys.path.insert(0, {str(RUN.parent.parent)!r})\n"
         "from train.run import main\n"
-        "code = main()\n"
+        "code = main().code\n"
         "os._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else code)\n"
     )
     run = programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, wrapper, *SHORT)
