@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.configurations import read_configurations
 from syncheck.conversion.recognition import is_readable
-from syncheck.conversion.sides import list_snapshots
 from syncheck.messages import Note, note_if
 from syncheck.settings.defaults import find_default
 from syncheck.tensors.names import normalize_keys
@@ -71,9 +69,8 @@ def _find_base(sides: Sequence[Side], tensors: Sequence[Tensor], files: Files) -
     """Return the only base that the configurations state, or the one of the first tensor without any; 0 if unknown."""
     bases: set[Any] = set()
     for side in sides:
-        configurations = read_configurations([snapshot.path for snapshot in list_snapshots(side.group)])
-        settings = configurations.merge()
-        if configurations.by_name:
+        settings = side.configurations.merge()
+        if side.configurations.by_name:
             bases.add(settings.get(_THETA, find_default(_THETA, settings.get("model_type"))))
         if not _have_size(tensors, side.variables.get("head_dim"), settings.get("partial_rotary_factor", 1)):
             return 0.0
