@@ -47,7 +47,9 @@ def omit_frequencies(sides: Sequence[Side], files: Files) -> tuple[tuple[Side, .
     omitted_sides = []
     notes: list[Message] = []
     for side, omitted in zip(sides, (only_a, only_b), strict=True):
-        remaining = {name: tensor for name, tensor in side.model.tensors.items() if name not in omitted}
+        remaining = dict(side.model.tensors)
+        for name in omitted:
+            remaining.pop(name, None)
         omitted_sides.append(replace(side, model=replace(side.model, tensors=remaining)))
         note = Note.COMPUTED_FREQUENCIES(side=side.label, names=tuple(omitted), theta=f"{base:.6g}")
         notes += note_if(omitted, note)
@@ -90,7 +92,9 @@ def _have_size(tensors: Sequence[Tensor], head_dim: int | None, factor: object) 
     if head_dim is None:
         return True
     # Any value may stand in a configuration, so it is only compared.
-    factors = {2 * tensor.numel / head_dim for tensor in tensors}
+    factors = set()
+    for tensor in tensors:
+        factors.add(2 * tensor.numel / head_dim)
     return list(factors) == [factor]
 
 

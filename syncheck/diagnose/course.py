@@ -144,7 +144,8 @@ def _find_loss(first: _Sighting, steps: Sequence[Group]) -> _Loss | None:
         is_loss = (finding.code, finding.certainty) == (_LOST_STATE, "proved")
         kept_state = [ranks for ranks in first.ranks if not set(ranks).issubset(finding.ranks)]
         is_of_these_ranks = len(kept_state) == 1 and set(kept_state[0]).isdisjoint(finding.ranks)
-        if is_loss and is_of_these_ranks and finding.allowed == first.finding.allowed:
+        conditions = (is_loss, is_of_these_ranks, finding.allowed == first.finding.allowed)
+        if all(conditions):
             return _Loss(before.step, finding)
     return None
 

@@ -86,7 +86,8 @@ def _measure(group: Group, ranks: Sequence[int], reference: int) -> _Lengths:
         norms = evidence_of(diff).norms
         reference_norm = norms.get(reference, 0.0)
         # Tensors of one element have no direction, and the momentum of unused parameters is zero.
-        if not is_momentum(diff.name) or diff.numel < 2 or reference_norm == 0:
+        exceptions = (not is_momentum(diff.name), diff.numel < 2, reference_norm == 0)
+        if any(exceptions):
             continue
         for rank in norms.keys() & set(ranks):
             factor = norms[rank] / reference_norm

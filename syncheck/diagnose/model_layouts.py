@@ -274,7 +274,8 @@ def _state_blocks(diff: TensorDiff) -> Message:
         position += size
     first_index = min(moved_runs, default=0)
     is_inside = sum(moved_runs[first_index][1::2]) <= rows_of_index
-    if rows_of_index == 1 or len(moved_runs) != 1 or not is_inside:
+    exceptions = (rows_of_index == 1, len(moved_runs) != 1, not is_inside)
+    if any(exceptions):
         return FusedOrder.BLOCKS(name=diff.name, blocks=_list_blocks(runs))
     return FusedOrder.BLOCKS_INSIDE(
         name=diff.name,

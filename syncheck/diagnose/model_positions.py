@@ -120,8 +120,8 @@ def _find_lost_experts(case: Case) -> tuple[TensorDiff, ...]:
 
 def _split_expert(name: str) -> tuple[str, ...]:
     """Return the name of a tensor of an expert before and after the number of the expert; empty for other tensors."""
-    matches: list[tuple[str, ...]] = _EXPERT.findall(name)
-    return next(iter(matches), ())
+    match = _EXPERT.match(name)
+    return match.groups() if match is not None else ()
 
 
 class WrongShard(Sentence, topic="SYN313"):

@@ -51,7 +51,8 @@ def match_not_updated(case: Case) -> Match | None:
     stale = case.related(RelationKind.BASE)
     # Any other difference shows that B has values that are not of the earlier model.
     has_other_values = len(stale) < len(case.tensors)
-    if not stale or has_other_values or case.group.evidence.updated:
+    exceptions = (not stale, has_other_values, case.group.evidence.updated)
+    if any(exceptions):
         return None
     equal = state_tensors(NotUpdated.EQUAL, stale, base=case.group.evidence.base)
     return Match(

@@ -35,19 +35,19 @@ def find_routers(
     orders = _list_orders(names)
     for diff in misplaced:
         source = _EXPERT.fullmatch(parameters_of(diff).get("other", ""))
+        target = _EXPERT.fullmatch(diff.name)
         # Stacks of experts have no number in their names.
-        if source is None:
+        if source is None or target is None:
             return ()
         layer, source_number, end = source.groups()
         order = orders[layer].setdefault(end, {})
-        order[_EXPERT.sub(r"\2", diff.name)] = source_number
+        order[target[2]] = source_number
 
     routers: dict[str, TensorDiff] = {}
     for diff in reordered:
-        # The name of another tensor is no layer.
-        layer = _ROUTER.sub(r"\1", diff.name)
-        if layer in orders:
-            routers[layer] = diff
+        router = _ROUTER.fullmatch(diff.name)
+        if router is not None and router[1] in orders:
+            routers[router[1]] = diff
 
     for layer, order_by_tensor in orders.items():
         for order in order_by_tensor.values():

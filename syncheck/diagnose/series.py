@@ -88,7 +88,8 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
         is_last = not steps
         has_news = not severities <= {"info"}
         new_verdicts = {group.verdict} - later_verdicts
-        if is_last or has_news or "undecided" in new_verdicts:
+        reasons = (is_last, has_news, "undecided" in new_verdicts)
+        if any(reasons):
             step = replace(group, findings=tuple(news))
             steps.append(step)
             later_findings.update(new_keys)
@@ -243,7 +244,8 @@ def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     is_plain = plain_settings.pop("sync_bn", None) is False
     is_synced = synced_settings.pop("sync_bn", None) is True
     are_other_settings_equal = plain_settings == synced_settings
-    return is_plain and is_synced and are_other_settings_equal
+    conditions = (is_plain, is_synced, are_other_settings_equal)
+    return all(conditions)
 
 
 def _without_lengths(config: Mapping[str, Any]) -> dict[str, Any]:

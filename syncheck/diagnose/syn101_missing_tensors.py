@@ -153,8 +153,10 @@ def apply(case: Case) -> Match | None:
     if case.group.is_pair:
         return _weigh_renamed(match, all_ranks)
     # Without any tensor in common, the files may be parts of one model, such as pipeline stages.
-    is_nothing_common = set[int]().union(*losses) == set(all_ranks) and not case.group.counts.compared
-    return match.as_consistent("SYN104") if is_nothing_common else match
+    conditions = (set[int]().union(*losses) == set(all_ranks), not case.group.counts.compared)
+    if all(conditions):
+        return match.as_consistent("SYN104")
+    return match
 
 
 def _weigh_renamed(match: Match, sides: tuple[int, ...]) -> Match:

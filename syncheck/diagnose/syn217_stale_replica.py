@@ -93,8 +93,9 @@ def _have_zero_rates(case: Case) -> bool:
     """Whether the files of the stale ranks state a learning rate of 0, with which no step changes a parameter."""
     ranks = case.group.evidence.stale
     for value in case.of_values():
-        is_rate = value.kind == "setting" and last_part(value.name) == "lr"
-        if is_rate and all(value.by_rank.get(rank) == 0 for rank in ranks):
+        rates = {value.by_rank.get(rank) for rank in ranks}
+        conditions = (value.kind == "setting", last_part(value.name) == "lr", rates == {0})
+        if all(conditions):
             return True
     return False
 

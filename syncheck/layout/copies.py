@@ -338,8 +338,9 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
 
     # Files with the same tensors are replicas, whose differences are findings, unless their paths name stages.
     name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
-    are_stages = all(re.search(_STAGE, os.path.basename(snapshot.path)) for snapshot in snapshots)
-    if len(name_sets) < 2 and not are_stages:
+    first_name = os.path.basename(snapshots[0].path)
+    signs_of_replicas = (len(name_sets) < 2, re.search(_STAGE, first_name) is None)
+    if all(signs_of_replicas):
         return
 
     for name in differing:

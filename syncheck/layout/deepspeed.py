@@ -380,7 +380,8 @@ def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str,
 
 def _is_flat(tensor: Tensor) -> bool:
     """Whether a tensor has one dimension, and its bytes are contiguous in a file."""
-    if tensor.refused or tensor.lazy or tensor.shards:
+    exceptions = (tensor.refused, tensor.lazy, tensor.shards)
+    if any(exceptions):
         return False
 
     return is_in_file(tensor) and tensor.strides == (1,)

@@ -311,7 +311,8 @@ def _make_key_of_words(file: File, *, by_name: bool) -> FileKey:
     """
     key = file.numbers.key()
     name = "*"
-    if by_name or key.step or key.part:
+    distinctions = (by_name, key.step, key.part)
+    if any(distinctions):
         name = os.path.basename(file.snapshot.path)
 
     return key._replace(run=name)

@@ -26,7 +26,7 @@ from syncheck.layout.path_numbers import split_path
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from syncheck.layout.groups import CheckpointGroup
     from syncheck.layout.path_numbers import Role
@@ -56,13 +56,14 @@ def join_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
 def _mark_possible_hosts(groups: list[CheckpointGroup]) -> list[CheckpointGroup]:
     """State that groups in several folders may be of several hosts: their files have the same local ranks."""
     marked = list(groups)
-    positions_by_names: dict[tuple[tuple[str, ...], int | None], list[int]] = defaultdict(list)
+    positions_by_files: dict[Hashable, list[int]] = defaultdict(list)
     for position, group in enumerate(groups):
-        names = tuple(os.path.basename(snapshot.path) for _, snapshot in group.ranks)
-        if all(re.search(_LOCAL_RANK, name) for name in names):
-            positions_by_names[names, group.step].append(position)
+        name = os.path.basename(_get_template(group))
+        if re.search(_LOCAL_RANK, name):
+            ranks = tuple(dict(group.ranks))
+            positions_by_files[name, ranks, group.step].append(position)
 
-    for positions in positions_by_names.values():
+    for positions in positions_by_files.values():
         # One host has each local rank once.
         if len(positions) > 1:
             for position in positions:

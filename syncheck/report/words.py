@@ -243,9 +243,14 @@ def folder_lines(report: Report, write: Writer = write_names) -> list[str]:
     groupings: set[Message] = set()
     for group in report.groups:
         groupings.update(group.grouping)
-    if Grouping.PERHAPS_HOSTS() in groupings:
-        return [Omission.HOSTS().render(write)]
-    return [Omission.FOLDERS().render(write)] if Grouping.FOLDERS_ARE_RUNS() in groupings else []
+    omissions = {
+        Grouping.PERHAPS_HOSTS(): Omission.HOSTS(),
+        Grouping.FOLDERS_ARE_RUNS(): Omission.FOLDERS(),
+    }
+    for grouping, omission in omissions.items():
+        if grouping in groupings:
+            return [omission.render(write)]
+    return []
 
 
 def file_lines(report: Report, write: Writer = write_names) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from support.checkpoints import save_pth, save_records
+from support.listings import list_fields
 
 import syncheck
 from syncheck.readers import torch_zip
@@ -22,6 +23,14 @@ def save_state(path: Path, *, fill: float = 1.0) -> Path:
     """Save a state dict; its values are the only difference of two files."""
     weight, bias = np.full((3, 4), fill, np.float32), np.full(3, fill, np.float32)
     return save_pth(path, {"w": weight, "step": 7, "b": bias})
+
+
+def save_replicas(folder: Path, *fills: float) -> list[str]:
+    """Save one file per rank, each with its own values, and return their paths."""
+    paths = []
+    for rank, fill in enumerate(fills):
+        paths.append(str(save_state(folder / f"a_rank{rank}.pth", fill=fill)))
+    return paths
 
 
 def change_record(path: Path, ending: str, change: Callable[[bytes], bytes | None]) -> None:
@@ -39,16 +48,16 @@ def change_record(path: Path, ending: str, change: Callable[[bytes], bytes | Non
 
 def test_each_file_has_its_own_location_and_checksums(tmp_path: Path) -> None:
     """Opened together, files have the same snapshots as opened alone."""
-    paths = [str(save_state(tmp_path / f"a_rank{rank}.pth", fill=rank)) for rank in range(3)]
+    paths = save_replicas(tmp_path, 0, 1, 2)
     opened = open_checkpoints(paths)
-    assert opened.snapshots == [syncheck.read(path) for path in paths]
+    assert opened.snapshots == list(map(syncheck.read, paths))
     checksums = {snapshot.tensors["w"].crc32 for snapshot in opened.snapshots}
     assert len(checksums) == 3
 
 
 def test_a_pickle_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three equal pickles are flattened once while files are opened, and again for a file that is read alone."""
-    paths = [str(save_state(tmp_path / f"a_rank{rank}.pth", fill=rank)) for rank in range(3)]
+    paths = save_replicas(tmp_path, 0, 1, 2)
     flattened = []
 
     def flatten(tree: object, path: str, size: int, rebuilt: list[torch_zip.Flat]) -> torch_zip.Flat:
@@ -80,8 +89,8 @@ def test_damage_beside_an_equal_pickle(ending: str, change: Callable[[bytes], by
     change_record(damaged, ending, change)
     for paths in ([whole, damaged], [damaged, whole]):
         opened = open_checkpoints([str(path) for path in paths])
-        assert [snapshot.path for snapshot in opened.snapshots] == [str(whole)]
-        assert [problem.path for problem in opened.unreadable] == [str(damaged)]
+        assert list_fields(opened.snapshots, "path") == [str(whole)]
+        assert list_fields(opened.unreadable, "path") == [str(damaged)]
 
 
 def test_byte_order_of_each_file(tmp_path: Path) -> None:
@@ -95,12 +104,12 @@ def test_byte_order_of_each_file(tmp_path: Path) -> None:
 def test_an_empty_pickle_is_malformed(tmp_path: Path) -> None:
     """The first file of all has no pickle to be equal to."""
     path = save_records(tmp_path / "a_rank0.pth", b"")
-    assert [problem.path for problem in open_checkpoints([str(path)]).unreadable] == [str(path)]
+    assert list_fields(open_checkpoints([str(path)]).unreadable, "path") == [str(path)]
 
 
 def test_values_are_not_shared(tmp_path: Path) -> None:
     """A change of the values of one snapshot leaves the others."""
-    paths = [str(save_state(tmp_path / f"a_rank{rank}.pth")) for rank in range(2)]
+    paths = save_replicas(tmp_path, 1, 1)
     first, second = open_checkpoints(paths).snapshots
     dict.__setitem__(first.values, "step", 8)  # type: ignore[arg-type]
     assert second.values["step"] == 7
