@@ -33,7 +33,7 @@ _OTHERS = frozenset(
     "attention_output_gate glu_linear_offset activation_func_clamp_value layernorm_zero_centered_gamma "
     "moe_router_score_function multi_latent_attention mrope_section no_rope_freq normalization "
     "position_embedding_type qk_clip qk_layernorm qk_l2_norm rotary_interleaved rotary_scaling_factor "
-    "softmax_scale softmax_type use_rotary_position_embeddings"
+    "softmax_scale softmax_type use_rotary_position_embeddings "
     "window_attn_skip_freq".split()
 )
 # Values of arguments that change nothing.
@@ -79,7 +79,12 @@ def read_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
         if arguments.setdefault(argument, value) != value:
             arguments[argument] = f"{arguments[argument]} and {value}"
 
-    return _translate(arguments) if arguments.keys() & _MARKS else {}
+    if arguments.keys().isdisjoint(_MARKS):
+        return {}
+
+    settings = _translate(arguments)
+    # Sizes of the mesh alone, beside which the type of the model says nothing.
+    return settings if len(settings) > 1 else {}
 
 
 def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
