@@ -22,6 +22,10 @@ def read_default(model_type: str, key: str) -> Any:
     if key in rope:
         return rope[key]
 
+    # The older name of the setting.
+    if key == "hidden_act" and not hasattr(kind, key):
+        key = "activation_function"
+
     # Some classes set this default in each object.
     return getattr(kind() if key == "tie_word_embeddings" else kind, key, None)
 
