@@ -50,7 +50,7 @@ TABLE = Kind("a table by kind or glob of names", (Mapping,), holds_strings=True)
 
 
 def make_tuple(value: Any) -> Any:
-    """Return a text or a collection as the tuple of an option. Other values are returned: their error comes later."""
+    """Return a text or a collection as the tuple of an option. Values of wrong types are checked later."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, (list, set, frozenset)):

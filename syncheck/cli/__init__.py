@@ -63,7 +63,7 @@ def _run(argv: list[str]) -> int:
         output.print_error(error)
         return error.exit_code
     except BrokenPipeError:
-        # The reader, such as `| head`, closed the pipe. Python would report an error when it flushes stdout at exit.
+        # The reader, like `| head`, closed the pipe. Python would report an error when it flushes stdout at exit.
         streams.redirect_to_null(sys.stdout)
         return streams.CLOSED
     except Exception as error:  # noqa: BLE001 - Python's exit code 1 would mean that replicas differ

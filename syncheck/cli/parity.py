@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-# The options of a run that do not apply: no checkpoint, configuration or baseline is read.
+# Options of a run without effect: no checkpoint, configuration or baseline is read.
 _NOT_IN_PARITY = frozenset({"checkpoints", "no_config", "update_baseline"})
 
 

@@ -129,7 +129,7 @@ def _collect_evidence(
 ) -> GroupEvidence:
     """Return what rules need to know about the files.
 
-    claimed_twice: ranks that several files claim.
+    claimed_twice: ranks of several files.
     tied: the names that share memory on every rank.
     """
     snapshots = alignment.snapshots

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Fused(NamedTuple):
-    """A stored tensor that a rule divides."""
+    """A stored tensor, divided by a rule."""
 
     name: str
     rule: Rule
@@ -114,7 +114,7 @@ def _fits(fused: _Fused, rule: Rule, variables: Mapping[str, int], files: Files)
     """Whether a tensor has the same parts in the groups of another rule, as a constant does."""
     parts = fused.split(fused.rule, variables)
     regrouped_parts = fused.split(replace(fused.rule, groups=rule.groups), variables)
-    # A rule that does not fit has no parts.
+    # A rule without a fit has no parts.
     return _digest(parts, files) == _digest(regrouped_parts, files)
 
 

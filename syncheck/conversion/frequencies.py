@@ -87,7 +87,7 @@ def _find_base(sides: Sequence[Side], tensors: Sequence[Tensor], files: Files) -
 def _have_size(tensors: Sequence[Tensor], head_dim: int | None, factor: object) -> bool:
     """Whether all tensors have the frequencies of a head of this size, if a configuration states it.
 
-    factor: the share of a head that is rotated, as a configuration states it.
+    factor: the rotated share of a head, as a configuration states it.
     """
     if head_dim is None:
         return True

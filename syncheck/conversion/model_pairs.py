@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _PROBES, _PROBE = 8, 16
 # Fewer elements than this can be equal by chance.
 FEW = 16
-# The bytes of a few trained numbers. Integers and ranges such as 0, 1, 2, 3 have fewer.
+# The bytes of a few trained numbers. Integers and ranges like 0, 1, 2, 3 have fewer.
 _MANY_BYTES = 9
 
 

@@ -110,7 +110,7 @@ def _changes_output(sides: Sequence[Side], files: Files) -> bool:
             kind = classify_vocabulary(name)
             tensors_of_kind.get(kind, []).append(tensor)
 
-        # A loader initializes an output layer that the file lacks.
+        # A loader initializes an output layer without a tensor in the file.
         if side.output_tie is False and not outputs:
             return True
 

@@ -1,4 +1,4 @@
-"""Recognize the role of a tensor in attention or in a gated layer by its name: query, key, value, gate, up and others.
+"""Recognize the role of a tensor in attention or in a gated layer by its name, like query or gate.
 
 Each library has its own spelling of a role, and none uses the word of another role.
 """

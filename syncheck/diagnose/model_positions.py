@@ -50,7 +50,7 @@ class ExpertMisplaced(Sentence, topic="SYN310"):
         "selects the expert of before."
     )
     FIX_RENUMBERED = (
-        "If the order is intended, verify that all other values of the router, such as its bias, have it as well, and "
+        "If the order is intended, verify that all values of the router, also its bias, have it as well, and "
         "pass {allow:option=SYN310}. Otherwise keep the numbers of A in the conversion."
     )
     ROUTERS = "{count:count router} of B {count:verb has|have} the rows of A in the order of the experts: {names:names}"

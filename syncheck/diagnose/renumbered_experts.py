@@ -29,7 +29,7 @@ def find_routers(
     """Return the routers whose rows have the order of the experts, if this holds for the experts of all layers.
 
     names: of all tensors.
-    misplaced: tensors of experts of B that are tensors of other experts of A.
+    misplaced: tensors of experts of B with the data of another expert of A.
     reordered: tensors of B with the rows of A in another order.
     """
     orders = _list_orders(names)
@@ -72,7 +72,7 @@ def _list_orders(names: Iterable[str]) -> dict[str, dict[str, Order]]:
 def _read_order(diff: TensorDiff | None, count: int) -> Order:
     """Return the row of A for each row of a router of B; empty if the evidence does not state it.
 
-    diff: None for a router that is equal in both models.
+    diff: None for a router with equal rows in both models.
     count: the number of experts.
     """
     rows: Iterable[int] = ()

@@ -152,7 +152,7 @@ def apply(case: Case) -> Match | None:
         return match.as_consistent("SYN225", "SYN215")
     if case.group.is_pair:
         return _weigh_renamed(match, all_ranks)
-    # Without any tensor in common, the files may be parts of one model, such as pipeline stages.
+    # Without any tensor in common, the files may be parts of one model, like pipeline stages.
     conditions = (set[int]().union(*losses) == set(all_ranks), not case.group.counts.compared)
     if all(conditions):
         return match.as_consistent("SYN104")

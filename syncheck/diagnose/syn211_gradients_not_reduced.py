@@ -380,7 +380,7 @@ def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | Non
             alternatives=_STATELESS,
         )
 
-    # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
+    # A tensor without a common direction, like a zero bias, was moved by each rank's own gradients.
     if have_common_start and min(measured) < ELSEWHERE:
         return _Reason(
             summary,

@@ -290,7 +290,7 @@ def _find_start(case: Case, weights: Sequence[TensorDiff], updates: tuple[Messag
 def _update_facts(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
     """State the numbers of updates that differ, and other single numbers of the copy."""
     facts: list[Message] = []
-    # A number beside the counts, such as a decay, shows unequal updates too.
+    # A number beside the counts, like a decay, shows unequal updates too.
     for diff in select_numbers(weights):
         values = values_by_rank(diff)
         facts += state_if(values, Text.UPDATES(name=diff.name, values=values))

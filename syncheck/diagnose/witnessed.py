@@ -118,7 +118,7 @@ def join_findings(witnessed: Iterable[Finding], findings: Iterable[Finding]) -> 
         if earlier is None:
             remaining.append(finding)
             continue
-        # The rule has found values, such as a learning rate, and further tensors.
+        # The rule has found values, like a learning rate, and further tensors.
         proved[key] = replace(
             earlier,
             tensors=tuple(dict.fromkeys((*earlier.tensors, *finding.tensors))),

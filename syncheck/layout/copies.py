@@ -261,7 +261,7 @@ def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: 
         shapes.add(tensor.full_shape)
         stages.add(coordinates_in(snapshots[rank], PIPELINE))
 
-    # Embeddings of other shapes are other tensors, such as an encoder's and a decoder's.
+    # Embeddings of other shapes are other tensors, like an encoder's and a decoder's.
     return len(shapes) == 1 and len(stages) > 1
 
 

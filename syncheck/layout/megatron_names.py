@@ -30,7 +30,7 @@ _FUSED = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-# Values, and bytes in tensors, that describe the run, its layout and the casts of a layer, and not the model.
+# Values, and bytes in tensors, about the run, its layout and the casts of a layer, and not about the model.
 _LAYOUT = re.compile(
     r"(?:args|rng_state|content_metadata|rerun_state_machine)(?:\.|$)|(?:.*\.)?_extra_state(?:[./].*)?$"
 )
@@ -85,5 +85,5 @@ def unfuse(name: str) -> str:
 
 
 def select_of_model(content: Mapping[str, _Content]) -> dict[str, _Content]:
-    """Return tensors or values without those that describe the run, its layout and its casts."""
+    """Return tensors or values without the description of the run, its layout and its casts."""
     return {name: item for name, item in content.items() if not _LAYOUT.match(name)}

@@ -35,7 +35,7 @@ _MARK = b"syncheck:"
 _DONE = "done"
 # Names of process groups of syncheck begin so.
 _PREFIX = "syncheck-"
-# The number of groups of each set of ranks that were created in this process.
+# The number of groups of each set of ranks, created in this process.
 _groups_created: Counter[tuple[int, ...]] = Counter()
 
 

@@ -227,7 +227,7 @@ def _list_parameters(case: ParityCase, model: Any, defined: Collection[str]) -> 
     parameters = dict(case.named_parameters(model))
     plain = plain_names(list(parameters))
     named = {plain[name]: parameter for name, parameter in parameters.items()}
-    # Other names of the program, such as names in a stage, may belong to other parameters of `build`.
+    # Other names of the program, like names in a stage, may belong to other parameters of `build`.
     if type(case).named_parameters is ParityCase.named_parameters:
         aliases = list_aliases(model)
         for name in filter(aliases.__contains__, defined):

@@ -97,7 +97,7 @@ def read_head(path: str, size: int = HEAD) -> bytes:
     """Return the first bytes of a regular file. Raises UnreadableFile."""
     try:
         with open_regular_file(path) as file:
-            # Kernel files such as /proc/kmsg have size 0, and reading them can block.
+            # Kernel files like /proc/kmsg have size 0, and reading them can block.
             return file.read(size) if os.fstat(file.fileno()).st_size else b""
     except (OSError, ValueError) as error:
         hint = _advise_missing(path) if isinstance(error, FileNotFoundError) else ""

@@ -1,4 +1,4 @@
-"""Files that several paths reach: each is compared once, and never with itself."""
+"""Files reached by several paths: each is compared once, and never with itself."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ _kept: list[_Content | None] = []
 
 @contextmanager
 def keep_last_content() -> Iterator[None]:
-    """Read equal pickles that follow each other once.
+    """Read a pickle once if the next files have the same one.
 
     Replicas whose values are equal have equal pickles, because the bytes of tensors are in other records.
     """

@@ -76,7 +76,7 @@ def find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> Fault | None
 
     _, _, _, _, *numbers = _END_64.unpack_from(records_64)
     end_64 = _End(*numbers)
-    # The zip64 record replaces the numbers that the old record cannot hold.
+    # The zip64 record replaces numbers too large for the old record.
     return _compare_ends(end, end_64, len(infos)) or _check_directory(file, infos, end_64, offset_64)
 
 

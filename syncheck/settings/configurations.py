@@ -31,7 +31,7 @@ _NAMES = {
     "rotary_emb_base": "rope_theta",
     "sliding_window_pattern": "_sliding_window_pattern",
 }
-# Settings that only Meta's params.json has together.
+# Settings found together in Meta's params.json only.
 _MARKS_OF_META = frozenset({"dim", "num_attention_heads"})
 # The names of its settings in transformers.
 _NAMES_OF_META = {
@@ -97,7 +97,7 @@ class Configurations:
     def model_type(self) -> str:
         """The type of the model, empty without a statement."""
         model_type = str(self.merge().get("model_type") or "")
-        # Other libraries do not state one.
+        # Only this library states it.
         return "" if model_type in (META, MEGATRON) else model_type
 
     def merge(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Configurations:
 def read_configurations(paths: Sequence[str], values: Mapping[str, Any]) -> Configurations:
     """Return the configurations beside the files or folders of a model. Later folders take precedence.
 
-    values: of the files, by dotted name, like the arguments that Megatron saves.
+    values: of the files, by dotted name, like the saved arguments of Megatron.
     """
     settings_of_file: dict[str, dict[str, Any]] = {}
     unreadable: list[str] = []
@@ -226,10 +226,10 @@ def _translate_meta(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unite_windows(settings: dict[str, Any]) -> None:
-    """Remove the forms of a window that no layer has."""
+    """Remove the forms of a window without any layer."""
     by_default = find_default("use_sliding_window", settings.get("model_type"))
     if settings.get("use_sliding_window", by_default) is False:
-        # Null states that there is no window.
+        # Null means no window.
         settings["sliding_window"] = None
         settings.pop("max_window_layers", None)
         settings.pop("use_sliding_window", None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Stands for a default that is not known.
+# Stands for an unknown default.
 UNKNOWN: Any = object()
 
 # In place of the type of a model, for the settings of other libraries.

@@ -1,4 +1,4 @@
-"""Translate the arguments that Megatron saves in a checkpoint to settings with the names of transformers.
+"""Translate the arguments of Megatron in a checkpoint to settings with the names of transformers.
 
 Names and defaults are those of megatron/training/arguments.py and of `TransformerConfig` in megatron/core.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 NAME = "saved arguments"
-# Arguments that other programs do not save.
+# Arguments saved by Megatron only.
 _MARKS = frozenset("tensor_model_parallel_size make_vocab_size_divisible_by padded_vocab_size".split())
 # Arguments with the meaning of a setting of transformers, and the setting.
 _NAMES = {
@@ -36,7 +36,7 @@ _OTHERS = frozenset(
     "softmax_scale softmax_type use_rotary_position_embeddings "
     "window_attn_skip_freq".split()
 )
-# Values of arguments that change nothing.
+# Values of arguments without an effect.
 _OFF: Sequence[Any] = (False, "", [], "softmax")
 # The functions of a layer, by the argument that selects them. The last one takes precedence.
 _ACTIVATIONS = {
@@ -96,7 +96,7 @@ def _translate(arguments: Mapping[str, Any]) -> dict[str, Any]:
         **_NAMES_OF_POSITIONS.get(str(stated.get("position_embedding_type", "rope")), {}),
     }
     settings = {name: stated[key] for key, name in names.items() if key in stated}
-    # An argument that is off has the meaning of a missing one.
+    # An argument turned off means the same as a missing argument.
     settings |= {f"args.{key}": stated[key] for key in _OTHERS & stated.keys() if stated[key] not in _OFF}
     settings |= _translate_scaling(stated)
     settings |= _translate_experts(stated)

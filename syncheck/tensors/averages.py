@@ -158,7 +158,7 @@ def find_candidates(roots: Sequence[Root], names: Iterable[str]) -> frozenset[st
         if _ONLINE in parts:
             continue
 
-        # The name of a number such as `n_averaged` may be a key itself.
+        # The name of a number like `n_averaged` may be a key itself.
         key = f"{name}."
         if key.startswith(prefixes) or parts[0] in top_keys:
             candidates.add(name)

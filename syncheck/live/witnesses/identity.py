@@ -10,7 +10,7 @@ _MOST_BYTES = 1 << 16
 _MOST_ITEMS = 256
 _MOST_ATTRIBUTES = 32
 _PLAIN = (type(None), bool, int, float, str, bytes, range)
-# Datasets within datasets, such as Subset.
+# Datasets within datasets, like Subset.
 _MOST_LEVELS = 3
 
 

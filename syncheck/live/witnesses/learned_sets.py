@@ -97,7 +97,7 @@ class LearnedSets:
         self._earlier = details
 
     def _learn_equal(self, digests: Mapping[int, str]) -> None:
-        # Tensors that do not change, such as zeros, are equal by chance; an empty digest is of no tensor.
+        # Tensors that do not change, like zeros, are equal by chance; an empty digest is of no tensor.
         changed = {rank: digest for rank, digest in sorted(digests.items()) if digest != self._last.get(rank, "")}
         sets = [tuple(ranks) for ranks in group_ranks(changed).values() if len(ranks) > 1]
         if sets != self._sets:

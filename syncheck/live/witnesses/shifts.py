@@ -40,7 +40,7 @@ class History:
             earlier_sets.pop(_NO_GRADIENTS, None)
             for digest in earlier_sets.keys() & sets:
                 earlier, later = earlier_sets[digest], sets[digest]
-                # Gradients that do not change, such as zeros, are equal by chance.
+                # Gradients that do not change, like zeros, are equal by chance.
                 if set(earlier).isdisjoint(later):
                     count = len(self._steps) - position
                     facts = (Seen.SHIFTED(later=tuple(later), earlier=tuple(earlier), count=count),)

@@ -78,7 +78,7 @@ class CheckpointItem(pytest.Item):
 
         with options_as_typed(TYPED_IN_PYTEST):
             outcome = judge_planned(self.planned, self.judge)
-        # Plugins such as pytest-rerunfailures run the same item again.
+        # Plugins like pytest-rerunfailures run the same item again.
         foreign_properties = [entry for entry in self.user_properties if not entry[0].startswith("syncheck_")]
         self.user_properties[:] = [*foreign_properties, *outcome.properties]
         self._headline = outcome.headline
