@@ -61,7 +61,7 @@ if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += [
         f"layout/test_{name}.py" for name in ("partitioned_optimizer", "sub_meshes", "zero_names", "numbered_state")
     ]
-    collect_ignore += ["readers/test_every_tensor.py", "tensors/test_finiteness.py"]
+    collect_ignore += ["readers/test_every_tensor.py", "tensors/test_finiteness.py", "comparison/test_rank_settings.py"]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("kinds_of_tensors", "model_values")]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("averaged_copies", "metric_states")]
     collect_ignore += [f"conversion/test_{name}_causes.py" for name in ("constant", "local", "no_false", "place")]
