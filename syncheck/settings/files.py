@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,8 @@ def list_folders(paths: Iterable[str]) -> list[str]:
 
 def read_json(path: str) -> dict[str, Any] | None:
     """Return a configuration; None if the file is missing, too large or not a JSON object."""
+    import json  # most comparisons have no configuration, and start faster without it
+
     try:
         with open(path, encoding="utf-8") as file:
             content = json.loads(file.read(_MOST_JSON))

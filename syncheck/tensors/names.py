@@ -97,10 +97,14 @@ def normalize_ranks(names_of_ranks: Mapping[int, Iterable[str]]) -> dict[int, di
         return normalized
 
     for names in normalized.values():
-        for name in names:
-            unwrapped = _WRAPPER.sub("", name)
-            if unwrapped in kept:
-                names[name] = unwrapped
+        unwrapped = {name: _WRAPPER.sub("", name) for name in names}
+        if kept.isdisjoint(unwrapped.values()):
+            continue
+
+        # Also the names that only this rank has.
+        for name, plain in unwrapped.items():
+            if plain.startswith(_MODULE):
+                names[name] = plain
 
     return normalized
 

@@ -36,6 +36,15 @@ def test_a_tensor_lost_beside_a_submodule(lost: str, wrapper: str, tmp_path: Pat
     assert group.counts.identical == 3
 
 
+def test_a_tensor_of_one_rank_beside_a_submodule(tmp_path: Path) -> None:
+    """A tensor that only the other rank has keeps the name of the submodule, too."""
+    group = compare(tmp_path, MODEL | {"logit_scale": ONE}, MODEL | {"module.extra.w": ONE})
+    assert {(diff.name, diff.clusters) for diff in group.tensors} == {
+        ("logit_scale", ((0,),)),
+        ("module.extra.w", ((1,),)),
+    }
+
+
 def test_a_wrapped_model_beside_an_unwrapped_one(tmp_path: Path) -> None:
     """Without other tensors, the prefix is that of a wrapper."""
     plain = {name.removeprefix("module."): value for name, value in MODEL.items()}
